@@ -1,0 +1,10 @@
+"""How often a repeated test repeats: the full count with TILTYARD_LONG=1 (`make test-long`), a tenth of it otherwise."""
+
+import os
+
+LONG = os.environ.get("TILTYARD_LONG") == "1"
+
+
+def count(long: int) -> int:
+    """`long` repetitions in the long run, about a tenth (at least one) in the ordinary one."""
+    return long if LONG else max(1, long // 10)

@@ -1,0 +1,2 @@
+"""Tiltyard."""
+__version__ = "0.1.0"

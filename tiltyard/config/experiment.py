@@ -1,0 +1,434 @@
+"""Every setting of an experiment, its default and its meaning; nothing about files, layers or where it runs.
+
+The string after a field is its help, its text in the reference page and its description in the JSON schema.
+Numbers have bounds here; what needs two settings to judge is in `cross_check`. Sections:
+
+    env -> model -> algo -> engine      what is learned, by what, how, in which processes
+    stop, eval, save, track             when it ends, how it is measured, kept and watched
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tiltyard.errors import Problem
+
+SCHEMA = 1
+HUGE = 10**15
+
+
+def _whole(value: Any) -> Any:
+    """2e6 is a count; true is not. (YAML writes counts as floats when they have an exponent.)"""
+    if isinstance(value, float) and value.is_integer() and abs(value) < HUGE * 10:
+        return int(value)
+    return value
+
+
+def _bare_id(value: Any) -> Any:
+    """`env: CartPole-v1` is short for `env: {id: CartPole-v1}`."""
+    return {"id": value} if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=HUGE)]
+CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=HUGE)]
+Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
+Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Options = dict[str, Any]
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Plugin(Settings):
+    """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
+
+    id: str = Field(min_length=1, max_length=500)
+    """Built-in short name, `package.module:Name`, `path/file.py:Name`, or `path/file.py` holding the conventional class."""
+    options: Options = {}
+    """Keyword arguments, checked against the target's signature before anything starts."""
+
+
+PluginRef = Annotated[Plugin, BeforeValidator(_bare_id)]
+
+
+# ------------------------------------------------------------------------------------------------ schedules
+
+
+class Linear(Settings):
+    """From `start` to `end` in a straight line, then `end`."""
+
+    kind: Literal["linear"]
+    start: NotNegative
+    """Value at env step 0."""
+    end: NotNegative = 0.0
+    """Value from env step `over` on."""
+    over: Count | None = None
+    """Env steps the line takes; `stop.env_steps` when left out."""
+
+
+class Piecewise(Settings):
+    """Straight lines between points; constant before the first and after the last."""
+
+    kind: Literal["piecewise"]
+    points: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(min_length=1, max_length=1000)
+    """[[env steps, value], ...] with growing env steps."""
+
+
+class KlAdaptive(Settings):
+    """Multiplied or divided by `factor` whenever the measured KL leaves [target / 2, target * 2]."""
+
+    kind: Literal["kl_adaptive"]
+    start: Positive
+    """Value before the first update."""
+    target: Positive = 0.01
+    """KL divergence between the policy before and after an update to aim for."""
+    factor: float = Field(default=1.5, gt=1, le=10)
+    """How much the value changes at a time."""
+    min: NotNegative = 1e-6
+    """Never below this."""
+    max: Positive = 1e-2
+    """Never above this."""
+
+
+Schedule = Annotated[Linear | Piecewise | KlAdaptive, Field(discriminator="kind")]
+Scheduled = Annotated[NotNegative, Field(strict=True)] | Schedule
+
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+class Env(Settings):
+    """The environment and what is done to its steps before anybody sees them."""
+
+    id: str = Field(min_length=1, max_length=500)
+    """Gymnasium id, built-in name (identity, basic, memory, delay, timeout, CarPass-v0), `package.module:Class` or `path/file.py:Class`."""
+    options: Options = {}
+    """Keyword arguments of the constructor, checked against its signature."""
+    wrappers: list[PluginRef] = []
+    """Gymnasium wrappers, innermost first: built-in name or import string, each with options."""
+    frameskip: int = Field(default=1, ge=1, le=1000)
+    """Simulator frames per env step: the action is repeated and the rewards are added."""
+    frame_stack: int = Field(default=1, ge=1, le=64)
+    """How many last observations are given together (images: along channels, vectors: end to end)."""
+    time_limit: Count | None = None
+    """Env steps after which an episode is truncated; the env's own limit when left out."""
+    reward_scale: Finite = 1.0
+    """Rewards are multiplied by this before learning; reported returns are not."""
+    reward_clip: Positive | None = None
+    """Rewards are clipped to [-x, x] before learning, after scaling; reported returns are not."""
+    strict: bool = True
+    """Refuse an env whose observations do not have the dtype that its space declares; false casts them."""
+    comes_back: Literal["auto", "state", "replay", "fresh"] = "auto"
+    """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
+    start_timeout: Positive = 60.0
+    """Seconds that making the env and its first steps may take."""
+
+
+class Memory(Settings):
+    """The recurrent core between encoders and heads."""
+
+    kind: Literal["none", "lstm", "gru"] = "none"
+    """Kind of the recurrent core."""
+    size: int = Field(default=128, ge=1, le=16384)
+    """Units of the core."""
+    bptt: int = Field(default=16, ge=1, le=4096)
+    """Steps that gradients flow back in time; `algo.rollout` must be a multiple of it."""
+
+
+class Normalise(Settings):
+    """Running statistics kept with the weights."""
+
+    obs: bool = False
+    """Observations that are not images are brought to mean 0 and variance 1."""
+    returns: bool = False
+    """The critic learns returns brought to mean 0 and variance 1."""
+
+
+class Model(Settings):
+    """The network: encoders, an optional memory, a critic and a head for the action space."""
+
+    id: str = Field(default="actor_critic", min_length=1, max_length=500)
+    """The built-in `actor_critic`, or a model of yours: `nets/custom.py` (class CustomModel), `file.py:Class`, `package.module:Class`."""
+    options: Options = {}
+    """Keyword arguments of your model's constructor; the built-in model is set by the settings below."""
+    encoder: PluginRef = Plugin(id="auto")
+    """Encoder for every observation: auto, mlp, simple, nature, impala, resnet, text, or an import string."""
+    encoders: dict[str, PluginRef] = {}
+    """Encoders for single observations by name, over `encoder`."""
+    hidden: list[Annotated[int, Field(ge=1, le=16384)]] = Field(default=[64, 64], max_length=64)
+    """Widths of the layers after (or, for vectors, instead of) the encoders."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu", "leaky_relu"] = "tanh"
+    """Non-linearity between layers."""
+    memory: Memory = Memory()
+    critic: Literal["separate", "shared"] = "separate"
+    """Whether the critic has encoders, memory and layers of its own or a head on the actor's."""
+    previous: bool = False
+    """Give the previous action and reward as observations too."""
+    normalise: Normalise = Normalise()
+    log_std: Annotated[float, Field(ge=-20, le=2)] = 0.0
+    """Initial logarithm of the standard deviation of continuous actions."""
+    init: str | None = None
+    """Run or checkpoint whose weights to start from: those that fit are taken, the others are listed."""
+
+
+class Ppo(Settings):
+    """Proximal policy optimisation."""
+
+    id: Literal["ppo"] = "ppo"
+    rollout: int = Field(default=128, ge=1, le=1_000_000)
+    """Env steps of each row per update; the batch is this times the rows."""
+    minibatch: Count = 256
+    """Env steps per gradient step."""
+    epochs: int = Field(default=10, ge=1, le=1000)
+    """Passes over the batch per update."""
+    lr: Scheduled = 1e-3
+    """Learning rate of Adam: a number or a schedule."""
+    gamma: Unit = 0.99
+    """Discount factor per env step."""
+    gae_lambda: Unit = 0.95
+    """Bias against variance of the advantages: 0 is one-step, 1 is Monte Carlo."""
+    advantage: Literal["gae", "vtrace", "clipped_gae"] = "gae"
+    """How advantages are made: GAE, V-trace, or GAE with clipped importance ratios (for samples of older policies)."""
+    rho_clip: Positive = 1.0
+    """Cap of the importance ratios of V-trace and clipped GAE."""
+    clip: Scheduled = 0.2
+    """How far the probability ratio may move before its gradient is cut."""
+    value_clip: Positive | None = None
+    """How far a value may move per update, in normalised units; off when left out."""
+    value_coef: NotNegative = 0.5
+    """Weight of the value loss."""
+    entropy: Scheduled = 0.0
+    """Weight of the entropy bonus."""
+    kl: Scheduled = 0.0
+    """Weight of the penalty on the KL divergence from the policy that acted."""
+    kl_stop: Positive | None = None
+    """Leave the remaining epochs out once the KL divergence exceeds this."""
+    max_grad_norm: Positive | None = 0.5
+    """Gradients are scaled down to this norm; off with null."""
+    normalise_advantage: bool = True
+    """Bring the advantages of each minibatch to mean 0 and variance 1."""
+    adam_eps: Positive = 1e-5
+    """Adam's epsilon."""
+
+
+class A2c(Settings):
+    """Advantage actor-critic: the PPO update with one epoch, the whole batch at once and no clipping."""
+
+    id: Literal["a2c"]
+    rollout: int = Field(default=16, ge=1, le=1_000_000)
+    """Env steps of each row per update."""
+    lr: Scheduled = 1e-3
+    """Learning rate of Adam: a number or a schedule."""
+    gamma: Unit = 0.99
+    """Discount factor per env step."""
+    gae_lambda: Unit = 1.0
+    """Bias against variance of the advantages: 0 is one-step, 1 is Monte Carlo."""
+    value_coef: NotNegative = 0.5
+    """Weight of the value loss."""
+    entropy: Scheduled = 0.0
+    """Weight of the entropy bonus."""
+    max_grad_norm: Positive | None = 0.5
+    """Gradients are scaled down to this norm; off with null."""
+    normalise_advantage: bool = False
+    """Bring the advantages of the batch to mean 0 and variance 1."""
+    adam_eps: Positive = 1e-5
+    """Adam's epsilon."""
+
+
+class Serial(Settings):
+    """Envs, inference and update in one process, one after another: the plain reference."""
+
+    kind: Literal["serial"] = "serial"
+    envs: int = Field(default=8, ge=1, le=100_000)
+    """Copies of the env stepped together."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    """Threads that torch may use."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the network lives; auto takes a GPU when there is one."""
+
+
+class Stop(Settings):
+    """When the run is done: the first condition met wins and is named in the status."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    env_steps: Count | None = 1_000_000
+    """Decisions taken, over all rows."""
+    frames: Count | None = None
+    """Simulator frames: env steps times the frameskip."""
+    seconds: Positive | None = None
+    """Seconds of training, counted across resumes."""
+    updates: Count | None = None
+    """Passes of the learner over a batch."""
+    return_: Annotated[Finite | None, Field(alias="return")] = None
+    """Mean return of an evaluation."""
+    train_return: Finite | None = None
+    """Mean return of the last 100 training episodes."""
+
+
+class Eval(Settings):
+    """Evaluations during training: fixed seeds of their own, never training's random streams."""
+
+    every: CountOrZero = 50_000
+    """Env steps between evaluations; 0 evaluates only at the end."""
+    episodes: int = Field(default=10, ge=1, le=1_000_000)
+    """Episodes per evaluation."""
+    greedy: bool = True
+    """Take the likeliest action instead of drawing one."""
+    at_end: bool = True
+    """Evaluate once more when the run is done."""
+    envs: int = Field(default=8, ge=1, le=10_000)
+    """Copies of the env stepped together in an evaluation."""
+    seed: CountOrZero = 1_000_003
+    """Root of the episodes' seeds, the same for every run so that runs are comparable."""
+    video: bool = False
+    """Film the first episode of each evaluation into videos/."""
+    time_limit: Count | None = 100_000
+    """Env steps after which an episode without an end of its own is cut."""
+
+
+class Save(Settings):
+    """Checkpoints: when they are written and which are kept."""
+
+    env_steps: Count | None = None
+    """Env steps between checkpoints."""
+    seconds: Positive | None = 300.0
+    """Seconds between checkpoints."""
+    updates: Count | None = None
+    """Updates between checkpoints."""
+    last: int = Field(default=2, ge=1, le=100_000)
+    """How many of the newest to keep."""
+    best: int = Field(default=1, ge=0, le=100_000)
+    """How many of the best to keep."""
+    metric: str = Field(default="eval/return", min_length=1, max_length=200)
+    """Metric that says which is best; the newest value recorded when the checkpoint is written."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more of the metric is better, or less."""
+    milestones: list[Count] = Field(default=[], max_length=10_000)
+    """Env steps at which a checkpoint is written and kept for good."""
+
+
+class Wandb(Settings):
+    """Weights & Biases mirror (extra `wandb`)."""
+
+    mode: Literal["off", "offline", "online"] = "off"
+    """Off, written to the run folder for a later `wandb sync`, or sent at once."""
+    entity: str | None = None
+    """User or team."""
+    project: str = "tiltyard"
+    """Project."""
+    group: str | None = None
+    """Group; the env's id when left out."""
+    job_type: str = "train"
+    """Job type."""
+    tags: list[str] = []
+    """Tags beside the experiment's own."""
+
+
+class Track(Settings):
+    """Records and their mirrors. metrics.jsonl is always written and is the truth."""
+
+    every: Count = 1
+    """Updates between records."""
+    tensorboard: bool = True
+    """Mirror the records as TensorBoard events in tb/."""
+    wandb: Annotated[Wandb, BeforeValidator(lambda v: {"mode": v} if isinstance(v, str) else v)] = Wandb()
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
+
+
+def _run_name(value: Any) -> Any:
+    if isinstance(value, str) and (not NAME.fullmatch(value) or ".." in value):
+        raise ValueError("a run's name has 1 to 80 letters, digits and . _ + -, and starts with a letter or digit")
+    return value
+
+
+class Experiment(Settings):
+    """What is learned and how. Where it runs is a site profile and no part of this."""
+
+    version: Literal[1] = SCHEMA
+    """Schema of this description."""
+    name: Annotated[str | None, BeforeValidator(_run_name)] = None
+    """Folder of the runs below the runs root; made from the env's id when left out."""
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    """Root of every random stream of the run."""
+    notes: str = Field(default="", max_length=10_000)
+    """Free text, shown and searched by `tiltyard ls`."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=80)]] = Field(default=[], max_length=100)
+    """Words to filter `tiltyard ls` by."""
+    use: list[str] = Field(default=[], max_length=20)
+    """Presets below this file's own values: names of built-in presets or paths of YAML files."""
+    resume: str = Field(default="auto", min_length=1, max_length=4096)
+    """auto continues the folder's newest valid checkpoint, never starts afresh, a path starts from that checkpoint."""
+    env: Annotated[Env, BeforeValidator(_bare_id)]
+    model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
+    algo: Annotated[
+        Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)
+    ] = Ppo()
+    engine: Serial = Serial()
+    stop: Stop = Stop()
+    eval: Eval = Eval()
+    save: Save = Save()
+    track: Track = Track()
+
+    @property
+    def run_name(self) -> str:
+        """The name given, or one made from the env's id."""
+        if self.name:
+            return self.name
+        stem = self.env.id.replace("\\", "/").rsplit("/", 1)[-1]
+        cleaned = re.sub(r"[^A-Za-z0-9_.+-]+", "-", stem.replace(".py", "")).strip("-.")
+        return re.sub(r"\.\.+", ".", cleaned)[:80] or "run"
+
+    @property
+    def batch(self) -> int:
+        """Env steps per update."""
+        return self.algo.rollout * self.engine.envs
+
+
+def cross_check(experiment: Experiment) -> list[Problem]:
+    """Problems that only two settings together show. Pure: asks no file system and no machine."""
+    found: list[Problem] = []
+    algo, memory, stop, save = experiment.algo, experiment.model.memory, experiment.stop, experiment.save
+    if memory.kind != "none" and algo.rollout % memory.bptt:
+        found.append(
+            Problem("algo.rollout", str(algo.rollout), f"is no multiple of model.memory.bptt = {memory.bptt}",
+                    f"set algo.rollout to {max(1, round(algo.rollout / memory.bptt)) * memory.bptt} or change model.memory.bptt"))
+    if isinstance(algo, Ppo):
+        if algo.minibatch > experiment.batch:
+            found.append(
+                Problem("algo.minibatch", str(algo.minibatch),
+                        f"is more than the batch of {experiment.batch} (algo.rollout {algo.rollout} x engine.envs {experiment.engine.envs})",
+                        f"set algo.minibatch={experiment.batch} or less"))
+        if memory.kind != "none" and algo.minibatch < memory.bptt:
+            found.append(
+                Problem("algo.minibatch", str(algo.minibatch), f"is less than model.memory.bptt = {memory.bptt}",
+                        f"set algo.minibatch={memory.bptt} or more"))
+    for name in ("lr", "clip", "entropy", "kl"):
+        schedule = getattr(algo, name, None)
+        if isinstance(schedule, Piecewise):
+            steps = [point[0] for point in schedule.points]
+            if steps != sorted(set(steps)) or steps[0] < 0 or any(point[1] < 0 for point in schedule.points):
+                found.append(Problem(f"algo.{name}.points", str(schedule.points), "env steps must grow and nothing may be negative",
+                                     "write [[0, 3e-4], [1000000, 0]]"))
+        if isinstance(schedule, Linear) and schedule.over is None and stop.env_steps is None:
+            found.append(Problem(f"algo.{name}.over", "", "is needed when there is no stop.env_steps", f"set algo.{name}.over"))
+        if isinstance(schedule, KlAdaptive) and not schedule.min <= schedule.start <= schedule.max:
+            found.append(Problem(f"algo.{name}.start", str(schedule.start), f"lies outside [{schedule.min}, {schedule.max}]",
+                                 f"change algo.{name}.min or algo.{name}.max"))
+        if isinstance(schedule, KlAdaptive) and name not in ("lr", "kl"):
+            found.append(Problem(f"algo.{name}.kind", "kl_adaptive", "is for algo.lr and algo.kl", "use linear or piecewise"))
+    if all(getattr(stop, field) is None for field in Stop.model_fields):
+        found.append(Problem("stop", "", "has no condition: the run would never end", "set stop.env_steps or stop.seconds"))
+    if stop.return_ is not None and experiment.eval.every == 0:
+        found.append(Problem("stop.return", str(stop.return_), "needs evaluations, and eval.every is 0", "set eval.every=10000"))
+    if save.env_steps is None and save.seconds is None and save.updates is None:
+        found.append(Problem("save", "", "has no interval: a killed run would start over", "set save.seconds or save.env_steps"))
+    return found

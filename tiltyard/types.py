@@ -1,0 +1,245 @@
+"""The dataclasses and protocols that data flows through; the standard library only (numpy in annotations).
+
+Arrays are time-major: [T, B, ...] is T steps of B rows, a row being one agent of one env. `terminated` means that
+the value of the next state is zero; `truncated` means that it is not, and `final_obs` is what to bootstrap from;
+`first` marks rows whose memory must be reset before they act; `valid` is false for rows that carry no decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+    Arrays = dict[str, NDArray[Any]]
+
+# What checkpoints are made of: nested dicts and lists of arrays, numbers, strings, booleans and None.
+Tree = Any
+
+
+# ---------------------------------------------------------------------------------------------- what an env is
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One observation as it is stored: shape and dtype after conversion, and what its numbers mean.
+
+    kind: box (numbers), discrete (one category of `options[0]`), multi_discrete (one category per element),
+    multi_binary (0/1 per element), text (hashed word ids, 0 is padding).
+    """
+
+    kind: Literal["box", "discrete", "multi_discrete", "multi_binary", "text"]
+    shape: tuple[int, ...]
+    dtype: str
+    options: tuple[int, ...] = ()
+    image: bool = False
+    """three dimensions, the smallest of first and last being channels: conv nets apply"""
+
+
+@dataclass(frozen=True)
+class ActionPart:
+    """One leaf of an action space: some columns of the flat action, which is float32 [..., columns].
+
+    categorical: one column holding an index below `options`; binary: `columns` columns of 0/1;
+    continuous: `columns` columns in [-1, 1] (mapped to [low, high]) where bounds are finite, raw numbers elsewhere.
+    """
+
+    kind: Literal["categorical", "binary", "continuous"]
+    columns: int
+    options: int = 0
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """The flat action's parts in order, and the tree that puts an env's own action back together."""
+
+    parts: tuple[ActionPart, ...]
+    tree: Mapping[str, Any]
+
+    @property
+    def columns(self) -> int:
+        return sum(part.columns for part in self.parts)
+
+    @property
+    def mask_size(self) -> int:
+        """Width of an action mask: the options of all categorical parts, one after another."""
+        return sum(part.options for part in self.parts if part.kind == "categorical")
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What models, engines and data need to know of an env, found by probing it in a child process."""
+
+    obs: Mapping[str, ArraySpec]
+    action: ActionSpec
+    agents: tuple[str, ...] = ("agent",)
+    masked: bool = False
+    """the env says which categorical options are allowed"""
+    frameskip: int = 1
+    episode_limit: int | None = None
+    comes_back: Literal["state", "replay", "fresh"] = "replay"
+    """how a running episode is restored from a checkpoint"""
+    renders: bool = False
+    """the env can draw itself as an RGB array"""
+    notes: tuple[str, ...] = ()
+    """sentences that the probe wants the user to read"""
+
+
+# ---------------------------------------------------------------------------------------------- what flows
+
+
+@dataclass(frozen=True)
+class EpisodeEnd:
+    """A finished episode of one row."""
+
+    row: int
+    number: int
+    seed: int
+    total: float
+    length: int
+    frames: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """What a group of envs answers: the observation to act on next, and what the last action brought. Arrays are [B, ...]."""
+
+    obs: Arrays
+    reward: Array
+    terminated: Array
+    truncated: Array
+    first: Array
+    valid: Array
+    final_obs: Arrays
+    """rows where terminated or truncated: the last observation of the ended episode; other rows are undefined"""
+    mask: Array | None
+    """[B, mask_size] bool: allowed categorical options for `obs`"""
+    episodes: list[EpisodeEnd]
+
+
+@dataclass
+class Rollout:
+    """T steps of B rows, learned from once. Arrays are [T, B, ...] unless said otherwise."""
+
+    obs: Arrays
+    first: Array
+    action: Array  # [T, B, columns] float32
+    mask: Array | None
+    log_prob: Array
+    value: Array  # in units of reward
+    reward: Array
+    terminated: Array
+    truncated: Array
+    bootstrap: Array
+    """value of the observation after step t, where that is not value[t + 1]: at truncations and at t = T - 1"""
+    valid: Array
+    state0: Arrays  # [T / bptt, B, ...] memory before each chunk of bptt steps; empty without memory
+    policy_version: Array
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. Counted across resumes."""
+
+    env_steps: int = 0
+    frames: int = 0
+    updates: int = 0
+    episodes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one engine step did."""
+
+    progress: Progress
+    metrics: Mapping[str, float]
+    episodes: list[EpisodeEnd]
+    time_split: Mapping[str, float]
+    """seconds spent on env, inference, learn, other in this step"""
+    events: tuple[str, ...] = ()
+    """sentences for events.jsonl"""
+
+
+@dataclass
+class PolicyState:
+    """A policy between steps: weights with normalisers, optimiser, and the settings in force."""
+
+    weights: Arrays
+    optimiser: Tree
+    settings: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    env_steps: int
+    score: float | None
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured policy: one number per episode, the mean and its 95 % interval."""
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    mean: float
+    low: float
+    high: float
+    mean_length: float
+    greedy: bool
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """means of what envs reported at the ends of episodes"""
+
+
+@dataclass
+class Episode:
+    """Recorded data of one episode: T decisions. `obs` has T + 1 entries, the last being the final observation."""
+
+    obs: Arrays
+    action: Array
+    reward: Array
+    terminated: bool
+    truncated: bool
+    seed: int
+    info: list[dict[str, Any]] = field(default_factory=list)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- seams
+
+
+class Engine(Protocol):
+    """What happens inside the process tree that learns. The loop calls it, never the other way round."""
+
+    def step(self) -> Report:
+        """One batch of experience, learned from."""
+
+    def save(self, folder: Path) -> None:
+        """Write private state, and each policy in the common format, below `folder`."""
+
+    def load(self, folder: Path) -> list[str]:
+        """Continue from what `save` wrote; returns sentences about what could not be brought back exactly."""
+
+    def snapshot(self, policy: str = "main") -> PolicyState:
+        """A copy of a policy's learning state; cheap."""
+
+    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+        """Between steps: take over weights and change settings; returns the values now in force."""
+
+    def close(self) -> None:
+        """End every process and handle the engine opened."""
