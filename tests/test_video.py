@@ -1,0 +1,199 @@
+"""Films: every kind of frame becomes RGB, and a film is complete or absent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+from tiltyard.errors import TiltyardError
+from tiltyard.video import VideoWriter, to_rgb
+
+RNG = np.random.default_rng(0)
+
+
+def read_frames(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """The film as ffmpeg decodes it: what it says of itself, and uint8 [H, W, 3] frames."""
+    reader = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24")
+    meta = next(reader)
+    width, height = meta["size"]
+    return meta, [np.frombuffer(raw, np.uint8).reshape(height, width, 3) for raw in reader]
+
+
+def test_uint8_rgb_is_left_as_it_is():
+    frame = RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    assert np.array_equal(to_rgb(frame), frame)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 1), (1, 6, 8)])
+def test_one_channel_becomes_grey(shape):
+    frame = RNG.integers(0, 256, shape, dtype=np.uint8)
+    rgb = to_rgb(frame)
+    assert rgb.shape == (6, 8, 3)
+    assert all(np.array_equal(rgb[:, :, c], frame.reshape(6, 8)) for c in range(3))
+
+
+def test_channels_first_are_moved_last():
+    frame = RNG.integers(0, 256, (3, 20, 30), dtype=np.uint8)
+    assert np.array_equal(to_rgb(frame), frame.transpose(1, 2, 0))
+
+
+def test_constant_alpha_is_dropped_and_a_stack_of_four_shows_its_last():
+    rgba = RNG.integers(0, 255, (9, 9, 4), dtype=np.uint8)
+    stack = to_rgb(rgba)
+    assert np.array_equal(stack[:, :, 0], rgba[:, :, 3])
+    rgba[:, :, 3] = 255
+    assert np.array_equal(to_rgb(rgba), rgba[:, :, :3])
+
+
+@pytest.mark.parametrize(
+    ("shape", "pick"),
+    [((20, 20, 12), np.s_[:, :, 9:12]), ((20, 20, 5), np.s_[:, :, 4:5]), ((12, 20, 20), np.s_[9:12])],
+)
+def test_stacked_frames_show_the_newest(shape, pick):
+    frame = RNG.integers(0, 256, shape, dtype=np.uint8)
+    newest = frame[pick]
+    if shape[0] == 12:
+        newest = newest.transpose(1, 2, 0)
+    assert np.array_equal(to_rgb(frame), np.broadcast_to(newest, (20, 20, 3)))
+
+
+def test_a_leading_stack_axis_shows_its_last():
+    frame = RNG.integers(0, 256, (4, 10, 11, 3), dtype=np.uint8)
+    assert np.array_equal(to_rgb(frame), frame[-1])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),
+        (np.array([[0.0, 100.0, 255.0]], np.float64), [0, 100, 255]),
+        (np.array([[-1.0, 0.0, 1.0]], np.float32), [0, 128, 255]),
+        (np.array([[0, 1000, 2000]], np.uint16), [0, 128, 255]),
+        (np.array([[0, 7, 255]], np.int64), [0, 7, 255]),
+        (np.array([[False, True, True]]), [0, 255, 255]),
+        (np.array([[2.0, 500.0, np.inf]]), [0, 255, 255]),
+        (np.array([[np.nan, 0.0, 1.0]]), [0, 0, 255]),
+        (np.array([[np.nan, np.inf, -np.inf]]), [0, 255, 0]),
+        (np.array([[-5.0, -5.0, -5.0]]), [0, 0, 0]),
+    ],
+)
+def test_numbers_of_any_range_become_bytes(numbers, expected):
+    assert to_rgb(numbers)[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [np.zeros(4), np.zeros((0, 4)), np.zeros((2, 2), object), np.zeros((2,) * 5)])
+def test_what_is_no_picture_is_refused(bad):
+    with pytest.raises(TiltyardError, match="is no picture"):
+        to_rgb(bad)
+
+
+def test_a_film_plays_with_its_speed_size_and_pictures(tmp_path):
+    path = tmp_path / "deep" / "film.mp4"
+    with VideoWriter(path, fps=25) as film:
+        for grey in (0, 128, 255):
+            for _ in range(10):
+                film.add(np.full((300, 400, 3), grey, np.uint8))
+    meta, frames = read_frames(path)
+    assert (meta["codec"], meta["pix_fmt"].split("(")[0], meta["fps"], meta["size"]) == (
+        "h264",
+        "yuv420p",
+        25.0,
+        (400, 300),
+    )
+    assert len(frames) == 30
+    assert [abs(int(frames[i].mean()) - grey) <= 3 for i, grey in ((5, 0), (15, 128), (25, 255))] == [True] * 3
+    assert [p.name for p in path.parent.iterdir()] == ["film.mp4"]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (84, 84, 4), (211, 161, 3), (601, 401, 3), (1, 64, 64)])
+def test_small_and_odd_sizes_become_playable(tmp_path, shape):
+    with VideoWriter(tmp_path / "film.mp4") as film:
+        for _ in range(3):
+            film.add(RNG.random(shape, dtype=np.float32))
+    meta, frames = read_frames(tmp_path / "film.mp4")
+    assert len(frames) == 3
+    assert min(meta["size"]) >= 240
+    assert all(side % 2 == 0 for side in meta["size"])
+
+
+def test_brightness_of_depth_does_not_jump_between_frames(tmp_path):
+    near_and_far = np.linspace(0, 1000, 250 * 250).reshape(250, 250)
+    with VideoWriter(tmp_path / "depth.mp4") as film:
+        film.add(near_and_far)
+        film.add(np.full((250, 250), 1.0))  # alone this would be white
+    _, frames = read_frames(tmp_path / "depth.mp4")
+    assert frames[1].mean() < 10
+
+
+def test_an_exception_or_a_film_without_frames_leaves_nothing(tmp_path):
+    def cut() -> None:
+        with VideoWriter(tmp_path / "film.mp4") as film:
+            film.add(np.zeros((300, 300, 3), np.uint8))
+            raise KeyError("the env broke")
+
+    with pytest.raises(KeyError):
+        cut()
+    with pytest.raises(TiltyardError, match="no frame"):
+        VideoWriter(tmp_path / "film.mp4").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frame_of_another_size_is_an_error_that_names_both(tmp_path):
+    film = VideoWriter(tmp_path / "film.mp4")
+    film.add(np.zeros((300, 400, 3), np.uint8))
+    with pytest.raises(TiltyardError, match="frame 1 is 500 x 300 pixels, the first was 400 x 300"):
+        film.add(np.zeros((300, 500, 3), np.uint8))
+    film.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(TiltyardError, match="no video can be written"),
+        VideoWriter(tmp_path / "file" / "film.mp4") as film,
+    ):
+        film.add(np.zeros((300, 400, 3), np.uint8))
+
+
+def test_what_ffmpeg_says_is_passed_on(tmp_path):
+    (tmp_path / f".film.{os.getpid()}.part.mp4").mkdir()  # ffmpeg cannot open its output
+
+    def film_it() -> None:
+        film = VideoWriter(tmp_path / "film.mp4")
+        for _ in range(200):
+            film.add(np.zeros((300, 400, 3), np.uint8))
+        film.close()
+
+    with pytest.raises(TiltyardError, match=r"film.mp4 could not be written: .*directory"):
+        film_it()
+    assert not (tmp_path / "film.mp4").exists()
+
+
+def test_signals_meant_for_training_do_not_cut_the_film(tmp_path):
+    film = VideoWriter(tmp_path / "film.mp4")
+    film.add(np.zeros((300, 400, 3), np.uint8))
+    child = film._ffmpeg.pid
+    for number in (signal.SIGINT, signal.SIGUSR2):
+        os.kill(child, number)
+        film.add(np.zeros((300, 400, 3), np.uint8))
+    film.close()
+    assert len(read_frames(tmp_path / "film.mp4")[1]) == 3
+
+
+def test_a_film_can_be_made_outside_the_main_thread(tmp_path):
+    def work() -> None:
+        with VideoWriter(tmp_path / "film.mp4") as film:
+            film.add(np.zeros((300, 400, 3), np.uint8))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(read_frames(tmp_path / "film.mp4")[1]) == 1

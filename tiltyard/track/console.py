@@ -1,0 +1,325 @@
+"""What a person sees while a run trains: a live screen on a terminal, its plain twin of lines everywhere else.
+
+Owns no truth: it is told of progress and draws it. Nothing here can stop training: a terminal that went away
+(closed window, broken pipe) makes it silent. Everything goes to stderr, as stdout is data.
+
+    terminal, UTF-8      a panel redrawn four times a second: progress, curve, returns, speed, where the time goes
+    anything else        a line per 1/50 of the budget, evaluation, or ten quiet seconds (a minute in long runs)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
+from tiltyard.types import Progress
+
+_LINES_PER_BUDGET = 50
+_QUIET_SECONDS = (10.0, 60.0)  # a plain line at least this often: at first, and in runs of 20 minutes and more
+_SPEED_WINDOW = 30.0  # seconds of training that speed and time left look back on
+_KEPT_POINTS = 4000  # beyond this every second point of the curve is dropped
+_PART_COLOURS = {"env": "blue", "inference": "magenta", "learn": "green", "save": "yellow", "eval": "cyan"}
+
+
+def clock(seconds: float) -> str:
+    """1:02:03, or 3 d 04:05:06 for runs of days."""
+    whole = int(max(0.0, seconds))
+    days, rest = divmod(whole, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, second = divmod(rest, 60)
+    return f"{days} d {hours:02}:{minutes:02}:{second:02}" if days else f"{hours}:{minutes:02}:{second:02}"
+
+
+def budgets(stop: Stop) -> list[tuple[str, float]]:
+    """The conditions whose approach can be measured, as (field of Progress, amount)."""
+    found = [(name, getattr(stop, name)) for name in ("env_steps", "frames", "updates", "seconds")]
+    return [(name, float(amount)) for name, amount in found if amount is not None]
+
+
+def nearest_budget(stop: Stop, progress: Progress) -> tuple[str, float, float]:
+    """The budget that is furthest used: its field, its amount and the fraction used. No budget: ("", 0, 0)."""
+    used = [(getattr(progress, name) / amount, name, amount) for name, amount in budgets(stop)]
+    if not used:
+        return "", 0.0, 0.0
+    fraction, name, amount = max(used)
+    return name, amount, min(1.0, fraction)
+
+
+def seconds_left(stop: Stop, earlier: Progress, now: Progress) -> float | None:
+    """Until the first budget is used up at the speed between two moments; None when nothing can be said yet."""
+    passed = now.seconds - earlier.seconds
+    if passed <= 0:
+        return None
+    left: list[float] = []
+    for name, amount in budgets(stop):
+        speed = (getattr(now, name) - getattr(earlier, name)) / passed
+        if speed > 0:
+            left.append(max(0.0, amount - getattr(now, name)) / speed)
+    return min(left) if left else None
+
+
+def amount_text(name: str, amount: float) -> str:
+    """100,000 env steps; 0:30:00."""
+    return clock(amount) if name == "seconds" else f"{int(amount):,} {name.replace('_', ' ')}"
+
+
+class _Clock:
+    """Progress of the last half minute, from which speed and time left are measured in this attempt alone."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Progress] = deque()
+
+    def saw(self, progress: Progress) -> None:
+        if self._seen and progress.env_steps < self._seen[-1].env_steps:
+            self._seen.clear()
+        self._seen.append(progress)
+        while len(self._seen) > 2 and progress.seconds - self._seen[1].seconds > _SPEED_WINDOW:
+            self._seen.popleft()
+
+    @property
+    def earlier(self) -> Progress:
+        return self._seen[0] if self._seen else Progress()
+
+    def per_second(self) -> float:
+        if len(self._seen) < 2:
+            return 0.0
+        first, last = self._seen[0], self._seen[-1]
+        passed = last.seconds - first.seconds
+        return (last.env_steps - first.env_steps) / passed if passed > 0 else 0.0
+
+
+class Console:
+    """`start`, then `update` after every engine step and `say` whenever there is something to say, then `finish`."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run_id: str,
+        folder: os.PathLike[str] | str,
+        *,
+        live: bool | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.experiment = experiment
+        self.run_id = run_id
+        self.folder = os.fspath(folder)
+        self.stream = stream if stream is not None else sys.stderr
+        self.live = _is_live(self.stream) if live is None else live
+        self.progress = Progress()
+        self.metrics: dict[str, float] = {}
+        self.split: dict[str, float] = {}  # decaying sums of seconds (or shares)
+        self.returns: list[Point] = []
+        self.evaluations: list[Point] = []
+        self._clock = _Clock()
+        self._told = time.monotonic()  # when progress last came
+        self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
+        self._gone = False
+        self._rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
+        self._screen: Live | None = None
+
+    # ------------------------------------------------------------------------------------------ told by the loop
+
+    def start(self, lines: Sequence[str]) -> None:
+        """Print what the run is, and open the live screen."""
+        for line in lines:
+            self.say(line)
+        self._lines_at = (time.monotonic(), -1.0)
+        self._told = time.monotonic()
+        if self.live and not self._gone:
+            self._screen = Live(
+                get_renderable=self.render,
+                console=self._rich,
+                refresh_per_second=4,
+                # A redirected stdout is data and stays untouched; on the same terminal it would tear the panel.
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=True,
+                vertical_overflow="crop",
+            )
+            self._screen.start()
+
+    def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
+        """Take in what one engine step (and perhaps an evaluation: `eval/...` in `metrics`) brought."""
+        self.progress = progress
+        self._told = time.monotonic()
+        self._clock.saw(progress)
+        self.metrics.update(metrics)
+        for part, amount in time_split.items():
+            self.split[part] = 0.9 * self.split.get(part, 0.0) + amount
+        if "train/return" in metrics:
+            self.returns.append((progress.env_steps, float(metrics["train/return"])))
+            if len(self.returns) > _KEPT_POINTS:
+                self.returns = self.returns[::2]
+        evaluated = "eval/return" in metrics
+        if evaluated:
+            self.evaluations.append((progress.env_steps, float(metrics["eval/return"])))
+        if self._screen is None and (evaluated or self._line_is_due()):
+            self._lines_at = (time.monotonic(), nearest_budget(self.experiment.stop, progress)[2])
+            self._write(self.plain_line(evaluated=evaluated))
+
+    def say(self, sentence: str) -> None:
+        """One sentence, above the live screen or as a line."""
+        if self._screen is None:
+            self._write(sentence)
+        else:
+            self._guarded(lambda: self._rich.print(Text(sentence)))
+
+    def finish(self, state: str, lines: Sequence[str]) -> None:
+        """Close the live screen, leaving its last picture, and print how the run ended."""
+        if self._screen is not None:
+            screen, self._screen = self._screen, None
+            self._guarded(screen.stop)
+        elif self.progress.env_steps:
+            self._write(self.plain_line())
+        self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
+        for line in lines:
+            self._write(line)
+
+    # ------------------------------------------------------------------------------------------ the plain twin
+
+    def _line_is_due(self) -> bool:
+        when, at = self._lines_at
+        fraction = nearest_budget(self.experiment.stop, self.progress)[2]
+        if fraction - at >= 1 / _LINES_PER_BUDGET:
+            return True
+        quiet = min(_QUIET_SECONDS[1], max(_QUIET_SECONDS[0], self.progress.seconds / 20))
+        return time.monotonic() - when >= quiet
+
+    def plain_line(self, *, evaluated: bool = False) -> str:
+        """All that matters in one line of ASCII."""
+        name, _, fraction = nearest_budget(self.experiment.stop, self.progress)
+        parts = [f"{self.progress.env_steps:>11,} env steps"]
+        if name:
+            parts[0] += f" {fraction:4.0%}"
+        parts.append(f"{clock(self.progress.seconds)}")
+        left = seconds_left(self.experiment.stop, self._clock.earlier, self.progress)
+        if left is not None:
+            parts[-1] += f" ({clock(left)} left)"
+        if "train/return" in self.metrics:
+            parts.append(f"return {nice_number(self.metrics['train/return'])}")
+        if evaluated:
+            parts.append(f"evaluation {self._evaluation()}")
+        speed = self._clock.per_second()
+        if speed:
+            parts.append(f"{speed:,.0f} env steps/s")
+        shares = [f"{part} {share:.0%}" for part, share in self._shares() if share >= 0.005]
+        if shares:
+            parts.append(" ".join(shares))
+        return " | ".join(parts)
+
+    # ------------------------------------------------------------------------------------------ the live screen
+
+    def render(self) -> Panel:
+        """The panel as it is now; called by the refreshing thread, so it only reads."""
+        width = max(30, min(110, self._rich.width) - 4)
+        height = max(3, min(8, self._rich.height - 9))
+        rows: list[Text] = [*self._progress_rows(width), Text()]
+        rows += curve(list(self.returns), list(self.evaluations), width, height)
+        rows += [Text(), self._return_row(), *self._time_rows(width)]
+        for row in rows:
+            row.no_wrap = True
+            row.overflow = "ellipsis"
+        about = f"{self.experiment.env.id} · {self.experiment.algo.id} · seed {self.experiment.seed}"
+        return Panel(
+            Group(*rows),
+            title=Text.assemble((f" {self.run_id} ", "bold")),
+            title_align="left",
+            subtitle=Text(f" {about} ", style="dim"),
+            subtitle_align="right",
+            width=width + 4,
+            border_style="dim",
+        )
+
+    def _progress_rows(self, width: int) -> list[Text]:
+        stop, now = self.experiment.stop, self.progress
+        name, amount, fraction = nearest_budget(stop, now)
+        elapsed = clock(now.seconds + (time.monotonic() - self._told if self._screen else 0.0))
+        left = seconds_left(stop, self._clock.earlier, now)
+        times = f"{elapsed}" + (f" · {clock(left)} left" if left is not None else "")
+        if not name:
+            return [Text(f"{now.env_steps:,} env steps · {times}")]
+        bar = progress_bar(fraction, max(10, width - 5)).append(f" {fraction:4.0%}", style="bold")
+        reached = clock(now.seconds) if name == "seconds" else f"{int(getattr(now, name)):,}"
+        row = Text(f"{reached} of {amount_text(name, amount)}")
+        space = max(1, width - row.cell_len - len(times))
+        return [bar, row.append(" " * space).append(times)]
+
+    def _return_row(self) -> Text:
+        row = Text("return ", style="bold")
+        if "train/return" in self.metrics:
+            row.append("━ ", style="cyan").append(
+                f"training {nice_number(self.metrics['train/return'])}", style="not bold"
+            )
+            row.append(" (last 100 episodes)", style="dim not bold")
+        else:
+            row.append("no finished episode yet", style="dim not bold")
+        if self.evaluations:
+            row.append("   ◆ ", style="yellow").append(f"evaluation {self._evaluation()}", style="not bold")
+        goal = self.experiment.stop.return_
+        return row if goal is None else row.append(f"   goal {nice_number(goal)}", style="dim not bold")
+
+    def _time_rows(self, width: int) -> list[Text]:
+        speed = self._clock.per_second()
+        rows = [Text("speed  ", style="bold").append(f"{speed:,.0f} env steps/s", style="not bold")]
+        if self.experiment.env.frameskip > 1:
+            rows[0].append(f" · {speed * self.experiment.env.frameskip:,.0f} frames/s", style="not bold")
+        rows[0].append(
+            f" · {self.progress.updates:,} updates · {self.progress.episodes:,} episodes", style="dim not bold"
+        )
+        shares = self._shares()
+        if shares:
+            coloured = [(part, share, _PART_COLOURS.get(part, "bright_black")) for part, share in shares]
+            rows.append(Text("time   ", style="bold").append_text(share_bar(coloured, width - 7)))
+            legend = Text("       ")
+            for part, share, colour in coloured:
+                if share >= 0.005:
+                    legend.append("■ ", style=colour).append(f"{part} {share:.0%}   ")
+            rows.append(legend)
+        return rows
+
+    # ------------------------------------------------------------------------------------------ small parts
+
+    def _shares(self) -> list[tuple[str, float]]:
+        total = sum(self.split.values())
+        return [(part, amount / total) for part, amount in list(self.split.items())] if total > 0 else []
+
+    def _evaluation(self) -> str:
+        value = nice_number(self.evaluations[-1][1])
+        low, high = self.metrics.get("eval/return_low"), self.metrics.get("eval/return_high")
+        return value if low is None or high is None else f"{value} [{nice_number(low)}, {nice_number(high)}]"
+
+    def _write(self, line: str) -> None:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        safe = line.encode(encoding, "replace").decode(encoding)
+
+        def put() -> None:
+            self.stream.write(safe + "\n")
+            self.stream.flush()
+
+        self._guarded(put)
+
+    def _guarded(self, action: Any) -> None:
+        """Do it, or be silent from now on: a terminal that went away is no reason to stop training."""
+        if self._gone:
+            return
+        try:
+            action()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self._gone = True
+
+
+def _is_live(stream: TextIO) -> bool:
+    """A terminal that can move its cursor and show the characters of the chart."""
+    encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and encoding == "utf8"

@@ -1,0 +1,75 @@
+"""The trackers a run asked for, none of which can stop it. metrics.jsonl is the truth; these are copies of it.
+
+check(track)   before the run folder exists: a missing package or login is wrong use
+start, record, close   whatever a tracker raises switches that one off; the sentences returned say so, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tiltyard.config.experiment import Experiment, Track
+from tiltyard.track import wandb
+from tiltyard.track.tensorboard import TensorBoardMirror
+
+
+class Mirror(Protocol):
+    """One tracker's side of a run."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Take over one record of metrics.jsonl."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def check(track: Track) -> None:
+    """Raise UseError for a tracker that cannot work here."""
+    wandb.check(track.wandb)
+
+
+class Mirrors:
+    """All mirrors of one attempt. `resumed_at` is the env step that the attempt continues from; None in a new run."""
+
+    def __init__(self, run_folder: Path, experiment: Experiment, resumed_at: int | None = None) -> None:
+        purge_step = None if resumed_at is None else resumed_at + 1
+        self._makers: dict[str, Callable[[], Mirror]] = {}
+        if experiment.track.tensorboard:
+            self._makers["TensorBoard"] = lambda: TensorBoardMirror(run_folder / "tb", purge_step)
+        if experiment.track.wandb.mode != "off":
+            self._makers["W&B"] = lambda: wandb.WandbMirror(run_folder, experiment, experiment.track.wandb)
+        self._open: dict[str, Mirror] = {}
+
+    def start(self) -> list[str]:
+        """Open them, after metrics.jsonl got its rewind line; returns sentences about those that would not."""
+
+        def open_one(name: str) -> None:
+            self._open[name] = self._makers[name]()
+
+        return self._each(list(self._makers), open_one)
+
+    def record(self, record: Mapping[str, Any]) -> list[str]:
+        """Hand on one record after it was appended to metrics.jsonl; returns sentences about mirrors that broke."""
+        return self._each(list(self._open), lambda name: self._open[name].record(record))
+
+    def close(self) -> list[str]:
+        """End them; returns sentences about mirrors that broke."""
+        said = self._each(list(self._open), lambda name: self._open[name].close())
+        self._open.clear()
+        return said
+
+    def _each(self, names: list[str], action: Callable[[str], None]) -> list[str]:
+        said: list[str] = []
+        for name in names:
+            try:
+                action(name)
+            except Exception as error:  # noqa: BLE001 -- whatever a tracker raises, training goes on
+                self._open.pop(name, None)
+                reason = " ".join(str(error).split()) or "no reason given"
+                said.append(
+                    f"{name} is off for the rest of this attempt ({type(error).__name__}: {reason[:300]}); "
+                    "training goes on and metrics.jsonl is complete"
+                )
+        return said

@@ -1,0 +1,43 @@
+"""Everything said while a run trains, to the person watching and to the attempt's log file, in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.run.folder import Run
+from tiltyard.track.console import Console
+from tiltyard.types import Progress
+
+
+class Screen:
+    """The live (or plain) console on stderr and its plain twin in logs/attempt-N.log."""
+
+    def __init__(self, run: Run, experiment: Experiment, *, live: bool | None = None) -> None:
+        attempt = int(run.status().get("attempt", 0)) + 1
+        logs = run.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        self.log = (logs / f"attempt-{attempt:03d}.log").open("a", encoding="utf-8", errors="replace")
+        self.consoles = (
+            Console(experiment, run.id, run.folder, live=live),
+            Console(experiment, run.id, run.folder, live=False, stream=self.log),
+        )
+
+    def start(self, lines: Sequence[str]) -> None:
+        for console in self.consoles:
+            console.start(lines)
+
+    def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
+        for console in self.consoles:
+            console.update(progress, metrics, time_split)
+
+    def say(self, sentence: str) -> None:
+        for console in self.consoles:
+            console.say(sentence)
+
+    def finish(self, state: str, lines: Sequence[str]) -> None:
+        for console in self.consoles:
+            console.finish(state, lines)
+
+    def close(self) -> None:
+        self.log.close()

@@ -1,0 +1,162 @@
+"""Weights & Biases as a mirror of metrics.jsonl; wandb is imported in this file alone, when a mirror is asked for.
+
+The id lives in track.json of the run folder, so every attempt continues the same W&B run. W&B drops a record whose
+step is not above the last one, so steps are numbers of records, never env steps (which go back on a resume);
+`env_steps` is a metric and the x-axis of all others.
+
+    offline   a resume writes the whole history anew from metrics.jsonl and removes the older segments, since `wandb
+              sync` lets one segment of a run overwrite another; segments already synced are continued instead
+    online    the server has the history: numbers go on above those of the last attempt
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Experiment, Wandb
+from tiltyard.errors import UseError
+from tiltyard.run import metrics
+
+_WAIT = 30  # seconds that W&B may take to start or, after that, to end
+
+
+def check(settings: Wandb) -> None:
+    """Refuse what cannot work, before a run folder exists."""
+    if settings.mode == "off":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UseError(
+            f"track.wandb.mode = {settings.mode} needs the package wandb, which is not installed",
+            "pip install 'tiltyard[wandb]', or leave track.wandb out",
+        )
+    if settings.mode == "online" and not _logged_in():
+        raise UseError(
+            "track.wandb.mode = online needs a W&B login, and there is none on this machine",
+            "run `wandb login`, set WANDB_API_KEY, or use track.wandb=offline",
+        )
+
+
+def _logged_in() -> bool:
+    import wandb
+
+    with _environment({"WANDB_SILENT": "true"}):
+        return bool(wandb.login(prompt=False, verify=False))
+
+
+class WandbMirror:
+    """One W&B run below `run_folder`/wandb. `record` takes what metrics.jsonl takes, after metrics.jsonl took it."""
+
+    def __init__(self, run_folder: Path, experiment: Experiment, settings: Wandb) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self.id = _stored_id(run_folder)
+        older = sorted((run_folder / "wandb").glob(f"offline-run-*-{self.id}"))
+        history = run_folder / "metrics.jsonl"
+        anew = settings.mode == "offline" and not any(list(segment.glob("*.synced")) for segment in older)
+        with _environment(_private_folders(run_folder)):
+            self._run = wandb.init(
+                id=self.id,
+                resume="allow" if settings.mode == "online" else None,
+                mode="online" if settings.mode == "online" else "offline",
+                dir=str(run_folder),
+                entity=settings.entity,
+                project=settings.project,
+                group=settings.group or experiment.env.id,
+                job_type=settings.job_type,
+                tags=list(dict.fromkeys([*experiment.tags, *settings.tags])),
+                notes=experiment.notes or None,
+                name="/".join(run_folder.absolute().parts[-2:]),
+                config=experiment.model_dump(mode="json"),
+                settings=_settings(wandb),
+            )
+        self._run.define_metric("env_steps")
+        self._run.define_metric("*", step_metric="env_steps")
+        # Lines of every kind, superseded ones too: never fewer than the records that any attempt has sent.
+        self._number = _lines(history)
+        if anew:
+            for number, record in enumerate(metrics.read(history) if history.exists() else []):
+                self._log(record, number)
+            for segment in older:
+                shutil.rmtree(segment)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """All metrics of one record; returns before anything is sent."""
+        self._number += 1
+        self._log(record, self._number)
+
+    def close(self) -> None:
+        self._run.finish()
+        self._wandb.teardown()
+
+    def _log(self, record: Mapping[str, Any], number: int) -> None:
+        counters = {
+            name: record[name] for name in ("env_steps", "frames", "updates", "episodes", "seconds") if name in record
+        }
+        numbers = {name: float(value) for name, value in record["metrics"].items()}
+        self._run.log({**counters, **numbers}, step=number, commit=True)
+
+
+def _stored_id(run_folder: Path) -> str:
+    """The id of this run's W&B run, made and kept in track.json the first time."""
+    file = run_folder / "track.json"
+    kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"schema": 1}
+    if "wandb_id" not in kept:
+        kept["wandb_id"] = secrets.token_hex(8)
+        fresh = file.with_name(".track.json.new")
+        fresh.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        fresh.replace(file)
+    return str(kept["wandb_id"])
+
+
+def _lines(file: Path) -> int:
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _settings(wandb: Any) -> Any:
+    """Quiet, bounded in time, and telling nothing of this machine; only what this version of wandb knows."""
+    wanted = {
+        "console": "off",
+        "disable_code": True,
+        "disable_git": True,
+        "finish_timeout": _WAIT,
+        "init_timeout": _WAIT,
+        "save_code": False,
+        "silent": True,
+        "x_disable_machine_info": True,
+        "x_disable_meta": True,
+        "x_disable_stats": True,
+    }
+    return wandb.Settings(**{name: value for name, value in wanted.items() if name in wandb.Settings.model_fields})
+
+
+def _private_folders(run_folder: Path) -> dict[str, str]:
+    """Nothing of a run outside its folder; what the user set stays."""
+    inside = run_folder / "wandb"
+    inside.mkdir(exist_ok=True)
+    names = {"WANDB_CACHE_DIR": "cache", "WANDB_DATA_DIR": "data", "WANDB_ARTIFACT_DIR": "artifacts"}
+    folders = {name: str(inside / folder) for name, folder in names.items()}
+    return {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", **folders}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that wandb reads only from the environment, where the user has not set them, for a moment."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

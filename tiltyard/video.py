@@ -1,0 +1,207 @@
+"""Frames to films: whatever an env draws or observes becomes RGB, and RGB becomes an mp4 that plays everywhere.
+
+No display is needed. ffmpeg comes with imageio-ffmpeg and is fed through a pipe; the film appears under its own name
+only when it is complete. What an array is taken for:
+
+    [H, W]  grey or depth          [H, W, 3], [3, H, W]  RGB           uint8, bool       as they are
+    [H, W, 1], [1, H, W]  grey     [H, W, 4] with constant alpha RGBA  0..1 or 0..255    floats and integers, scaled
+    [n, H, W, C]  the last         other channels: a stack, the last   anything else     stretched from low to high
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiltyard.errors import TiltyardError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SHORT_SIDE = 240  # pixels: smaller frames are enlarged by a whole factor so that players show more than a stamp
+_LONG_SIDE = 4096  # pixels: what hardware decoders take
+
+
+def value_range(frame: NDArray[Any]) -> tuple[float, float]:
+    """The smallest and largest finite number of a frame; (0, 0) when there is none."""
+    if frame.dtype == np.bool_ or frame.size == 0:
+        return 0.0, float(frame.dtype == np.bool_)
+    finite = frame[np.isfinite(frame)] if frame.dtype.kind == "f" else frame
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def to_rgb(frame: NDArray[Any], seen: tuple[float, float] | None = None) -> NDArray[np.uint8]:
+    """uint8 [H, W, 3]. `seen` is the range of numbers in the film so far, so that brightness does not jump."""
+    pixels = np.asarray(frame)
+    if pixels.dtype.kind not in "buif" or pixels.size == 0 or not 2 <= pixels.ndim <= 4:
+        raise TiltyardError(
+            f"an array of shape {list(pixels.shape)} and dtype {pixels.dtype} is no picture",
+            "pictures are numbers of shape [H, W], [H, W, channels] or [channels, H, W]",
+        )
+    if pixels.ndim == 4:
+        pixels = pixels[-1]
+    if pixels.dtype != np.uint8:
+        pixels = _to_bytes(pixels, value_range(pixels) if seen is None else seen)
+    if pixels.ndim == 3:
+        pixels = _last_picture(pixels)
+    if pixels.ndim == 2:
+        pixels = np.repeat(pixels[:, :, None], 3, axis=2)
+    return np.ascontiguousarray(pixels)
+
+
+def _to_bytes(pixels: NDArray[Any], seen: tuple[float, float]) -> NDArray[np.uint8]:
+    low, high = seen
+    numbers = pixels.astype(np.float64)
+    if low >= 0 and high <= 1 and pixels.dtype.kind in "bf":
+        low, high = 0.0, 1.0
+    elif low >= 0 and high <= 255:
+        low, high = 0.0, 255.0
+    # Depth is infinite where there is nothing: the far end. NaN is black.
+    numbers = np.nan_to_num(numbers, nan=low, posinf=high, neginf=low)
+    scaled = (numbers - low) * (255.0 / ((high - low) or 1.0))
+    return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
+
+
+def _last_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[H, W] or [H, W, 3] of a picture with channels, which are the shorter of first and last axis."""
+    if pixels.shape[2] not in (1, 3, 4) and pixels.shape[0] < pixels.shape[2]:
+        pixels = np.moveaxis(pixels, 0, 2)
+    channels = pixels.shape[2]
+    if channels == 1:
+        return pixels[:, :, 0]
+    if channels == 3:
+        return pixels
+    if channels == 4 and pixels[:, :, 3].min() == 255:
+        return pixels[:, :, :3]
+    return pixels[:, :, -3:] if channels % 3 == 0 else pixels[:, :, -1]
+
+
+def _fit(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Small pictures enlarged, odd sides repeated by one: H.264 with 4:2:0 colour needs even ones."""
+    height, width = picture.shape[:2]
+    factor = max(1, min(-(-_SHORT_SIDE // min(height, width)), _LONG_SIDE // max(height, width)))
+    if factor > 1:
+        picture = picture.repeat(factor, axis=0).repeat(factor, axis=1)
+    height, width = picture.shape[:2]
+    return np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+
+
+class VideoWriter:
+    """An mp4 in the making. As a context it is completed on leaving and discarded on an exception."""
+
+    def __init__(self, path: Path | str, fps: float = 30.0) -> None:
+        self.path = Path(path)
+        self.fps = fps
+        self.frames = 0
+        self._part = self.path.with_name(f".{self.path.stem}.{os.getpid()}.part.mp4")
+        self._size: tuple[int, int] = (0, 0)  # height, width as encoded
+        self._seen: tuple[float, float] | None = None
+        self._ffmpeg: subprocess.Popen[bytes] | None = None
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
+
+    def add(self, frame: NDArray[Any]) -> None:
+        """One more frame, of any kind that `to_rgb` takes; all frames of a film have one size."""
+        frame = np.asarray(frame)
+        if frame.dtype.kind in "buif" and frame.dtype != np.uint8:
+            low, high = value_range(frame)
+            self._seen = (low, high) if self._seen is None else (min(low, self._seen[0]), max(high, self._seen[1]))
+        picture = _fit(to_rgb(frame, self._seen))
+        if self._ffmpeg is None:
+            self._size = picture.shape[:2]
+            self._ffmpeg = self._start(self._size)
+        if picture.shape[:2] != self._size:
+            raise TiltyardError(
+                f"{self.path.name}: frame {self.frames} is {picture.shape[1]} x {picture.shape[0]} pixels, "
+                f"the first was {self._size[1]} x {self._size[0]}",
+                "an env must draw every frame of an episode in one size",
+            )
+        assert self._ffmpeg.stdin is not None
+        try:
+            self._ffmpeg.stdin.write(picture.tobytes())
+        except OSError:
+            raise self._failure() from None
+        self.frames += 1
+
+    def close(self) -> Path:
+        """Complete the film and give it its name."""
+        if self._ffmpeg is None:
+            self._complaints.close()
+            raise TiltyardError(f"{self.path} was not written: there is no frame to show", "the env drew nothing")
+        assert self._ffmpeg.stdin is not None
+        try:
+            self._ffmpeg.stdin.close()
+        except OSError:
+            raise self._failure() from None
+        if self._ffmpeg.wait() != 0:
+            raise self._failure()
+        self._complaints.close()
+        self._part.replace(self.path)
+        return self.path
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        if self._ffmpeg is not None:
+            self._ffmpeg.kill()
+            self._ffmpeg.wait()
+            assert self._ffmpeg.stdin is not None
+            with suppress(OSError):  # the pipe's buffer has no reader any more
+                self._ffmpeg.stdin.close()
+        self._complaints.close()
+        with suppress(OSError):  # what could not be made need not go away
+            self._part.unlink()
+
+    def __enter__(self) -> VideoWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _start(self, size: tuple[int, int]) -> subprocess.Popen[bytes]:
+        import imageio_ffmpeg
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TiltyardError(
+                f"no video can be written to {self.path}: {error.strerror}", "choose another place"
+            ) from None
+        source = f"-f rawvideo -pix_fmt rgb24 -s {size[1]}x{size[0]} -r {self.fps:g} -i pipe:0"
+        film = "-an -c:v libx264 -preset fast -crf 20 -pix_fmt yuv420p -threads 2 -movflags +faststart"
+        command = [
+            imageio_ffmpeg.get_ffmpeg_exe(),
+            "-y",
+            "-loglevel",
+            "error",
+            *source.split(),
+            *film.split(),
+            str(self._part),
+        ]
+        # Ctrl-C and SIGUSR2 are for the process that trains: blocked here, they stay blocked in the child.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2})
+        try:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._complaints)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _failure(self) -> TiltyardError:
+        """What ffmpeg said, after cleaning up."""
+        assert self._ffmpeg is not None
+        self._ffmpeg.wait()
+        self._complaints.seek(0)
+        said = self._complaints.read().decode("utf-8", "replace").strip().splitlines()
+        self.discard()
+        reason = said[-1] if said else f"ffmpeg ended with code {self._ffmpeg.returncode}"
+        return TiltyardError(f"{self.path} could not be written: {reason}", "is the disk full or the folder read-only?")
