@@ -1,0 +1,175 @@
+"""Layers of settings merged on dotted names, with the origin of every value; validates nothing.
+
+    defaults < presets < file < profile < command line        later layers win, value by value
+
+Choosing another algorithm, engine or kind of schedule empties that section of what lower layers said for the old one;
+another env or model empties only its options. Lists are replaced as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.shape import Free, Section, split_key
+from tiltyard.errors import Problem
+from tiltyard.refs import short
+
+ROOT = Section((Experiment,))
+MAX_LEVELS = 50
+
+
+@dataclass
+class Merged:
+    """What the layers so far say. `origins` is keyed by the path of each value; what is absent is a default."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def add(self, layer: Mapping[str, Any], origin: str) -> None:
+        for name, value in layer.items():
+            self._put(self.values, (name,), value, ROOT.field(name), origin)
+
+    def origin(self, path: tuple[str, ...]) -> str:
+        """Where the value at `path` came from."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return "default"
+
+    def _put(self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str) -> None:
+        name = path[-1]
+        value = _long_form(value, shape)
+        if shape is None or not isinstance(value, Mapping):
+            self._forget(path)
+            into[name] = value
+            self.origins[path] = origin
+            return
+        lower = into.get(name)
+        if not isinstance(lower, dict):
+            self._forget(path)
+            into[name] = lower = {}
+            if not value:
+                self.origins[path] = origin
+        if isinstance(shape, Section):
+            self._make_room(lower, path, value, shape)
+        for key, inner in value.items():
+            if isinstance(shape, Section):
+                below = shape.field(key)
+            else:
+                below = shape.item or (Free() if isinstance(inner, Mapping) else None)
+            self._put(lower, (*path, key), inner, below, origin)
+
+    def _make_room(self, lower: dict[str, Any], path: tuple[str, ...], value: Mapping[str, Any], shape: Section) -> None:
+        """Drop what lower layers said for another id or kind."""
+        tag = shape.tag or ("id" if "options" in shape.models[0].model_fields else None)
+        if tag is None or tag not in value:
+            return
+        default = None if shape.scheduled else shape.models[0].model_fields[tag].default
+        if lower.get(tag, default) == value[tag]:
+            return
+        for key in list(lower) if shape.tag else [key for key in lower if key == "options"]:
+            del lower[key]
+            self._forget((*path, key))
+
+    def _forget(self, path: tuple[str, ...]) -> None:
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+
+
+def _long_form(value: Any, shape: Section | Free | None) -> Any:
+    """`env: X` is short for `env: {id: X}`; a section with nothing in it is an empty one."""
+    if isinstance(shape, Section) and not shape.scheduled:
+        if value is None:
+            return {}
+        if isinstance(value, str) and shape.short:
+            return {shape.short: value}
+    if isinstance(shape, Free) and value is None:
+        return {}
+    return value
+
+
+def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """A layer with dotted names at its top (`algo.lr: 3e-4`) as nested mappings, and names that are given twice."""
+    made: dict[str, Any] = {}
+    problems = []
+    for key, value in layer.items():
+        if "." not in key:
+            if key in made and isinstance(made[key], dict) and isinstance(value, Mapping):
+                for inner, each in value.items():
+                    if inner in made[key]:
+                        problems.append(_twice(f"{key}.{inner}", each))
+                    made[key][inner] = each
+            elif key in made:
+                problems.append(_twice(key, value))
+            else:
+                made[key] = dict(value) if isinstance(value, Mapping) else value
+            continue
+        *sections, last = split_key(key, ROOT)
+        place = made
+        for name in sections:
+            inner = _long_form(place.setdefault(name, {}), ROOT.field(name) if place is made else None)
+            if not isinstance(inner, dict):
+                problems.append(_twice(key, value))
+                break
+            place[name] = inner = dict(inner)
+            place = inner
+        else:
+            if last in place:
+                problems.append(_twice(key, value))
+            place[last] = value
+    return made, problems
+
+
+def _twice(key: str, value: Any) -> Problem:
+    return Problem(key, short(value), "is given twice, once with a dotted name and once inside its section", "keep one of them")
+
+
+def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Overrides as one layer. The same name twice: the last one counts, as everywhere on command lines."""
+    made = Merged()
+    for key, value in pairs:
+        path = split_key(key, ROOT)
+        layer: Any = value
+        for name in reversed(path):
+            layer = {name: layer}
+        _join(made.values, layer, ROOT)
+    return made.values
+
+
+def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:
+    """Add one override to the others, without the rule that another id empties a section: their order does not matter."""
+    for key, value in layer.items():
+        below = shape.field(key) if isinstance(shape, Section) else shape.item if isinstance(shape, Free) else None
+        value = _long_form(value, below)
+        if isinstance(value, Mapping):
+            if not isinstance(into.get(key), dict):
+                into[key] = {}
+            _join(into[key], value, below)
+        else:
+            into[key] = value
+
+
+def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
+    """A deep copy made of what a file can say, or a ValueError naming the place. Tuples become lists, paths text."""
+    if len(path) > MAX_LEVELS:
+        raise ValueError(f"{'.'.join(path[:6])}... is nested more than {MAX_LEVELS} levels deep")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{'.'.join((*path, ''))}{key!r} is a name that is not text")
+        return {str(key): plain(inner, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, (*path, str(i))) for i, inner in enumerate(value)]
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ValueError(f"{'.'.join(path)} holds text that is not Unicode")
+        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(f"{'.'.join(path)} holds a {type(value).__name__}, which a file cannot say")

@@ -1,0 +1,114 @@
+"""The shape of the settings classes: which setting is a section, which a free mapping, which a plain value.
+
+Read off the pydantic fields once, so that merging, error texts and the reference page need no list of settings of
+their own.
+
+    Section   a mapping with known keys; several models when `tag` (id, kind) chooses one of them
+    Free      a mapping with any keys: options as they are, or plug-ins by name
+    None      a plain value or a list: replaced as a whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from tiltyard.config.experiment import Settings
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping with known keys. `scheduled`: a number may stand in its place."""
+
+    models: tuple[type[Settings], ...]
+    scheduled: bool = False
+
+    @property
+    def tag(self) -> str | None:
+        """The key whose change makes it another section: a `kind` or `id` that each model fixes to one word."""
+        for name in ("id", "kind"):
+            annotation = self.models[0].model_fields[name].annotation if name in self.models[0].model_fields else None
+            if get_origin(annotation) is Literal and len(get_args(annotation)) == 1:
+                return name
+        return None
+
+    @property
+    def short(self) -> str | None:
+        """The key that plain text in place of the section stands for."""
+        fields = self.models[0].model_fields
+        return None if self.scheduled else next((name for name in ("id", "kind", "mode") if name in fields), None)
+
+    @property
+    def tags(self) -> dict[str, type[Settings]]:
+        """Model by the word that chooses it."""
+        if self.tag is None:
+            return {}
+        return {get_args(model.model_fields[self.tag].annotation)[0]: model for model in self.models}
+
+    def chosen(self, values: Any) -> type[Settings]:
+        """The model that `values` ask for, else the first."""
+        word = values.get(self.tag) if self.tag and isinstance(values, Mapping) else None
+        return self.tags.get(word, self.models[0]) if isinstance(word, str) else self.models[0]
+
+    def field(self, name: str) -> Section | Free | None:
+        for model in self.models:
+            if (found := fields(model).get(name, Unknown)) is not Unknown:
+                return found  # type: ignore[return-value]
+        return None
+
+
+@dataclass(frozen=True)
+class Free:
+    """A mapping with any keys, whose values are plug-in sections or anything."""
+
+    item: Section | None = None
+
+
+class Unknown:
+    """Stands for a name that is no setting."""
+
+
+@cache
+def fields(model: type[Settings]) -> dict[str, Section | Free | None]:
+    """The shape of each setting of a model by the name used in files."""
+    return {info.alias or name: _shape(info.annotation) for name, info in model.model_fields.items()}
+
+
+def _shape(annotation: Any) -> Section | Free | None:
+    annotation = _bare(annotation)
+    if get_origin(annotation) is dict:
+        inner = _shape(get_args(annotation)[1])
+        return Free(inner if isinstance(inner, Section) else None)
+    options = [_bare(each) for each in _members(annotation)]
+    models = tuple(each for each in options if isinstance(each, type) and issubclass(each, Settings))
+    return Section(models, scheduled=float in options) if models else None
+
+
+def _members(annotation: Any) -> list[Any]:
+    annotation = _bare(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for each in get_args(annotation) for member in _members(each)]
+    return [annotation]
+
+
+def _bare(annotation: Any) -> Any:
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def split_key(key: str, root: Section) -> tuple[str, ...]:
+    """A dotted name as keys. Names of observations may hold dots themselves: model.encoders.camera.left.id is four keys."""
+    parts = key.split(".")
+    place: Section | Free | None = root
+    for i, part in enumerate(parts):
+        if isinstance(place, Free) and place.item is not None:
+            rest = parts[i:]
+            ends = [j for j, word in enumerate(rest) if j > 0 and (word == "options" or (word == "id" and j == len(rest) - 1))]
+            end = ends[0] if ends else len(rest)
+            return (*parts[:i], ".".join(rest[:end]), *rest[end:])
+        place = place.field(part) if isinstance(place, Section) else None
+    return tuple(parts)

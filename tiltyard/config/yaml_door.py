@@ -1,0 +1,282 @@
+"""The one door for YAML: text in, plain dicts, lists and scalars out, and back; knows nothing of settings.
+
+YAML 1.2 core rules decide what a plain scalar is (`3e-4` a float, `1_000_000` an int, `off` text), whatever a file's
+%YAML line says. ruamel.yaml scans; values are built here from its events, so that depth and size are limited while
+reading: an alias counts as much as what it stands for, and a bomb is refused long before it unfolds.
+
+    at most   1 MiB of text   100,000 nodes   50 levels   one document   no tags beyond the core ones
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+from ruamel.yaml.representer import SafeRepresenter
+
+from tiltyard.errors import UseError, did_you_mean
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 100_000
+MAX_DEPTH = 50
+MAX_DIGITS = 1000
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_OTHER_BASE = re.compile(r"0o[0-7_]+|0x[0-9a-fA-F_]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
+_WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_CORE = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
+
+
+def scalar(text: str) -> Any:
+    """What a plain (unquoted) scalar means by the YAML 1.2 core rules, underscores in numbers allowed."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if not text or text[0] not in "+-.0123456789" or len(text) > MAX_DIGITS:
+        return text
+    if _INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    if _OTHER_BASE.fullmatch(text) and text.strip("0ox_"):
+        return int(text.replace("_", ""), 0)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if infinite := _INFINITE.fullmatch(text):
+        return float(f"{infinite[1]}inf")
+    return float("nan") if text in (".nan", ".NaN", ".NAN") else text
+
+
+@dataclass
+class _Reader:
+    """One pass over the events of one text. `anchors` holds each named node with its size; None while it is open."""
+
+    source: str
+    events: Iterator[Any]
+    nodes: int = 0
+    anchors: dict[str, tuple[Any, int] | None] = field(default_factory=dict)
+
+    def wrong(self, event: Any, message: str, hint: str) -> UseError:
+        return UseError(f"{self.source}, line {event.start_mark.line + 1}: {message}", hint)
+
+    def count(self, event: Any, nodes: int) -> None:
+        self.nodes += nodes
+        if self.nodes > MAX_NODES:
+            raise self.wrong(
+                event, f"holds more than {MAX_NODES:,} values once aliases are unfolded", "an experiment needs a few hundred"
+            )
+
+    def value(self, event: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise self.wrong(event, f"is nested more than {MAX_DEPTH} levels deep", "an experiment needs four levels")
+        if isinstance(event, AliasEvent):
+            return self.alias(event)
+        self.count(event, 1)
+        before = self.nodes
+        if event.anchor:
+            self.anchors[event.anchor] = None
+        if event.tag and event.tag not in _PLAIN_TAGS:
+            tag = event.tag.replace(_CORE, "!!")
+            raise self.wrong(
+                event, f"the tag {tag!r} is not allowed", "leave the tag out; only plain text, numbers, lists and mappings are read"
+            )
+        if isinstance(event, ScalarEvent):
+            made: Any = self.scalar(event)
+        elif isinstance(event, SequenceStartEvent):
+            made = [self.value(item, depth + 1) for item in self.until(SequenceEndEvent)]
+        else:
+            made = self.mapping(depth)
+        if event.anchor:
+            self.anchors[event.anchor] = (made, self.nodes - before + 1)
+        return made
+
+    def until(self, end: type) -> Iterator[Any]:
+        while not isinstance(event := next(self.events), end):
+            yield event
+
+    def alias(self, event: Any) -> Any:
+        if event.anchor not in self.anchors:
+            raise self.wrong(event, f"*{event.anchor} refers to nothing", f"write &{event.anchor} before the value it stands for")
+        known = self.anchors[event.anchor]
+        if known is None:
+            raise self.wrong(event, f"*{event.anchor} stands inside the value it refers to", "write the value out")
+        self.count(event, known[1])
+        return known[0]
+
+    def scalar(self, event: Any) -> Any:
+        tag = (event.tag or "").removeprefix(_CORE)
+        text = str(event.value)
+        value = scalar(text) if event.implicit[0] or tag not in ("", "str") else text
+        if tag == "float" and type(value) is int:
+            value = float(value)
+        if tag not in ("", "str", {bool: "bool", int: "int", float: "float", type(None): "null"}.get(type(value))):
+            raise self.wrong(event, f"{text[:60]!r} is no !!{tag}", "leave the tag out")
+        if isinstance(value, str) and event.style is None and len(value) > MAX_DIGITS and _FLOAT.fullmatch(value):
+            raise self.wrong(event, f"a number of {len(value):,} digits is too long", "write it with an exponent, as in 1e6")
+        return value
+
+    def mapping(self, depth: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        merged: list[tuple[Any, Any]] = []
+        lines: dict[str, int] = {}
+        for event in self.until(MappingEndEvent):
+            key = self.value(event, depth + 1)
+            value = self.value(next(self.events), depth + 1)
+            if not isinstance(key, str):
+                shown = "null" if key is None else str(key)[:60]
+                raise self.wrong(event, f"the key {shown} is not text", "put the key in quotes")
+            if key == "<<" and event.style is None:
+                merged += [(event, each) for each in (value if isinstance(value, list) else [value])]
+                continue
+            if key in made:
+                raise self.wrong(
+                    event, f"the key {key!r} is there twice, first in line {lines[key]}", "keep the one you mean and remove the other"
+                )
+            made[key] = value
+            lines[key] = event.start_mark.line + 1
+        for event, other in merged:
+            if not isinstance(other, dict):
+                raise self.wrong(event, "<< takes a mapping or a list of mappings", "write <<: *name")
+            self.count(event, len(other))
+            made = {**other, **made}
+        return made
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value that `text` holds; None for nothing at all. `source` names the text in errors."""
+    if len(text) > MAX_BYTES:
+        raise UseError(f"{source} has {len(text):,} characters, more than {MAX_BYTES:,}", "is this the right file?")
+    try:
+        reader = _Reader(source, iter(YAML(typ="safe", pure=True).parse(StringIO(text))))
+        found: list[Any] = []
+        for event in reader.events:
+            if isinstance(event, DocumentStartEvent):
+                if found:
+                    raise reader.wrong(event, "a second document starts here", "keep one document per file; remove the ---")
+                found.append(reader.value(next(reader.events), 0))
+        return found[0] if found else None
+    except UseError:
+        raise
+    except YAMLError as error:
+        raise UseError(*_explain(error, text, source)) from None
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        # ruamel's scanner trips over some malformed texts instead of refusing them
+        raise UseError(f"{source} is not YAML ({type(error).__name__} while it was scanned)", "compare it with examples/full.yaml") from None
+
+
+def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
+    """A scanner's complaint as sentence and hint."""
+    mark = getattr(error, "problem_mark", None)
+    problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read")
+    if mark is None:
+        position = getattr(error, "position", None)
+        line = text.count("\n", 0, position) + 1 if isinstance(position, int) else None
+        return f"{source}{f', line {line}' if line else ''}: {problem}", "is this a YAML text file?"
+    lines = text.splitlines()
+    shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else ""
+    hint = "check quotes, brackets and indentation there" + (" or just above it" if not shown else "")
+    if "mapping values are not allowed" in problem:
+        problem, hint = "a second ': ' in one line, or a line indented too far", "put text with a colon in quotes, or indent as the lines around it"
+    elif r"'\t'" in problem:
+        problem, hint = "a tab where spaces belong", "indent with spaces"
+    elif "stream end" in problem or "end of stream" in problem:
+        problem, hint = "the text ends inside a quote, bracket or brace", "close it"
+    return f"{source}, line {mark.line + 1}: {problem}{f' in {shown!r}' if shown else ''}", hint
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that should be YAML, or a UseError saying why it cannot be."""
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            inside = path / "experiment.yaml"
+            hint = f"for a run folder: tiltyard resume {path}" if inside.exists() else "give a YAML file inside it"
+            raise UseError(f"{path} is a folder, not a YAML file", hint)
+        if not stat.S_ISREG(kind):
+            raise UseError(f"{path} is no regular file", "give a YAML file")
+        if path.stat().st_size > MAX_BYTES:
+            raise UseError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}", "is this the right file?")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise UseError(f"{path} does not exist", _near(path)) from None
+    except (OSError, ValueError) as error:
+        raise UseError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", "check the path and its permissions") from None
+    if b"\0" in raw:
+        raise UseError(f"{path} is a binary file, not YAML text", "is this the right file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UseError(f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8 text", "save the file as UTF-8") from None
+
+
+def _near(path: Path) -> str:
+    """The nearest YAML file in the folder of a missing one."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    try:
+        names = [item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml")]
+    except OSError:
+        names = []
+    return did_you_mean(path.name, names) or "check the path"
+
+
+def as_mapping(value: Any, source: str) -> dict[str, Any]:
+    """`value` if it is a mapping with something in it."""
+    if value is None:
+        raise UseError(f"{source} is empty", "write at least `env: CartPole-v1`")
+    if not isinstance(value, dict):
+        found = {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")
+        raise UseError(f"{source} holds {found} where `setting: value` lines are expected", "start with `env: CartPole-v1`")
+    return value
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds. Every way in which it can be wrong is a UseError."""
+    path = Path(path)
+    return as_mapping(parse_yaml(read_text(path), str(path)), str(path))
+
+
+class _Representer(SafeRepresenter):
+    """Quotes what `scalar` would not give back as text; writes several lines as a block; never anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, data: str) -> Any:
+        if "\n" in data:
+            return self.represent_scalar(f"{_CORE}str", data, style="|")
+        return self.represent_scalar(f"{_CORE}str", data, style=None if scalar(data) is data else '"')
+
+
+_Representer.add_representer(str, _Representer.represent_text)
+
+
+def dump_yaml(mapping: Mapping[str, Any]) -> str:
+    """`mapping` as YAML text in its own order; short lists on one line; reads back as the same values."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = None
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 4096
+    yaml.allow_unicode = True
+    out = StringIO()
+    yaml.dump(dict(mapping), out)
+    return out.getvalue()
