@@ -1,0 +1,342 @@
+"""Checkpoints: written so that they are whole or absent, checked before they are believed, thinned out by the rules.
+
+    checkpoints/.tmp-...        being written or deleted; no listing pattern matches it
+    checkpoints/000001000000    complete: every byte was synced before the rename
+    manifest.json               env steps, progress, score, order, and a checksum per file (and one of itself)
+
+Newest means committed last (`order`), not most env steps: a run that went back to an older checkpoint goes on from there.
+What is inside a checkpoint is the writer's business; trees of arrays are in tree.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import disk
+from tiltyard.run.tree import read_tree, write_tree
+from tiltyard.types import Checkpoint, Progress
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Save
+    from tiltyard.run.folder import Run
+
+__all__ = [
+    "Checkpoint",
+    "commit",
+    "list_checkpoints",
+    "newest_valid",
+    "prune",
+    "read_tree",
+    "select",
+    "verify",
+    "write_tree",
+]
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+# A second save at the same env step is NNN.1 until it has taken the first one's place.
+FOLDER = re.compile(r"(\d{12,})(?:\.\d+)?")
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def commit(
+    run: Run,
+    env_steps: int,
+    progress: Progress,
+    score: float | None,
+    writer: Callable[[Path], None],
+    *,
+    milestone: bool = False,
+) -> Checkpoint:
+    """Have `writer` fill a folder, and make that the run's newest checkpoint; on any failure nothing has changed.
+
+    A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` sweeps away.
+    """
+    parent = run.checkpoints
+    draft = parent / f".tmp-{env_steps:012d}-{secrets.token_hex(4)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        order = 1 + max((manifest["order"] for _, manifest in _manifests(parent)), default=0)
+        draft.mkdir()
+        writer(draft)
+        manifest = {
+            "schema": SCHEMA,
+            "env_steps": env_steps,
+            "progress": dataclasses.asdict(progress),
+            "score": score,
+            "milestone": milestone,
+            "order": order,
+            "created": disk.now(),
+            "tiltyard": _version(),
+            "files": _sync_and_hash(draft),
+        }
+        disk.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+        disk.sync_folder(draft)
+        final = _publish(draft, parent / f"{env_steps:012d}")
+    except OSError as error:
+        raise TiltyardError(
+            f"the checkpoint at env step {env_steps} could not be saved: {error.strerror or error} ({parent});"
+            f" {_what_is_left(parent)}",
+            f"free some space, then continue with: tiltyard resume {run.id}",
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Checkpoint(final, env_steps, score, progress)
+
+
+def _version() -> str:
+    try:
+        return version("tiltyard")
+    except PackageNotFoundError:
+        return ""
+
+
+def _what_is_left(parent: Path) -> str:
+    kept = sorted(_manifests(parent), key=lambda pair: pair[1]["order"])
+    return f"the previous checkpoint {kept[-1][0].name} is intact" if kept else "there is no earlier checkpoint"
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(disk.plain(body), sort_keys=True).encode()).hexdigest()
+
+
+def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
+    """Every file below the folder by its relative path, synced; folders synced too."""
+    files: dict[str, dict[str, Any]] = {}
+    for place, folders, names in os.walk(draft):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(place, name)
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise TiltyardError(f"{path} is no plain file", "a checkpoint holds plain files only")
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.relative_to(draft).as_posix()] = {"sha256": digest, "bytes": path.stat().st_size}
+        disk.sync_folder(Path(place))
+    return files
+
+
+def _publish(draft: Path, final: Path) -> Path:
+    """Rename to the final name. An older save of the same env step leaves only after the new one is listed."""
+    older = [
+        path
+        for path in final.parent.iterdir()
+        if (match := FOLDER.fullmatch(path.name)) and int(match[1]) == int(final.name)
+    ]
+    if not older:
+        draft.rename(final)
+        disk.sync_folder(final.parent)
+        return final
+    revision = 1 + max(int(path.name.partition(".")[2] or 0) for path in older)
+    new = draft.rename(final.with_name(f"{final.name}.{revision}"))
+    disk.sync_folder(final.parent)
+    for path in older:
+        _delete(path)
+    new = new.rename(final)
+    disk.sync_folder(final.parent)
+    return new
+
+
+def _delete(folder: Path) -> None:
+    """Out of every listing at once, then off the disk."""
+    shutil.rmtree(
+        folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{secrets.token_hex(4)}")), ignore_errors=True
+    )
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if FOLDER.fullmatch(path.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | str:
+    """The manifest, or the reason why it cannot be believed."""
+    try:
+        manifest = disk.read_json(folder / MANIFEST)
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    schema = manifest.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        return f"it was made by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})"
+    if manifest.get("sha256") != _own_hash(manifest):
+        return f"{MANIFEST} does not match its own checksum"
+    match = FOLDER.fullmatch(folder.name)
+    if match and int(match[1]) != manifest["env_steps"]:
+        return f"{MANIFEST} is of env step {manifest['env_steps']}"
+    return manifest
+
+
+def _manifests(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
+    pairs = ((folder, _read_manifest(folder)) for folder in _folders(parent))
+    return [(folder, manifest) for folder, manifest in pairs if not isinstance(manifest, str)]
+
+
+def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(folder, manifest["env_steps"], disk.number(manifest["score"]), Progress(**manifest["progress"]))
+
+
+def list_checkpoints(run: Run) -> list[Checkpoint]:
+    """Checkpoints whose manifest is sound, newest last. Cheap: the files themselves are not read."""
+    return [_checkpoint(*pair) for pair in sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])]
+
+
+def verify(folder: Path) -> str | None:
+    """Why the checkpoint cannot be used, or None. Reads every byte."""
+    manifest = _read_manifest(folder)
+    if isinstance(manifest, str):
+        return manifest
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["bytes"]:
+                    return f"{name} has {size} bytes instead of {expected['bytes']}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that can be believed, and a sentence for each newer one that cannot.
+
+    (None, []) when there is none at all; when there are some and none is sound, an error: never a fresh start.
+    """
+    complaints: list[str] = []
+    sound: list[tuple[Path, dict[str, Any]]] = []
+    for folder in _folders(run.checkpoints):
+        manifest = _read_manifest(folder)
+        if isinstance(manifest, str):
+            complaints.append(f"Checkpoint {folder} cannot be used: {manifest}.")
+        else:
+            sound.append((folder, manifest))
+    for folder, manifest in sorted(sound, key=lambda pair: -pair[1]["order"]):
+        reason = verify(folder)
+        if reason is None:
+            return _checkpoint(folder, manifest), complaints
+        complaints.append(f"Checkpoint {folder} cannot be used: {reason}.")
+    if complaints:
+        raise TiltyardError(
+            f"no checkpoint of run {run.id} can be used, and a run that has learned does not start over",
+            "restore the files, or start a new run with: tiltyard train " + str(run.experiment_file),
+            details="\n".join(complaints),
+        )
+    return None, []
+
+
+def select(
+    where: Run | Path,
+    at: int | Literal["best"] | None = None,
+    mode: Literal["max", "min"] | None = None,
+    *,
+    complain: Callable[[str], None] | None = None,
+) -> Checkpoint:
+    """One checkpoint of a run: the newest, the best by score, or the one at an env step; or the one at a path.
+
+    A damaged newest is passed over only when there is somebody to `complain` to. `mode` is the run's own save.mode
+    when left out.
+    """
+    from tiltyard.run.folder import Run
+
+    if isinstance(where, Path) and ((where / MANIFEST).exists() or FOLDER.fullmatch(where.name)):
+        return _sound(Path(os.path.abspath(where)))
+    run = Run(Path(os.path.abspath(where))) if isinstance(where, Path) else where
+    if at is None:
+        checkpoint, complaints = newest_valid(run)
+        if checkpoint is None:
+            raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.id}")
+        for sentence in complaints:
+            if complain is None:
+                raise TiltyardError(
+                    sentence, f"name another one; the newest sound one is at env step {checkpoint.env_steps}"
+                )
+            complain(sentence)
+        return checkpoint
+    return _sound(_best(run, mode) if at == "best" else _at(run, at))
+
+
+def _sound(folder: Path) -> Checkpoint:
+    manifest = _read_manifest(folder) if folder.is_dir() else "there is no such folder"
+    reason = manifest if isinstance(manifest, str) else verify(folder)
+    if reason is not None or isinstance(manifest, str):
+        raise UseError(
+            f"checkpoint {folder} cannot be used: {reason}", "name another one; `tiltyard show RUN` lists them"
+        )
+    return _checkpoint(folder, manifest)
+
+
+def _at(run: Run, env_steps: int) -> Path:
+    folders = [folder for folder in _folders(run.checkpoints) if int(folder.name.partition(".")[0]) == env_steps]
+    if not folders:
+        known = [str(checkpoint.env_steps) for checkpoint in list_checkpoints(run)]
+        raise UseError(
+            f"run {run.id} has no checkpoint at env step {env_steps}", f"it has: {', '.join(known) or 'none'}"
+        )
+    return folders[-1]
+
+
+def _best(run: Run, mode: Literal["max", "min"] | None) -> Path:
+    kept = list_checkpoints(run)
+    if not kept:
+        raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.id}")
+    ranked = _ranked(kept, mode or run.experiment().save.mode)
+    if not ranked:
+        raise UseError(f"no checkpoint of run {run.id} has a score", "leave --best out to take the newest")
+    return ranked[0].folder
+
+
+def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> list[Checkpoint]:
+    """Those with a score (a score that is no number is none), best first; of equals the newer."""
+    scored = [(checkpoint.score, checkpoint) for checkpoint in reversed(checkpoints) if checkpoint.score is not None]
+    sign = -1.0 if mode == "max" else 1.0
+    numbered = [(sign * score, checkpoint) for score, checkpoint in scored if score == score]
+    return [checkpoint for _, checkpoint in sorted(numbered, key=lambda pair: pair[0])]
+
+
+# ---------------------------------------------------------------------------------------------- thinning out
+
+
+def prune(run: Run, save: Save) -> list[Checkpoint]:
+    """Delete what save.last, save.best and milestones do not keep, and what killed saves left; returns what stays.
+
+    For the run's owner only, between saves. Checkpoints whose manifest cannot be read are left for people to look at.
+    """
+    pairs = sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])
+    every = [_checkpoint(*pair) for pair in pairs]
+    keep = {checkpoint.folder for checkpoint in every[-save.last :]}
+    keep |= {checkpoint.folder for checkpoint in _ranked(every, save.mode)[: save.best]}
+    keep |= {folder for folder, manifest in pairs if manifest["milestone"]}
+    with contextlib.suppress(FileNotFoundError):
+        for checkpoint in every:
+            if checkpoint.folder not in keep:
+                _delete(checkpoint.folder)
+        for path in run.checkpoints.iterdir():
+            if path.name.startswith(".tmp-"):
+                shutil.rmtree(path, ignore_errors=True)
+    return [checkpoint for checkpoint in every if checkpoint.folder in keep]

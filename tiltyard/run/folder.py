@@ -1,0 +1,345 @@
+"""The run folder as a whole: made, found and removed here. What is in it has files of its own.
+
+    runs/cartpole/0007-brisk-otter/
+      experiment.yaml  resolved, complete     source.yaml        the user's own text       plugins/  copies of their code
+      status.json      status.py              events.jsonl       events.py                 lock.json lock.py
+      metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
+
+A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before it is deleted: no listing sees half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.errors import TiltyardError, UseError, did_you_mean
+from tiltyard.run import disk, provenance
+from tiltyard.run.events import log_event, read_events
+from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.status import (
+    RUN_FOLDER,
+    SCHEMA,
+    STATUS,
+    first_status,
+    list_runs,
+    observed_state,
+    run_folders,
+    write_status,
+)
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Experiment
+
+__all__ = [
+    "Lock",
+    "Run",
+    "create",
+    "find",
+    "list_runs",
+    "log_event",
+    "read_events",
+    "read_owner",
+    "remove",
+    "write_status",
+]
+
+EXPERIMENT = "experiment.yaml"
+ADJECTIVES = (
+    "able agile amber ample apt bold brave brief bright brisk calm candid clear clever crisp dapper deft eager early"
+    " fair fleet fond frank fresh gentle glad grand hale handy hardy jolly keen kind late lively loyal lucid mellow"
+    " merry mild modest neat nimble noble plain polite prime proud quick quiet rapid ready robust round sage serene"
+    " sharp sly smart snug solid sound spry steady still stout sturdy sunny swift tidy trim true vivid warm wise witty"
+).split()
+ANIMALS = (
+    "adder badger bear beaver bison bittern boar buzzard carp cod crane crow curlew deer dove eagle eel egret elk"
+    " falcon ferret finch fox frog gannet goat goose grebe hare hawk hedgehog heron hobby horse ibex jay kestrel kite"
+    " lark linnet lizard lynx magpie marten merlin mole moose moth mouse newt osprey otter owl perch pike plover pony"
+    " puffin quail raven robin rook salmon seal shrew snipe sparrow stag stoat stork swan swift tern toad trout vole wren"
+).split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution history: a folder. Holds nothing but its place; every question reads the disk."""
+
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        """cartpole/0007-brisk-otter"""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @property
+    def name(self) -> str:
+        return self.folder.parent.name
+
+    @property
+    def experiment_file(self) -> Path:
+        return self.folder / EXPERIMENT
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def experiment(self) -> Experiment:
+        from tiltyard.config.load import from_resolved
+
+        return from_resolved(self.experiment_file)
+
+    def status(self) -> dict[str, Any]:
+        """status.json as it stands; UseError when it is missing, broken or of a newer Tiltyard."""
+        return _read_status(self.folder)
+
+    @property
+    def state(self) -> str:
+        """created, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
+        return observed_state(self.folder, self.status())
+
+
+# ---------------------------------------------------------------------------------------------- making
+
+
+def create(
+    root: Path,
+    experiment: Experiment,
+    *,
+    source_text: str | None = None,
+    source_name: str | None = None,
+    base: Sequence[Path] = (),
+    command: Sequence[str] = (),
+    parent: dict[str, Any] | None = None,
+) -> Run:
+    """A new run folder below root/<name>/, complete before anybody can list it.
+
+    `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork.
+    """
+    group = Path(os.path.abspath(root)) / experiment.run_name
+    draft, number = _claim(group)
+    try:
+        final = group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
+        _fill(draft, f"{group.name}/{final.name}", experiment, source_text, source_name, base, command, parent)
+        disk.sync_folder(draft)
+        draft.rename(final)
+        disk.sync_folder(group)
+    except OSError as error:
+        raise TiltyardError(
+            f"the run folder could not be written in {group}: {error.strerror or error}",
+            "free some space and start again",
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Run(final)
+
+
+def _claim(group: Path) -> tuple[Path, int]:
+    """An empty folder .new-NNNN that is ours alone, NNNN being above every number in use: mkdir decides races."""
+    try:
+        while True:
+            group.mkdir(parents=True, exist_ok=True)
+            number = max(_numbers(group), default=0) + 1
+            draft = group / f".new-{number:04d}"
+            try:
+                draft.mkdir()
+            except FileExistsError:
+                continue
+            except FileNotFoundError:  # `remove` took the group's last run, and the group with it
+                continue
+            # Between our look and our mkdir another run of this number may have been finished and renamed.
+            if not any(path.name.startswith(f"{number:04d}-") for path in group.iterdir()):
+                return draft, number
+            draft.rmdir()
+    except OSError as error:
+        raise UseError(
+            f"the runs folder {group.parent} cannot be written: {error.strerror or error}",
+            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours, or use --root",
+        ) from error
+
+
+def _numbers(group: Path) -> list[int]:
+    found = (re.match(r"(?:\.new-)?(\d{4,})(?:-|$)", path.name) for path in group.iterdir())
+    return [int(match[1]) for match in found if match]
+
+
+def _fill(
+    draft: Path,
+    run_id: str,
+    experiment: Experiment,
+    source_text: str | None,
+    source_name: str | None,
+    base: Sequence[Path],
+    command: Sequence[str],
+    parent: dict[str, Any] | None,
+) -> None:
+    from tiltyard.config.load import resolved_yaml
+    from tiltyard.refs import freeze
+
+    frozen = freeze(experiment, base, draft)
+    disk.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
+    if source_text is not None:
+        disk.write_text(draft / "source.yaml", source_text)
+    facts, diff = provenance.collect_with_diff(command, base)
+    facts["source"] = source_name
+    facts["seed"] = experiment.seed
+    facts["plugins"] = {
+        str(path.relative_to(draft)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((draft / "plugins").rglob("*"))
+        if path.is_file()
+    }
+    disk.write_json(draft / "provenance.json", facts)
+    if diff:
+        disk.write_text(draft / "provenance.diff", diff)
+    (draft / "checkpoints").mkdir()
+    disk.write_json(draft / STATUS, first_status(run_id, frozen, parent))
+    log_event(Run(draft), "created", f"Run {run_id} was created.", **({"parent": parent} if parent else {}))
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def find(text: str | Path, root: Path, *, whole: bool = True) -> Run:
+    """The run that `text` means: a path to or into its folder, name/0007-brisk-otter, a unique end of that
+    (brisk-otter), name (its newest run) or last (the newest of all).
+
+    With whole=False a folder that was deleted in part is found too, so that it can be removed.
+    """
+    given = str(text)
+    if "\0" in given or not given.strip():
+        raise UseError("the run's name is empty or holds a null byte", "list the runs with: tiltyard ls")
+    folder = _by_keyword(given, root) or _by_path(Path(given)) or _by_path(root / given) or _by_name(given, root)
+    if whole:
+        _check(folder)
+    return Run(folder)
+
+
+def _by_keyword(text: str, root: Path) -> Path | None:
+    if text != "last":
+        return None
+    rows = list_runs(root)
+    if not rows:
+        raise UseError(f"there is no run in {root}", "start one with: tiltyard train CartPole-v1")
+    return Path(os.path.abspath(rows[-1]["folder"]))
+
+
+def _by_path(path: Path) -> Path | None:
+    """The run folder that the path is, or lies in."""
+    try:
+        path = Path(os.path.abspath(path))
+        if not path.exists():
+            return None
+        for folder in (path, *path.parents):
+            if (folder / EXPERIMENT).is_file() or (folder / STATUS).is_file():
+                return folder
+    except OSError:  # a name too long, a loop of links: no path, perhaps a name
+        pass
+    return None
+
+
+def _by_name(text: str, root: Path) -> Path:
+    folders = [Path(os.path.abspath(folder)) for folder in run_folders(root)]
+    of_name = [folder for folder in folders if folder.parent.name == text.rstrip("/")]
+    if of_name:
+        return of_name[-1]
+    ends = [folder for folder in folders if _is_end(text, folder)]
+    if len(ends) > 1:
+        some = ", ".join(f"{folder.parent.name}/{folder.name}" for folder in ends[:5])
+        raise UseError(f"{text!r} means {len(ends)} runs", f"write one of them in full: {some}")
+    if ends:
+        return ends[0]
+    known = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    known += [folder.name for folder in folders] + [folder.name.partition("-")[2] for folder in folders]
+    hint = did_you_mean(text, known + [folder.parent.name for folder in folders])
+    raise UseError(f"there is no run {text!r} in {root}", hint or "list the runs with: tiltyard ls")
+
+
+def _is_end(text: str, folder: Path) -> bool:
+    """cartpole/7 and cartpole/0007-brisk-otter, 0007-brisk-otter, 0007 and brisk-otter mean runs/cartpole/0007-brisk-otter."""
+    group, _, last = text.rpartition("/")
+    number, _, words = folder.name.partition("-")
+    return (not group or group == folder.parent.name) and last in (folder.name, number, str(int(number)), words)
+
+
+def _check(folder: Path) -> None:
+    missing = [name for name in (EXPERIMENT, STATUS) if not (folder / name).is_file()]
+    if missing:
+        raise UseError(
+            f"{folder} is no whole run: {' and '.join(missing)} is missing",
+            "it was copied or deleted in part; copy it again, or remove it with: tiltyard rm",
+        )
+    _read_status(folder)
+
+
+def _read_status(folder: Path) -> dict[str, Any]:
+    path = folder / STATUS
+    try:
+        status = disk.read_json(path)
+    except FileNotFoundError as error:
+        raise UseError(f"{folder} is no whole run: {STATUS} is missing", "copy the run again, or remove it") from error
+    except (OSError, ValueError) as error:
+        raise UseError(f"{path} cannot be read: {error}", "restore the file, or remove the run") from error
+    schema = status.get("schema")
+    if not isinstance(schema, int) or schema < 1:
+        raise UseError(f"{path} has no schema number", "restore the file, or remove the run")
+    if schema > SCHEMA:
+        raise UseError(
+            f"{folder} was made by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})",
+            "update with: pip install -U tiltyard",
+        )
+    return status
+
+
+# ---------------------------------------------------------------------------------------------- removing
+
+
+def remove(run: Run, root: Path) -> None:
+    """Delete the run for good: only a real run folder right below root/<name>/, never through links, never a live one."""
+    folder = Path(os.path.abspath(run.folder))
+    group = folder.parent
+    real_root = Path(os.path.realpath(root))
+    if (
+        folder.is_symlink()
+        or group.is_symlink()
+        or Path(os.path.realpath(folder)) != real_root / group.name / folder.name
+    ):
+        raise UseError(
+            f"{folder} is not a run folder inside the runs folder {root}",
+            "only runs right below it are removed, and never through a link; name another runs folder with --root",
+        )
+    if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
+        raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")
+    trash = group / f".trash-{folder.name}-{secrets.token_hex(4)}"
+    with Lock.acquire(run):  # refuses a run that somebody is writing
+        try:
+            folder.rename(trash)
+        except OSError as error:
+            raise UseError(
+                f"{folder} cannot be removed: {error.strerror}", "check the folder's owner and permissions"
+            ) from error
+    try:
+        shutil.rmtree(trash)  # removes links, never what they point to
+    except OSError as error:
+        raise TiltyardError(
+            f"{trash} could not be deleted: {error}", "the run is gone from listings; delete the rest by hand"
+        ) from error
+    with contextlib.suppress(OSError):
+        group.rmdir()  # only when that was its last run
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

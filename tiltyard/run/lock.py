@@ -1,0 +1,311 @@
+"""One writer per run: who holds lock.json, whether they still live, and how a dead owner's lock is taken over.
+
+    same job, higher restart count    at once
+    same machine, process gone        at once
+    same machine, process alive       refused, naming host and pid
+    another machine                   only after its heartbeat stood still for three periods on our own clock
+
+`.lock-guard` (flock) makes look-and-take one step; the owner's heartbeat goes through it too, so that an owner that
+was taken over while suspended learns of it and never overwrites its successor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import disk
+from tiltyard.run.events import log_event
+
+if TYPE_CHECKING:
+    from tiltyard.run.folder import Run
+
+LOCK = "lock.json"
+GUARD = ".lock-guard"
+STILL_PERIODS = 3
+# For listings only, which cannot wait and watch: an owner elsewhere that was silent for this many periods is shown as lost.
+SILENT_PERIODS = 60
+
+Owner = dict[str, Any]
+
+
+def default_period() -> float:
+    """Seconds between heartbeats: 10, or TILTYARD_HEARTBEAT."""
+    text = os.environ.get("TILTYARD_HEARTBEAT", "10")
+    period = disk.NOT_FINITE.get(text)
+    with contextlib.suppress(ValueError):
+        period = float(text)
+    if period is None or not 0.01 <= period <= 3600:
+        raise UseError(
+            f"TILTYARD_HEARTBEAT = {text} is no number of seconds", "set it between 0.01 and 3600, or unset it"
+        )
+    return period
+
+
+# ---------------------------------------------------------------------------------------------- who
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> str:
+    """When the process started, in clock ticks since boot; empty when there is no such process (or no /proc)."""
+    # The command name (field 2) may hold spaces and brackets: count from the last one.
+    fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _first_line("/proc/sys/kernel/random/boot_id"),
+        "pids": _pid_namespace(),
+    }
+
+
+def myself() -> Owner:
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return {
+        **_machine(),
+        "pid": os.getpid(),
+        "started": _start_ticks(os.getpid()),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "restart": int(restart) if restart.isdecimal() else 0,
+    }
+
+
+def life(owner: Owner) -> Literal["alive", "dead", "unknown"]:
+    """Whether the owner's process lives, as far as this machine can see; unknown for another machine's."""
+    here = _machine()
+    if owner.get("host") != here["host"]:
+        return "unknown"
+    if owner.get("boot") != here["boot"]:
+        return "dead"
+    if owner.get("pids") != here["pids"]:
+        # A container with our host name: its process numbers mean nothing to us.
+        return "unknown"
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return "dead"
+    if here["boot"]:
+        # A number can be given to another process; number and start time together cannot.
+        return "alive" if _start_ticks(pid) == owner.get("started") != "" else "dead"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "dead"
+    except PermissionError:
+        pass
+    return "alive"
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """Who holds the run, or None. A lock file that cannot be understood is an owner of whom nothing is known."""
+    try:
+        return disk.read_json(folder / LOCK)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return None
+    except ValueError:
+        return {"host": "", "pid": 0}
+
+
+def seems_alive(folder: Path) -> bool:
+    """For listings: whether somebody seems to be writing the run, judged at a glance."""
+    owner = read_owner(folder)
+    if owner is None:
+        return False
+    seen = life(owner)
+    if seen != "unknown":
+        return seen == "alive"
+    try:
+        age = time.time() - (folder / LOCK).stat().st_mtime
+    except OSError:
+        return False
+    return age < SILENT_PERIODS * _period_of(owner)
+
+
+def _period_of(owner: Owner) -> float:
+    period = disk.number(owner.get("period"))
+    return period if period is not None and 0 < period <= 3600 else 10.0
+
+
+def _whom(owner: Owner) -> str:
+    return f"pid {owner.get('pid', '?')} on host {owner.get('host') or '?'}"
+
+
+# ---------------------------------------------------------------------------------------------- the lock
+
+
+class Lock:
+    """Held from `acquire` (or `with`) to `release`; a thread moves its heartbeat in between."""
+
+    def __init__(self, run: Run, *, period: float | None = None) -> None:
+        self.run = run
+        self.period = default_period() if period is None else period
+        self.held = False
+        self._mark = secrets.token_hex(8)
+        self._beat = 0
+        self._successor: Owner | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def acquire(cls, run: Run, *, period: float | None = None) -> Lock:
+        """The run's lock, or UseError naming who has it. Use as a context manager, or call release."""
+        lock = cls(run, period=period)
+        lock._take()
+        return lock
+
+    def __enter__(self) -> Lock:
+        if not self.held:
+            self._take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """Raise when somebody took the run over: whoever writes calls this before writing what lasts. Costs nothing."""
+        if self._successor is not None:
+            raise TiltyardError(
+                f"run {self.run.id} was taken over by {_whom(self._successor)} while this process stood still",
+                "nothing more is written here; follow the run with: tiltyard logs -f " + self.run.id,
+            )
+
+    def release(self) -> None:
+        """Give the run back. Harmless when it is not held (any more)."""
+        if not self.held:
+            return
+        self.held = False
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        # The folder may have been moved to the trash by `remove`: then there is nothing to give back.
+        with contextlib.suppress(OSError), self._guard():
+            if self._is_mine():
+                (self.run.folder / LOCK).unlink()
+
+    # -- taking
+
+    def _take(self) -> None:
+        watched = self._try()
+        while watched is not None:
+            self._watch(watched)
+            watched = self._try(given_up=watched)
+        self.held = True
+        self._thread = threading.Thread(target=self._keep_beating, name="run-lock-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _try(self, given_up: Owner | None = None) -> Owner | None:
+        """Take the lock, or return the owner elsewhere who must be watched first, or raise for one alive here."""
+        with self._guard():
+            owner = read_owner(self.run.folder)
+            if owner is not None and not self._may_take(owner, given_up):
+                if life(owner) == "unknown":
+                    return owner
+                raise self._busy(owner)
+            self._write()
+        if owner is not None:
+            log_event(self.run, "recovered", f"The lock of {_whom(owner)} was taken over: {self._why(owner)}.")
+        return None
+
+    def _may_take(self, owner: Owner, given_up: Owner | None) -> bool:
+        return _restarted(owner, myself()) or life(owner) == "dead" or owner == given_up
+
+    def _why(self, owner: Owner) -> str:
+        if _restarted(owner, myself()):
+            return f"job {owner['job']} was restarted"
+        return "it is gone" if life(owner) == "dead" else f"its heartbeat stood still for {STILL_PERIODS} periods"
+
+    def _watch(self, owner: Owner) -> None:
+        """Return once the owner's heartbeat stood still long enough by our own clock; raise as soon as it moves."""
+        patience = STILL_PERIODS * max(_period_of(owner), self.period)
+        start = time.monotonic()
+        while time.monotonic() - start < patience:
+            time.sleep(min(0.5, self.period / 4))
+            seen = read_owner(self.run.folder)
+            if seen is None:
+                return
+            if seen != owner:
+                raise self._busy(seen)
+
+    def _busy(self, owner: Owner) -> UseError:
+        return UseError(
+            f"run {self.run.id} is being written by {_whom(owner)}",
+            f"wait for it, or stop it with: tiltyard stop {self.run.id}",
+        )
+
+    # -- keeping
+
+    def _write(self) -> None:
+        disk.write_json(
+            self.run.folder / LOCK, {**myself(), "heartbeat": self._beat, "period": self.period, "mark": self._mark}
+        )
+
+    def _is_mine(self) -> bool:
+        owner = read_owner(self.run.folder)
+        return owner is not None and owner.get("mark") == self._mark
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(self.period):
+            # A full or unreachable disk must not end the run: the next beat may succeed.
+            with contextlib.suppress(OSError, UseError), self._guard():
+                if self._ended.is_set():
+                    return
+                if not self._is_mine():
+                    self._successor = read_owner(self.run.folder) or {}
+                    return
+                self._beat += 1
+                self._write()
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        path = self.run.folder / GUARD
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise UseError(
+                f"run {self.run.id} cannot be written: {self.run.folder}: {error.strerror}",
+                "check the folder's owner and permissions, or fork the run into a runs folder of your own",
+            ) from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError as error:
+                raise UseError(
+                    f"{path} cannot be locked: {error.strerror}",
+                    "keep runs on a file system that supports flock (local disks and NFS 4 do)",
+                ) from error
+            yield
+        finally:
+            os.close(handle)
+
+
+def _restarted(owner: Owner, me: Owner) -> bool:
+    restart = owner.get("restart")
+    return bool(me["job"]) and owner.get("job") == me["job"] and isinstance(restart, int) and me["restart"] > restart

@@ -1,0 +1,104 @@
+"""What looks like a secret, and how it is taken out of text before the text is kept. Errs on the side of masking.
+
+shapes        ghp_..., hf_..., sk-..., AKIA..., xoxb-..., JWTs, private key blocks
+places        password=..., "api_key": "...", Authorization: ..., user:pass@ in addresses, --token VALUE
+environment   the value of every variable whose name says secret, wherever it turns up
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+MASK = "***"
+# Shorter values are words like `yes` and `1`, which would be masked all over a text.
+SHORTEST = 6
+
+_SECRET_WORDS = r"passw(?:or)?d|passphrase|passwort|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?key|credential|jwt"
+_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|(?:^|[_.-])(?:key|pass|pwd|pw|auth)(?:$|[_.-])|apikey")
+
+_SHAPES = re.compile(
+    r"\b(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{30,}"
+    r"|(?:sk|pk|rk)[-_](?:[A-Za-z]+[-_])*[A-Za-z0-9_-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}|xox[a-z]-[\w-]{8,}"
+    r"|AIza[\w-]{30,}|wandb_v\d_\w{16,}|pypi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+)
+_KEY_BLOCK = re.compile(
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----|\Z)", re.S
+)
+# The middle of a key block, of which a diff may show nothing else: a line of base64 and nothing more.
+_KEY_LINE = re.compile(r"(?m)^([ +-]?)[A-Za-z0-9+/]{64}$")
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s\"'<>]+@")
+_AUTHORIZATION = re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token|digest)\s+)?)[^\s\"']+")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_HEX_KEY = re.compile(r"(?i)((?:wandb|key|token|login)[^\n]{0,40}?)\b[0-9a-f]{40}\b")
+_ASSIGNED = re.compile(
+    rf"(?i)([\w.-]*(?:{_SECRET_WORDS}|(?<![a-z])(?:pass|pwd))[\w.-]*[\"']?\]?\s*(?::=|=>|[:=])\s*)"
+    r"(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[^\s\"']\S*)"
+)
+_FLAG = re.compile(rf"(?i)((?:^|\s)--?[\w-]*(?:{_SECRET_WORDS}|-key|-pass)[\w-]*\s+)([^\s-]\S*)")
+_NO_SECRET = re.compile(r"(?i)[\"']?(?:none|null|true|false|str|int|bool|float|bytes|any|object)?[\"']?[,;)}\]]*")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether the name of a variable or option says that its value is nobody's business."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def mask_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """The text with everything that looks like a secret replaced by ***."""
+    for value in _secret_values(os.environ if environment is None else environment):
+        text = text.replace(value, MASK)
+    text = _KEY_BLOCK.sub(MASK, text)
+    text = _KEY_LINE.sub(rf"\1{MASK}", text)
+    text = _AUTHORIZATION.sub(rf"\1{MASK}", text)
+    text = _BEARER.sub(rf"\1{MASK}", text)
+    text = _USERINFO.sub(rf"\1{MASK}@", text)
+    text = _SHAPES.sub(MASK, text)
+    text = _HEX_KEY.sub(rf"\1{MASK}", text)
+    text = _FLAG.sub(rf"\1{MASK}", text)
+    return _ASSIGNED.sub(_mask_assigned, text)
+
+
+def _mask_assigned(match: re.Match[str]) -> str:
+    """`token: None` and `password: str` hold no secret; anything else given to such a name does."""
+    value = match[2]
+    return match[0] if _NO_SECRET.fullmatch(value) or MASK in value else match[1] + MASK
+
+
+def _secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Longest first, so that a value inside another does not leave the other's rest behind."""
+    found: set[str] = set()
+    for name, value in environment.items():
+        if looks_secret(name):
+            # A value of several lines (a key) turns up line by line in a diff; an address holds it percent-encoded.
+            parts = {value, value.strip(), quote(value, safe=""), *(line.strip() for line in value.splitlines())}
+            found |= {part for part in parts if len(part) >= SHORTEST}
+    return sorted(found, key=lambda value: (-len(value), value))
+
+
+def mask_command(words: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """A command line, where a secret may be the word after its option."""
+    masked: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        after_option = (
+            before.startswith("-") and "=" not in before and looks_secret(before) and not word.startswith("--")
+        )
+        masked.append(MASK if after_option else mask_secrets(word, environment))
+    return masked
+
+
+def mask_all(value: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """The same for every string in a JSON-like value; a dictionary's value is also judged by its key."""
+    if isinstance(value, str):
+        return mask_secrets(value, environment)
+    if isinstance(value, list):
+        return [mask_all(inner, environment) for inner in value]
+    if isinstance(value, dict):
+        return {
+            key: MASK if isinstance(inner, str) and inner and looks_secret(key) else mask_all(inner, environment)
+            for key, inner in value.items()
+        }
+    return value

@@ -1,0 +1,139 @@
+"""Where a run comes from: code, packages, machine and command. Everything is masked (masking.py) before it is kept.
+
+    provenance.json   commit, branch, packages, python, machine, user, command, allow-listed environment variables
+    provenance.diff   what the working tree had that the commit does not, at most 1 MiB
+
+Only facts: nothing here is needed to resume a run, and a fact that cannot be found out is null.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tiltyard.run import disk
+from tiltyard.run.masking import mask_all, mask_command, mask_secrets
+
+__all__ = ["collect", "collect_with_diff", "mask_secrets"]
+
+PACKAGES = (
+    "tiltyard torch numpy gymnasium pydantic ruamel.yaml safetensors pyarrow rich tensorboardX imageio-ffmpeg pillow"
+    " matplotlib wandb pygame-ce ray ale-py mujoco box2d pettingzoo"
+).split()
+# No other variable is ever written down, whatever it is called.
+ALLOWED = re.compile(
+    r"SLURM_\w+|TILTYARD_\w+|CUDA_VISIBLE_DEVICES|(?:OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MUJOCO_GL|PYOPENGL_PLATFORM"
+    r"|CONDA_DEFAULT_ENV|CONDA_PREFIX|VIRTUAL_ENV|PYTHONHASHSEED|PYTHONPATH|LANG|LC_ALL|TZ|CUBLAS_WORKSPACE_CONFIG"
+)
+DIFF_LIMIT = 2**20
+GIT_SECONDS = 20
+
+
+def collect(
+    command: Sequence[str], base: Sequence[Path] = (), environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The facts alone; `base` are the experiment's folders, the first of which is asked for its commit."""
+    return collect_with_diff(command, base, environment)[0]
+
+
+def collect_with_diff(
+    command: Sequence[str], base: Sequence[Path] = (), environment: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The facts, and the text of provenance.diff (empty when the working tree is clean or there is no git)."""
+    environment = dict(os.environ) if environment is None else environment
+    here = Path(base[0]) if base else Path.cwd()
+    git, diff = _git(here)
+    facts = {
+        "schema": 1,
+        "created": disk.now(),
+        "git": git,
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "user": _user(),
+        "cwd": str(Path.cwd()),
+        "environment": {name: environment[name] for name in sorted(environment) if ALLOWED.fullmatch(name)},
+    }
+    masked: dict[str, Any] = mask_all(facts, environment)
+    masked["command"] = mask_command(command, environment)
+    diff = mask_secrets(diff, environment)
+    if len(diff) > DIFF_LIMIT:
+        diff = diff[:DIFF_LIMIT] + f"\n(cut here: the diff is longer than {DIFF_LIMIT} characters)\n"
+    return masked, diff
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a number without a name, as in many containers
+        return None
+
+
+def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    commit = _ask(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None, ""
+    changed = _ask(folder, "status", "--porcelain", "--untracked-files=normal") or ""
+    untracked = [line[3:] for line in changed.splitlines() if line.startswith("??")]
+    # No external diff or text conversion: those are programs that a repository's settings choose.
+    diff = _ask(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") if changed else ""
+    facts = {
+        "commit": commit.strip(),
+        "branch": (_ask(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "dirty": bool(changed.strip()),
+        "untracked": untracked[:100],
+    }
+    return facts, diff or ""
+
+
+def _ask(folder: Path, *words: str) -> str | None:
+    """What git answers, or None. Reads little more than the diff's limit, however much there is."""
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+    try:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        ) as process:
+            return _read_limited(process)
+    except OSError:  # no git here
+        return None
+
+
+def _read_limited(process: subprocess.Popen[bytes]) -> str | None:
+    import threading
+
+    timer = threading.Timer(GIT_SECONDS, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        # Some spare beyond the limit, so that a secret that the limit cuts in two is still seen whole and masked.
+        data = process.stdout.read(DIFF_LIMIT + 65536)
+        cut = len(data) == DIFF_LIMIT + 65536
+        if cut:
+            process.kill()
+        return data.decode("utf-8", "replace") if process.wait() == 0 or cut else None
+    finally:
+        timer.cancel()

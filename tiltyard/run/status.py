@@ -1,0 +1,136 @@
+"""status.json: where a run stands, replaced as a whole on every change; and the listing made of nothing else.
+
+created -> running -> stopped | finished | failed        as its owner wrote it
+lost                                                     seen from outside: running, but nobody holds the lock
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.run import disk
+from tiltyard.run.lock import seems_alive
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.run.folder import Run
+
+SCHEMA = 1
+STATUS = "status.json"
+STATES = ("created", "running", "stopped", "finished", "failed")
+RUN_FOLDER = re.compile(r"\d{4,}-[a-z]+-[a-z]+")
+
+
+def first_status(run_id: str, experiment: Experiment, lineage: dict[str, Any] | None) -> dict[str, Any]:
+    """The status of a run that nobody has started yet."""
+    made = disk.now()
+    return {
+        "schema": SCHEMA,
+        "id": run_id,
+        "name": experiment.run_name,
+        "env": experiment.env.id,
+        "tags": list(experiment.tags),
+        "notes": experiment.notes,
+        "state": "created",
+        "reason": "",
+        "progress": {"env_steps": 0, "frames": 0, "updates": 0, "episodes": 0, "seconds": 0.0},
+        "target_env_steps": experiment.stop.env_steps,
+        "return": None,
+        "eval_return": None,
+        "best": None,
+        "attempt": 0,
+        "heartbeat": 0,
+        "updated": made,
+        "created": made,
+        "host": "",
+        "pid": 0,
+        "lineage": lineage,
+    }
+
+
+FIELDS = frozenset(
+    "schema id name env tags notes state reason progress target_env_steps return eval_return best attempt heartbeat"
+    " updated created host pid lineage".split()
+)
+
+
+def write_status(run: Run, **changes: Any) -> dict[str, Any]:
+    """Change some fields; heartbeat and updated move by themselves. `progress` may be a Progress. Returns all fields."""
+    unknown = sorted(set(changes) - FIELDS)
+    if unknown:
+        raise ValueError(f"status.json has no field {', '.join(unknown)}")
+    if changes.get("state", "created") not in STATES:
+        raise ValueError(f"unknown state {changes['state']!r}; known: {', '.join(STATES)}")
+    status = run.status()
+    for field, value in changes.items():
+        status[field] = (
+            dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        )
+    status["heartbeat"] = int(status.get("heartbeat") or 0) + 1
+    status["updated"] = disk.now()
+    disk.write_json(run.folder / STATUS, status)
+    return status
+
+
+def observed_state(folder: Path, status: dict[str, Any]) -> str:
+    """The state as anybody can see it: a running run that nobody holds is lost."""
+    state = str(status.get("state"))
+    return "lost" if state == "running" and not seems_alive(folder) else state
+
+
+# ---------------------------------------------------------------------------------------------- listing
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Every run folder below the root, by name and number. Hidden names (half-made, trash) are never matched."""
+    found: list[Path] = []
+    for group in _folders(root):
+        found += [Path(entry.path) for entry in _folders(group.path) if RUN_FOLDER.fullmatch(entry.name)]
+    return found
+
+
+def _folders(path: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(
+                (entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()),
+                key=lambda entry: (len(entry.name.partition("-")[0]) if entry.name[:1].isdigit() else 0, entry.name),
+            )
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    """One dictionary per run, oldest first. Reads one small file per run, and the lock of those that say running."""
+    return sorted((_row(folder) for folder in run_folders(root)), key=lambda row: (row["created"] or "", row["id"]))
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    try:
+        status = disk.read_json(folder / STATUS)
+        state = observed_state(folder, status)
+    except (OSError, ValueError):
+        status, state = {}, "broken"
+    progress = status.get("progress")
+    progress = progress if isinstance(progress, dict) else {}
+    tags = status.get("tags")
+    return {
+        "id": f"{folder.parent.name}/{folder.name}",
+        "state": state,
+        "reason": str(status.get("reason") or ""),
+        "env": str(status.get("env") or ""),
+        "env_steps": progress.get("env_steps"),
+        "target": status.get("target_env_steps"),
+        "return": disk.number(status.get("return")),
+        "eval_return": disk.number(status.get("eval_return")),
+        "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
+        "notes": str(status.get("notes") or ""),
+        "seconds": progress.get("seconds"),
+        "updated": status.get("updated"),
+        "created": status.get("created"),
+        "folder": str(folder),
+    }
