@@ -4,7 +4,7 @@
     checkpoints/000001000000    complete: every byte was synced before the rename
     manifest.json               env steps, progress, score, order, and a checksum per file (and one of itself)
 
-Newest means committed last (`order`), not most env steps: a run that went back to an older checkpoint goes on from there.
+Newest means committed last (`order`), not most env steps: a run that went back to an older one goes on from there.
 What is inside a checkpoint is the writer's business; trees of arrays are in tree.py.
 """
 
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "commit",
+    "copy_into",
     "list_checkpoints",
     "newest_valid",
     "prune",
     "read_tree",
     "select",
+    "set_aside",
     "verify",
     "write_tree",
 ]
@@ -252,7 +254,7 @@ def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
 
 def select(
     where: Run | Path,
-    at: int | Literal["best"] | None = None,
+    at: int | str | None = None,
     mode: Literal["max", "min"] | None = None,
     *,
     complain: Callable[[str], None] | None = None,
@@ -265,8 +267,8 @@ def select(
     from tiltyard.run.folder import Run
 
     if isinstance(where, Path) and ((where / MANIFEST).exists() or FOLDER.fullmatch(where.name)):
-        return _sound(Path(os.path.abspath(where)))
-    run = Run(Path(os.path.abspath(where))) if isinstance(where, Path) else where
+        return _sound(disk.absolute(where))
+    run = Run(disk.absolute(where)) if isinstance(where, Path) else where
     if at is None:
         checkpoint, complaints = newest_valid(run)
         if checkpoint is None:
@@ -278,7 +280,11 @@ def select(
                 )
             complain(sentence)
         return checkpoint
-    return _sound(_best(run, mode) if at == "best" else _at(run, at))
+    if at == "best":
+        return _sound(_best(run, mode))
+    if isinstance(at, str) and not at.replace("_", "").isdecimal():
+        raise UseError(f"{at!r} is no checkpoint of run {run.id}", "name an env step, or best")
+    return _sound(_at(run, int(at)))
 
 
 def _sound(folder: Path) -> Checkpoint:
@@ -317,6 +323,34 @@ def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> l
     sign = -1.0 if mode == "max" else 1.0
     numbered = [(sign * score, checkpoint) for score, checkpoint in scored if score == score]
     return [checkpoint for _, checkpoint in sorted(numbered, key=lambda pair: pair[0])]
+
+
+# ---------------------------------------------------------------------------------------------- moving
+
+
+def copy_into(run: Run, source: Checkpoint) -> Checkpoint:
+    """A copy of another run's checkpoint as this run's own, for good: where a fork starts must stay known."""
+
+    def write(folder: Path) -> None:
+        shutil.copytree(source.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+
+    reason = verify(source.folder)
+    if reason is not None:
+        raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", "fork from another one with --at")
+    return commit(run, source.env_steps, source.progress, source.score, write, milestone=True)
+
+
+def set_aside(run: Run, attempt: int) -> list[str]:
+    """Move every checkpoint out of the way of a start from scratch (resume: never); a sentence if there were any."""
+    kept = _folders(run.checkpoints)
+    if not kept:
+        return []
+    aside = run.folder / f"checkpoints.before-attempt-{attempt}"
+    while aside.exists():
+        aside = aside.with_name(aside.name + "+")
+    run.checkpoints.rename(aside)
+    disk.sync_folder(run.folder)
+    return [f"resume is never: {len(kept)} checkpoints of earlier attempts were moved to {aside}"]
 
 
 # ---------------------------------------------------------------------------------------------- thinning out

@@ -28,7 +28,7 @@ def now() -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: a float that is no number becomes the string nan, inf or -inf, an array scalar its number."""
+    """The value as JSON can hold it: nan and inf become strings, an array's scalar becomes a plain number."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, dict):
@@ -118,6 +118,11 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         else:
             broken.append(index)
     return records, broken
+
+
+def absolute(path: Path) -> Path:
+    """From the root and without `..`, but with links left as they are: whoever deletes must be able to see them."""
+    return Path(os.path.normpath(path.absolute()))
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,11 +1,11 @@
 """The run folder as a whole: made, found and removed here. What is in it has files of its own.
 
     runs/cartpole/0007-brisk-otter/
-      experiment.yaml  resolved, complete     source.yaml        the user's own text       plugins/  copies of their code
+      experiment.yaml  resolved, complete     source.yaml        the user's own text       plugins/  their code
       status.json      status.py              events.jsonl       events.py                 lock.json lock.py
       metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
 
-A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before it is deleted: no listing sees half of it.
+A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before deletion: no listing sees half of it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk, provenance
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.status import (
     RUN_FOLDER,
     SCHEMA,
@@ -43,28 +44,18 @@ __all__ = [
     "Lock",
     "Run",
     "create",
+    "default_root",
     "find",
     "list_runs",
     "log_event",
     "read_events",
     "read_owner",
     "remove",
+    "run_of",
     "write_status",
 ]
 
 EXPERIMENT = "experiment.yaml"
-ADJECTIVES = (
-    "able agile amber ample apt bold brave brief bright brisk calm candid clear clever crisp dapper deft eager early"
-    " fair fleet fond frank fresh gentle glad grand hale handy hardy jolly keen kind late lively loyal lucid mellow"
-    " merry mild modest neat nimble noble plain polite prime proud quick quiet rapid ready robust round sage serene"
-    " sharp sly smart snug solid sound spry steady still stout sturdy sunny swift tidy trim true vivid warm wise witty"
-).split()
-ANIMALS = (
-    "adder badger bear beaver bison bittern boar buzzard carp cod crane crow curlew deer dove eagle eel egret elk"
-    " falcon ferret finch fox frog gannet goat goose grebe hare hawk hedgehog heron hobby horse ibex jay kestrel kite"
-    " lark linnet lizard lynx magpie marten merlin mole moose moth mouse newt osprey otter owl perch pike plover pony"
-    " puffin quail raven robin rook salmon seal shrew snipe sparrow stag stoat stork swan swift tern toad trout vole wren"
-).split()
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,11 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.parent.name
+
+    @property
+    def base(self) -> tuple[Path, ...]:
+        """Where the plug-in files named in experiment.yaml are relative to: their copies in this folder."""
+        return (self.folder,)
 
     @property
     def experiment_file(self) -> Path:
@@ -130,7 +126,7 @@ def create(
 
     `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork.
     """
-    group = Path(os.path.abspath(root)) / experiment.run_name
+    group = disk.absolute(root) / experiment.run_name
     draft, number = _claim(group)
     try:
         final = group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
@@ -213,12 +209,14 @@ def _fill(
 # ---------------------------------------------------------------------------------------------- finding
 
 
-def find(text: str | Path, root: Path, *, whole: bool = True) -> Run:
+def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> Run:
     """The run that `text` means: a path to or into its folder, name/0007-brisk-otter, a unique end of that
     (brisk-otter), name (its newest run) or last (the newest of all).
 
-    With whole=False a folder that was deleted in part is found too, so that it can be removed.
+    `root` is the site's runs folder when left out. With whole=False a folder that was deleted in part is found too,
+    so that it can be removed.
     """
+    root = default_root() if root is None else root
     given = str(text)
     if "\0" in given or not given.strip():
         raise UseError("the run's name is empty or holds a null byte", "list the runs with: tiltyard ls")
@@ -228,19 +226,35 @@ def find(text: str | Path, root: Path, *, whole: bool = True) -> Run:
     return Run(folder)
 
 
+def default_root() -> Path:
+    """The runs folder that the environment or the site file names."""
+    from tiltyard.config.site import load_site, runs_root
+
+    return runs_root(load_site())
+
+
+def run_of(path: Path) -> Run:
+    """The run that a path (a checkpoint, a video) lies in."""
+    folder = _by_path(path)
+    if folder is None:
+        raise UseError(f"{path} lies in no run folder", "name a run, or a folder inside one")
+    _check(folder)
+    return Run(folder)
+
+
 def _by_keyword(text: str, root: Path) -> Path | None:
     if text != "last":
         return None
     rows = list_runs(root)
     if not rows:
         raise UseError(f"there is no run in {root}", "start one with: tiltyard train CartPole-v1")
-    return Path(os.path.abspath(rows[-1]["folder"]))
+    return disk.absolute(Path(rows[-1]["folder"]))
 
 
 def _by_path(path: Path) -> Path | None:
     """The run folder that the path is, or lies in."""
     try:
-        path = Path(os.path.abspath(path))
+        path = disk.absolute(path)
         if not path.exists():
             return None
         for folder in (path, *path.parents):
@@ -252,7 +266,7 @@ def _by_path(path: Path) -> Path | None:
 
 
 def _by_name(text: str, root: Path) -> Path:
-    folders = [Path(os.path.abspath(folder)) for folder in run_folders(root)]
+    folders = [disk.absolute(folder) for folder in run_folders(root)]
     of_name = [folder for folder in folders if folder.parent.name == text.rstrip("/")]
     if of_name:
         return of_name[-1]
@@ -269,7 +283,7 @@ def _by_name(text: str, root: Path) -> Path:
 
 
 def _is_end(text: str, folder: Path) -> bool:
-    """cartpole/7 and cartpole/0007-brisk-otter, 0007-brisk-otter, 0007 and brisk-otter mean runs/cartpole/0007-brisk-otter."""
+    """cartpole/0007-brisk-otter, cartpole/7, 0007-brisk-otter, 0007, 7 and brisk-otter all mean the same folder."""
     group, _, last = text.rpartition("/")
     number, _, words = folder.name.partition("-")
     return (not group or group == folder.parent.name) and last in (folder.name, number, str(int(number)), words)
@@ -308,8 +322,8 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 
 def remove(run: Run, root: Path) -> None:
-    """Delete the run for good: only a real run folder right below root/<name>/, never through links, never a live one."""
-    folder = Path(os.path.abspath(run.folder))
+    """Delete for good: only a real run folder right below root/<name>/, never through links, never a live one."""
+    folder = disk.absolute(run.folder)
     group = folder.parent
     real_root = Path(os.path.realpath(root))
     if (

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LOCK = "lock.json"
 GUARD = ".lock-guard"
 STILL_PERIODS = 3
-# For listings only, which cannot wait and watch: an owner elsewhere that was silent for this many periods is shown as lost.
+# For listings only, which cannot wait and watch: an owner elsewhere, silent for this many periods, is shown as lost.
 SILENT_PERIODS = 60
 
 Owner = dict[str, Any]
@@ -71,7 +71,7 @@ def _start_ticks(pid: int) -> str:
 
 def _pid_namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 

@@ -17,7 +17,7 @@ MASK = "***"
 # Shorter values are words like `yes` and `1`, which would be masked all over a text.
 SHORTEST = 6
 
-_SECRET_WORDS = r"passw(?:or)?d|passphrase|passwort|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?key|credential|jwt"
+_SECRET_WORDS = r"passw(?:or)?d|passphrase|secret|token|(?:api|access|private|auth|license)[_-]?key|credential|jwt"
 _SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|(?:^|[_.-])(?:key|pass|pwd|pw|auth)(?:$|[_.-])|apikey")
 
 _SHAPES = re.compile(

@@ -52,7 +52,7 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:
-    """The records in force, oldest first, metrics as floats. Lines torn by a crash are left out (see `broken_lines`)."""
+    """The records in force, oldest first, metrics as floats. Torn lines are left out (see `broken_lines`)."""
     kept: list[dict[str, Any]] = []
     for record in disk.read_lines(_path(where))[0]:
         if "rewind_to" in record:

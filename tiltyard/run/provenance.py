@@ -25,10 +25,13 @@ from tiltyard.run.masking import mask_all, mask_command, mask_secrets
 
 __all__ = ["collect", "collect_with_diff", "mask_secrets"]
 
+# fmt: off
 PACKAGES = (
-    "tiltyard torch numpy gymnasium pydantic ruamel.yaml safetensors pyarrow rich tensorboardX imageio-ffmpeg pillow"
-    " matplotlib wandb pygame-ce ray ale-py mujoco box2d pettingzoo"
-).split()
+    "tiltyard", "torch", "numpy", "gymnasium", "pydantic", "ruamel.yaml", "safetensors", "pyarrow", "rich",
+    "tensorboardX", "imageio-ffmpeg", "pillow", "matplotlib", "wandb", "pygame-ce", "ray", "ale-py", "mujoco",
+    "box2d", "pettingzoo",
+)
+# fmt: on
 # No other variable is ever written down, whatever it is called.
 ALLOWED = re.compile(
     r"SLURM_\w+|TILTYARD_\w+|CUDA_VISIBLE_DEVICES|(?:OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MUJOCO_GL|PYOPENGL_PLATFORM"

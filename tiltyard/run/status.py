@@ -52,14 +52,16 @@ def first_status(run_id: str, experiment: Experiment, lineage: dict[str, Any] | 
     }
 
 
-FIELDS = frozenset(
-    "schema id name env tags notes state reason progress target_env_steps return eval_return best attempt heartbeat"
-    " updated created host pid lineage".split()
-)
+# fmt: off
+FIELDS = frozenset((
+    "schema", "id", "name", "env", "tags", "notes", "state", "reason", "progress", "target_env_steps", "return",
+    "eval_return", "best", "attempt", "heartbeat", "updated", "created", "host", "pid", "lineage",
+))
+# fmt: on
 
 
 def write_status(run: Run, **changes: Any) -> dict[str, Any]:
-    """Change some fields; heartbeat and updated move by themselves. `progress` may be a Progress. Returns all fields."""
+    """Change some fields (heartbeat and updated move by themselves); `progress` may be a Progress. Returns all."""
     unknown = sorted(set(changes) - FIELDS)
     if unknown:
         raise ValueError(f"status.json has no field {', '.join(unknown)}")

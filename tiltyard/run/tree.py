@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays, Tree
 
 # What safetensors can hold and numpy can name.
-DTYPES = frozenset("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64".split())
+# fmt: off
+DTYPES = frozenset((
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32",
+    "float64",
+))
+# fmt: on
 # JSON readers other than ours keep integers up to here exact.
 SAFE_BITS = 53
 
