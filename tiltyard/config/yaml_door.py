@@ -266,14 +266,25 @@ class _Representer(SafeRepresenter):
         return self.represent_scalar(f"{_CORE}str", data, style=None if scalar(data) is data else '"')
 
 
+    def represent_sequence_of(self, data: list[Any]) -> Any:
+        inline = not any(isinstance(item, dict | list) and item and not _is_pair(item) for item in data)
+        return self.represent_sequence(f"{_CORE}seq", data, flow_style=inline)
+
+
+def _is_pair(item: Any) -> bool:
+    """The points of a schedule: short enough to stay in one line."""
+    return isinstance(item, list) and not any(isinstance(each, dict | list) for each in item)
+
+
 _Representer.add_representer(str, _Representer.represent_text)
+_Representer.add_representer(list, _Representer.represent_sequence_of)
 
 
 def dump_yaml(mapping: Mapping[str, Any]) -> str:
     """`mapping` as YAML text in its own order; short lists on one line; reads back as the same values."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
-    yaml.default_flow_style = None
+    yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     yaml.width = 4096
     yaml.allow_unicode = True

@@ -1,0 +1,246 @@
+"""Text, command line or Python values -> Experiment, with the origin of every value; and back to text.
+
+    target (file | env id | mapping) + key=value ... ── layers ──> one tree ── one validation ──> Loaded or ConfigError
+
+Every problem is found before anything is started or written, and all are told at once. Plug-in files must exist but are
+not imported here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import SCHEMA, Experiment, cross_check
+from tiltyard.config.layers import Merged, nested, override_layer, plain
+from tiltyard.config.problems import Found, prune, special_answers, validate
+from tiltyard.config.reference import describe, schema
+from tiltyard.config.site import Profile, Site, load_site, runs_root
+from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
+from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
+from tiltyard.refs import CONVENTIONAL, kind_of, named_plugins, parse, short
+
+__all__ = [
+    "Loaded", "Profile", "Site", "describe", "dump_yaml", "from_resolved", "load", "load_site", "parse_override", "presets",
+    "read_yaml", "resolved_yaml", "runs_root", "schema",
+]  # fmt: skip
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An experiment and how it came about. `base`: folders that plug-in paths are relative to, in order."""
+
+    experiment: Experiment
+    origins: dict[str, str]
+    source: Path | None
+    source_text: str | None
+    base: tuple[Path, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def load(
+    target: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, profile: Profile | None = None, debug: bool = False
+) -> Loaded:
+    """The experiment that `target` describes: a YAML file, an env id or a mapping, changed by `key=value` overrides.
+
+    `debug` lays the preset `debug` over file and profile, below the overrides: one process, tiny batches.
+    """
+    own, own_name, source, text, warnings = _target(target)
+    own, problems = nested(own)
+    from_command = override_layer([parse_override(each) for each in overrides])
+    from_profile, wrong = nested(profile.set) if profile else ({}, [])
+    problems += wrong
+    base = tuple(dict.fromkeys([*([source.absolute().parent] if source else []), Path.cwd()]))
+    merged = Merged()
+    merged.add({"algo": {"id": "ppo"}, "engine": {"kind": "serial"}}, "default")
+    used, uses = [], _uses(from_command, own, problems)
+    for name in uses:
+        values, folder = _preset(name, base)
+        values, wrong = nested(values)
+        problems += wrong
+        merged.add(values, f"preset {name}")
+        used.append((f"preset {name}", values))
+        base = tuple(dict.fromkeys([*base, *([folder] if folder else [])]))
+    merged.add(own, own_name)
+    merged.add(from_profile, f"profile {profile.name}".rstrip() if profile else "profile")
+    if debug:
+        merged.add(_preset("debug", base)[0], "preset debug")
+    merged.add(from_command, COMMAND_LINE)
+    merged.values.pop("use", None)
+    for origin, values in used:
+        if values and origin not in merged.origins.values():
+            warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
+    return _finish(merged, problems, source, text, base, warnings)
+
+
+def _finish(merged: Merged, problems: list[Problem], source: Path | None, text: str | None, base: tuple[Path, ...], warnings: list[str]) -> Loaded:
+    """The one validation at the end."""
+    values = merged.values
+    found: Found = [((), problem) for problem in problems]
+    found += special_answers(values)
+    experiment, wrong = validate(Experiment, values)
+    found += wrong
+    judged = experiment
+    if experiment is None:
+        # what two settings together show is told too, as long as neither of them is wrong by itself
+        rest = values
+        for path, _ in wrong:
+            rest = prune(rest, path)
+        judged = validate(Experiment, {"env": "x", **rest})[0]
+    if judged is not None:
+        bad = [".".join(path) for path, _ in found if path]
+        more = cross_check(judged) + _missing_files(judged, base)
+        found += [((), problem) for problem in more if not any(_mentions(problem, name) for name in bad)]
+    if found or experiment is None:
+        told = [_with_origin(path, problem, merged, source) for path, problem in found]
+        raise ConfigError(list(dict.fromkeys(told)), str(source) if source else "")
+    origins = {".".join(path): merged.origin(path) for path in _leaves(experiment.model_dump(by_alias=True))}
+    return Loaded(experiment, origins, source, text, base, tuple(warnings))
+
+
+def _mentions(problem: Problem, name: str) -> bool:
+    text = f"{problem.setting} {problem.message} {problem.hint}"
+    return name in text or problem.setting.startswith(f"{name}.")
+
+
+def _with_origin(path: tuple[str, ...], problem: Problem, merged: Merged, source: Path | None) -> Problem:
+    """Which layer a wrong value came from, where that is not the file itself."""
+    origin = merged.origin(path) if path else "default"
+    if origin.startswith(("preset", "profile")) or (origin == COMMAND_LINE and source):
+        return Problem(problem.setting, problem.value, f"{problem.message} ({origin})", problem.hint)
+    return problem
+
+
+def _leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for key, value in values.items():
+        found += _leaves(value, (*path, key)) if isinstance(value, Mapping) and value else [(*path, key)]
+    return found
+
+
+def _missing_files(experiment: Experiment, base: tuple[Path, ...]) -> list[Problem]:
+    found = []
+    for setting, kind, text in named_plugins(experiment):
+        if kind_of(text) == "file":
+            try:
+                parse(text, {}, CONVENTIONAL[kind], base)
+            except UseError as error:
+                found.append(Problem(setting, short(text), error.message, error.hint))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ where values come from
+
+
+def _target(target: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str, Path | None, str | None, list[str]]:
+    """A target's values, their origin, its file and the file's text, and what to warn about."""
+    if target is None:
+        return {}, COMMAND_LINE, None, None, []
+    if isinstance(target, Mapping):
+        try:
+            return plain(target), "python", None, None, []
+        except ValueError as error:
+            raise UseError(str(error), "use text, numbers, true, false, null, lists and mappings") from None
+    word = os.fspath(target)
+    path = Path(word)
+    if _is_yaml(word, path):
+        text = read_text(path)
+        return as_mapping(parse_yaml(text, str(path)), str(path)), f"file {path.name}", path, text, []
+    if not word.strip():
+        raise UseError("the env's name is empty", "give a YAML file or an env id: CartPole-v1")
+    if "=" in word and kind_of(word) is None:
+        raise UseError(f"{word!r} is a setting where a YAML file or env id is expected", f"put that first: CartPole-v1 {word}")
+    warnings = [f"{word!r} is taken as an env id; there is a folder of that name too"] if _is_folder(path) else []
+    return {"env": {"id": word}}, COMMAND_LINE, None, None, warnings
+
+
+def _is_yaml(word: str, path: Path) -> bool:
+    """Whether a target is a file: by its ending, or because it is there and is not Python. A folder given by path is meant as one."""
+    if word.endswith((".yaml", ".yml")):
+        return True
+    try:
+        return (path.is_file() and not word.endswith(".py")) or (path.is_dir() and ("/" in word or word in (".", "..")))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`algo.lr=3e-4` as name and value; the value is YAML."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        hint = f"write {text}=VALUE" if text.strip() else "write algo.lr=3e-4"
+        raise UseError(f"{text!r} is no override: it has no '='", hint)
+    if not key or not all(key.split(".")):
+        raise UseError(f"{text!r} is no override: the name before '=' is {'empty' if not key else 'not a dotted name'}", "write algo.lr=3e-4")
+    if len(key) > 500:
+        raise UseError(f"{short(key)} is no setting: its name has {len(key)} characters", "write algo.lr=3e-4")
+    try:
+        return key, plain(parse_yaml(value, f"{key}={value[:60]}"))
+    except ValueError as error:
+        raise UseError(f"{key}: the value{error}", "write it as UTF-8 text") from None
+
+
+def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: list[Problem]) -> list[str]:
+    """Presets asked for; the command line's list replaces the file's."""
+    value = from_command.get("use", own.get("use"))
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names) or len(names) > 20:
+        problems.append(Problem("use", short(value), "must be a list of at most 20 presets", f"write use: [{presets()[0]}]"))
+        return []
+    return names
+
+
+def presets() -> list[str]:
+    """Names of the built-in presets."""
+    return sorted(item.name.removesuffix(".yaml") for item in resources.files("tiltyard").joinpath("presets").iterdir() if item.name.endswith(".yaml"))
+
+
+def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | None]:
+    """A preset's values and, for a file of the user's, its folder."""
+    if name in presets():
+        text = resources.files("tiltyard").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
+        return as_mapping(parse_yaml(text, f"preset {name}"), f"preset {name}"), None
+    if not name.endswith((".yaml", ".yml")):
+        raise UseError(f"use: there is no preset {name!r}", did_you_mean(name, presets()) + "; or give the path of a YAML file")
+    places = [folder / Path(name).expanduser() for folder in base]
+    path = next((place for place in places if place.is_file()), places[0])
+    values = as_mapping(parse_yaml(read_text(path), str(path)), str(path))
+    if values.get("use"):
+        raise UseError(f"{path} is used as a preset and has a `use:` of its own", "name all presets in the experiment file")
+    return values, path.absolute().parent
+
+
+# ------------------------------------------------------------------------------------------------ resolved files
+
+
+def resolved_yaml(experiment: Experiment) -> str:
+    """The complete experiment as YAML, version first; `from_resolved` gives it back."""
+    return dump_yaml(experiment.model_dump(by_alias=True))
+
+
+def from_resolved(path: Path) -> Experiment:
+    """The experiment that a run folder's experiment.yaml holds."""
+    values = read_yaml(path)
+    version = values.get("version")
+    if type(version) is int and version > SCHEMA:
+        raise UseError(f"{path} was made by a newer Tiltyard: version {version}, this one knows {SCHEMA}", "update Tiltyard")
+    if version is None:
+        raise UseError(f"{path} has no version and so is no experiment of a run", "was it edited? source.yaml beside it is your own file")
+    experiment, wrong = validate(Experiment, values)
+    if experiment is None:
+        raise ConfigError([problem for _, problem in wrong], str(path))
+    return experiment

@@ -1,0 +1,272 @@
+"""What is wrong with settings, in our words: pydantic finds it, this module says it. Raises nothing itself.
+
+    tree of values ── special answers ──> ── pydantic ──> ── each error: dotted name, value, sentence, hint ──> [Problem]
+
+Special answers are for what people bring along from elsewhere: names of algorithms and settings of other libraries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+from pydantic import ValidationError
+
+from tiltyard.config.experiment import SCHEMA, Experiment, Settings
+from tiltyard.config.shape import Free, Section, fields
+from tiltyard.errors import Problem, did_you_mean
+from tiltyard.refs import short
+
+Path = tuple[str, ...]
+Found = list[tuple[Path, Problem]]
+Model = TypeVar("Model", bound=Settings)
+
+# What other libraries call our settings.
+ELSEWHERE = {
+    "learning_rate": "algo.lr", "alpha": "algo.lr", "total_timesteps": "stop.env_steps", "timesteps": "stop.env_steps",
+    "total_steps": "stop.env_steps", "max_steps": "stop.env_steps", "steps": "stop.env_steps", "num_envs": "engine.envs",
+    "n_envs": "engine.envs", "num_workers": "engine.envs", "workers": "engine.envs", "batch_size": "algo.minibatch",
+    "minibatch_size": "algo.minibatch", "n_steps": "algo.rollout", "num_steps": "algo.rollout", "n_epochs": "algo.epochs",
+    "num_epochs": "algo.epochs", "ent_coef": "algo.entropy", "entropy_coef": "algo.entropy", "vf_coef": "algo.value_coef",
+    "clip_range": "algo.clip", "clip_coef": "algo.clip", "discount": "algo.gamma", "lam": "algo.gae_lambda",
+    "target_kl": "algo.kl_stop", "grad_clip": "algo.max_grad_norm", "env_config": "env.options", "env_kwargs": "env.options",
+    "kwargs": "options", "env_id": "env.id", "env_name": "env.id", "algorithm": "algo.id", "network": "model", "policy": "model",
+    "net_arch": "model.hidden", "hiddens": "model.hidden", "fcnet_hiddens": "model.hidden", "lstm": "model.memory.kind",
+    "use_lstm": "model.memory.kind", "frame_skip": "env.frameskip", "framestack": "env.frame_stack", "device": "engine.device",
+    "checkpoint": "save", "checkpoint_freq": "save.updates", "save_every": "save.env_steps", "eval_freq": "eval.every",
+    "eval_every": "eval.every", "wandb": "track.wandb", "tensorboard": "track.tensorboard", "run_name": "name",
+    "experiment": "name", "description": "notes", "presets": "use", "preset": "use", "normalize": "normalise",
+}  # fmt: skip
+
+_NOT_YET = {"dqn": "DQN", "sac": "SAC", "td3": "TD3", "ddpg": "DDPG", "appo": "APPO", "impala": "IMPALA", "rainbow": "Rainbow"}
+
+
+def special_answers(values: dict[str, Any]) -> Found:
+    """Questions with an answer of their own. What is answered is taken out of `values`, so that nothing is said twice."""
+    found: Found = []
+    for path in [("framework",), ("algo", "framework"), ("model", "framework"), ("engine", "framework")]:
+        place: Any = values
+        for name in path[:-1]:
+            place = place.get(name)
+            if not isinstance(place, dict):
+                break
+        if isinstance(place, dict) and "framework" in place:
+            word = short(place.pop("framework"))
+            found.append((path, Problem(".".join(path), word, "is no setting: Tiltyard's models are PyTorch modules", "leave framework out")))
+    algo = values.get("algo")
+    word = algo.get("id") if isinstance(algo, dict) else None
+    if isinstance(word, str) and word.lower() not in ("ppo", "a2c"):
+        shown, known = short(word), "known: ppo, a2c"
+        if word.lower() == "a3c":
+            problem = Problem("algo.id", shown, "is not offered: use a2c", "a2c is the same method with its envs stepped together; write algo: a2c")
+        elif word.lower() in _NOT_YET:
+            problem = Problem("algo.id", shown, f"{_NOT_YET[word.lower()]} is not in this version", known)
+        else:
+            problem = Problem("algo.id", shown, "is no algorithm of Tiltyard", did_you_mean(word, ["ppo", "a2c"]))
+        found.append((("algo",), problem))
+        del values["algo"]  # its other settings cannot be judged
+    version = values.get("version")
+    if type(version) is int and version > SCHEMA:
+        problem = Problem("version", str(version), f"was made by a newer Tiltyard; this one knows version {SCHEMA}", "update Tiltyard")
+        found.append((("version",), problem))
+        del values["version"]
+    return found
+
+
+def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:
+    """`values` as a settings object, or None and each problem with the path of what it is about."""
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        found: dict[Path, Problem] = {}
+        for each in error.errors(include_url=False):
+            for path, problem in _problem(model, values, each):
+                found.setdefault(path, problem)
+        return None, list(found.items())
+    except RecursionError:
+        return None, [((), Problem("", "", "the settings are nested too deep", "use fewer levels"))]
+
+
+def prune(values: Any, path: Path) -> Any:
+    """A copy of `values` without what lies at `path`; list items are not taken out one by one, their list is."""
+    if not path or not isinstance(values, dict):
+        return values
+    kept = dict(values)
+    if len(path) == 1 or not isinstance(kept.get(path[0]), dict):
+        kept.pop(path[0], None)
+    else:
+        kept[path[0]] = prune(kept[path[0]], path[1:])
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------ one error
+
+
+def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, Any]) -> Iterator[tuple[Path, Problem]]:
+    """Zero or one problem: of a number-or-schedule only the branch that the value is on is told."""
+    kind = str(error["type"])
+    path, value, section, branch = _locate(model, values, error["loc"], kind)
+    setting = ".".join(path)
+    if isinstance(section, Section) and section.scheduled:
+        if branch == "number" and not isinstance(value, int | float):
+            if isinstance(value, Mapping):
+                return
+            hint = f"write it without quotes: {value}" if _is_number(value) else f"write {setting}=3e-4, or a mapping with kind: linear, piecewise or kl_adaptive"
+            yield path, Problem(setting, short(value), "must be a number or a schedule", hint)
+            return
+        if branch == "schedule" and not isinstance(value, Mapping):
+            return
+    if kind == "extra_forbidden":
+        yield path, Problem(setting, short(value), "is no setting", _unknown_hint(model, path, values))
+    elif kind == "missing":
+        yield path, Problem(setting, "", "is missing", _missing_hint(setting))
+    elif kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(section, Section) and section.tag:
+        words = list(section.tags)
+        if isinstance(value, Mapping):
+            path, value = (*path, section.tag), value.get(section.tag)
+        found = f"must be one of {', '.join(words)}" if kind.endswith("invalid") else f"is missing: one of {', '.join(words)}"
+        yield path, Problem(".".join(path), "" if value is None else short(value), found, did_you_mean(str(value), words) if value else "")
+    else:
+        message, hint = _sentence(kind, value, error.get("ctx") or {}, section)
+        yield path, Problem(setting, short(value), message, hint)
+
+
+def _locate(model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str) -> tuple[Path, Any, Section | Free | None, str]:
+    """The keys in a pydantic location (its names of union branches left out), the value there, its shape, its branch."""
+    path: list[str] = []
+    value: Any = values
+    shape: Section | Free | None = Section((model,))
+    branch = ""
+    for i, part in enumerate(loc):
+        last = i == len(loc) - 1
+        if isinstance(shape, Section) and shape.scheduled and str(part).startswith(("tagged-union", "constrained-float", "float")):
+            branch = "schedule" if str(part).startswith("tagged-union") else "number"
+        elif isinstance(shape, Section) and str(part) in shape.tags and not (isinstance(value, Mapping) and part in value):
+            continue
+        elif isinstance(value, Mapping) and (part in value or (last and kind == "missing")):
+            path.append(str(part))
+            shape = shape.field(str(part)) if isinstance(shape, Section) else shape.item if isinstance(shape, Free) else None
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path.append(str(part))
+            value, shape = value[part], None
+    return tuple(path), value, shape, branch
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.replace("_", "")) is not None
+
+
+_BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least"), "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
+_TYPES = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing_size": "a whole number", "float_type": "a number",
+    "string_type": "text", "string_unicode": "text", "bool_type": "true or false", "list_type": "a list", "dict_type": "a mapping",
+}  # fmt: skip
+
+
+def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Section | Free | None) -> tuple[str, str]:
+    """Message and hint for an error of a plain value."""
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"must be {words} {_number(context[key])}", ""
+    if kind == "finite_number":
+        return "must be a finite number", ""
+    if kind == "literal_error":
+        words_known = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        if not words_known:
+            return f"must be {context.get('expected')}", ""
+        hint = did_you_mean(value, words_known) if isinstance(value, str) else ""
+        return f"must be one of {', '.join(words_known)}" if len(words_known) > 1 else f"must be {words_known[0]}", "" if hint.startswith("known") else hint
+    if kind == "value_error":
+        return str(context.get("error", "is not accepted")), ""
+    if kind in ("string_too_short", "too_short"):
+        least = context["min_length"]
+        return ("must not be empty" if least == 1 else f"must have {least} entries"), ""
+    if kind in ("string_too_long", "too_long"):
+        return f"must have at most {_number(context['max_length'])} {'characters' if kind.startswith('string') else 'entries'}", ""
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}", _type_hint(kind, value)
+    if kind in ("model_type", "model_attributes_type", "dict_attributes_type"):
+        names = ", ".join(list(fields(section.models[0]))[:4]) if isinstance(section, Section) else ""
+        return "must be a mapping", f"write settings below it: {names}, ..." if names else ""
+    return "is not accepted here", ""
+
+
+def _number(value: Any) -> str:
+    """A bound as people write it."""
+    if isinstance(value, int | float) and abs(value) >= 1e15:
+        return "9223372036854775807" if value == 2**63 - 1 else f"{float(value):.0e}".replace("e+", "e")
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _type_hint(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, int | float):
+        return f'put it in quotes: "{short(value)}"'
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("on", "off", "yes", "no"):
+        return "write true or false; YAML 1.2 takes on, off, yes and no as text"
+    if kind in ("int_type", "float_type") and _is_number(value):
+        return f"write it without quotes: {value}"
+    if kind == "float_type" and isinstance(value, bool):
+        return "write a number"
+    if kind == "list_type" and isinstance(value, str | int | float):
+        return f"write it in brackets: [{value}]" if len(str(value)) < 60 else "write it in brackets"
+    if kind == "list_type" and isinstance(value, dict) and all(key.isdigit() for key in value):
+        return "a list is set as a whole: [a, b]"
+    if kind == "dict_type":
+        return "write name: value lines below it"
+    return "leave the line out for the default" if value is None else ""
+
+
+def _missing_hint(setting: str) -> str:
+    if setting in ("env", "env.id"):
+        return "name an environment: env: CartPole-v1"
+    if setting.endswith(".kind"):
+        return "kind is linear, piecewise or kl_adaptive"
+    return f"set {setting}"
+
+
+def _unknown_hint(model: type[Settings], path: Path, values: Any) -> str:
+    """The nearest setting in the same section, else a setting of that name elsewhere, else what others call it."""
+    name = path[-1]
+    section: Section | Free | None = Section((model,))
+    place: Any = values
+    for part in path[:-1]:
+        section = section.field(part) if isinstance(section, Section) else section.item if isinstance(section, Free) else None
+        place = place.get(part) if isinstance(place, Mapping) else None
+    here = list(fields(section.chosen(place))) if isinstance(section, Section) else []
+    everywhere = leaves(model) if model is Experiment else ()
+    prefix = ".".join(path[:-1])
+    if name in ELSEWHERE and model is Experiment:
+        return f"Tiltyard calls it {ELSEWHERE[name]}"
+    near = did_you_mean(name, here)
+    if near and not near.startswith("known"):
+        return near.replace("'", f"'{prefix}.", 1) if prefix else near
+    same = [dotted for dotted in everywhere if dotted.rsplit(".", 1)[-1] == name]
+    if same:
+        return f"did you mean {same[0]!r}?"
+    if isinstance(section, Section) and len(section.models) > 1:
+        others = [word for word, other in section.tags.items() if name in fields(other)]
+        if others:
+            return f"it is a setting of {section.tag}: {others[0]}"
+    if "." in name and name.split(".")[0] in here:
+        return "write it nested: " + name.replace(".", ": {", 1) + ": ...}"
+    return near or (f"{prefix or 'an experiment'} has: {', '.join(here)}" if here else "")
+
+
+@cache
+def leaves(model: type[Settings], prefix: str = "") -> tuple[str, ...]:
+    """Dotted names of all settings, schedules' own left out."""
+    found: list[str] = []
+    for name, shape in fields(model).items():
+        found.append(prefix + name)
+        if isinstance(shape, Section) and not shape.scheduled:
+            for inner in shape.models:
+                found += leaves(inner, f"{prefix}{name}.")
+    return tuple(dict.fromkeys(found))
+
+
+def words_of(model: type[Settings], name: str) -> tuple[Any, ...]:
+    """The words that a setting with a fixed choice takes."""
+    return get_args(model.model_fields[name].annotation)

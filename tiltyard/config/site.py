@@ -1,0 +1,146 @@
+"""The site file: where runs live and the profiles that say where a run is executed; no part of an experiment.
+
+    TILTYARD_SITE                        the file to use, over all search
+    ./tiltyard.yaml, ../tiltyard.yaml    the current folder and its parents, up to the home folder
+    ~/.config/tiltyard/tiltyard.yaml     ($XDG_CONFIG_HOME) the user's own
+
+`${VAR}` is expanded in every string; `$${` stands for a plain `${`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tiltyard.config.experiment import Settings
+from tiltyard.config.problems import validate
+from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
+from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
+from tiltyard.refs import short
+
+FILE = "tiltyard.yaml"
+_SETTABLE = ("engine", "save", "track")
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class Profile(Settings):
+    """Where and how a run is executed."""
+
+    launcher: Literal["local"] = "local"
+    """What starts the run."""
+    set: dict[str, Any] = {}
+    """Settings of engine, save and track for this place, by dotted name."""
+    environment: dict[str, str] = {}
+    """Environment variables of the run's processes."""
+    name: str = Field(default="", exclude=True)
+    """Filled in from the profile's key."""
+
+
+class Site(Settings):
+    """What is true of this machine or project rather than of an experiment."""
+
+    runs: str | None = None
+    """Folder of all runs; relative to the site file. `./runs` when left out."""
+    profiles: dict[str, Profile] = {}
+    """Places to run at, chosen with `--on NAME`."""
+
+
+def find_site(start: Path | None = None) -> Path | None:
+    """The site file that counts in folder `start` (the current one when left out)."""
+    if named := os.environ.get("TILTYARD_SITE"):
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise UseError(f"TILTYARD_SITE names {path}, which is no file", "correct or unset the variable")
+        return path.absolute()
+    home = Path.home()
+    folder = (start or Path.cwd()).absolute()
+    for place in (folder, *folder.parents):
+        if (place / FILE).is_file():
+            return place / FILE
+        if place == home:
+            break
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    user = config / "tiltyard" / FILE
+    return user if user.is_file() else None
+
+
+def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
+    """The site file's settings and its path; an empty Site when there is none. `runs` comes back absolute."""
+    path = find_site(start)
+    if path is None:
+        return Site(), None
+    found = parse_yaml(read_text(path), str(path))
+    values = {} if found is None else as_mapping(found, str(path))
+    problems: list[Problem] = []
+    expanded = _expand(values, (), problems)
+    if isinstance(expanded.get("profiles"), dict):
+        for name, profile in expanded["profiles"].items():
+            if profile is None:
+                expanded["profiles"][name] = profile = {}
+            if isinstance(profile, dict):
+                if "name" in profile:
+                    problems.append(Problem(f"profiles.{name}.name", short(profile["name"]), "is no setting", "the key is the name"))
+                profile["name"] = name
+                problems += _check_set(profile.get("set"), f"profiles.{name}.set")
+    site, wrong = validate(Site, expanded)
+    problems += [problem for _, problem in wrong]
+    if problems or site is None:
+        raise ConfigError(problems, str(path))
+    if site.runs is not None:
+        runs = Path(os.path.normpath(path.parent / Path(site.runs).expanduser()))
+        site = site.model_copy(update={"runs": str(runs)})
+    return site, path
+
+
+def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
+    """The profile called `name`."""
+    if name in site.profiles:
+        return site.profiles[name]
+    if not site.profiles:
+        where = f"{path} has no profiles" if path else f"there is no site file {FILE} here or above"
+        raise UseError(f"there is no profile {name!r}: {where}", "write one below `profiles:`")
+    raise UseError(f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(name, site.profiles))
+
+
+def runs_root(site: Site | None = None) -> Path:
+    """The folder of all runs: $TILTYARD_RUNS, else the site file's `runs`, else ./runs."""
+    if named := os.environ.get("TILTYARD_RUNS"):
+        return Path(named).expanduser().absolute()
+    site = load_site()[0] if site is None else site
+    return Path(site.runs).expanduser().absolute() if site.runs else Path.cwd() / "runs"
+
+
+def _check_set(values: Any, setting: str) -> list[Problem]:
+    """Where a run lives never changes what it learns: a profile sets engine, save and track only."""
+    if not isinstance(values, Mapping):
+        return []
+    hint = "what a run learns belongs in the experiment file; a profile may set engine, save and track"
+    return [
+        Problem(f"{setting}.{key}", short(value), "is no setting of a profile", hint)
+        for key, value in values.items()
+        if str(key).split(".")[0] not in _SETTABLE
+    ]
+
+
+def _expand(value: Any, path: tuple[str, ...], problems: list[Problem]) -> Any:
+    if isinstance(value, dict):
+        return {key: _expand(inner, (*path, key), problems) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_expand(inner, (*path, str(i)), problems) for i, inner in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name is None:
+            return "${"
+        if name not in os.environ:
+            problems.append(Problem(".".join(path), short(value), f"the environment variable {name} is not set", f"export {name}=..."))
+        return os.environ.get(name, "")
+
+    return _VARIABLE.sub(replaced, value)
