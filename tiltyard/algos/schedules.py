@@ -1,0 +1,89 @@
+"""Settings that change while training: a number, or a schedule counted in env steps. Not which settings those are.
+
+kind          value at env step s
+number        itself
+linear        start -> end over `over` env steps (the run's length when left out), then end
+piecewise     straight lines between points, constant outside
+kl_adaptive   moved by a factor after updates whose KL divergence left [target / 2, target * 2]
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tiltyard.config.experiment import KlAdaptive, Linear, Piecewise
+from tiltyard.types import Tree
+
+
+class ScheduledValue:
+    """A setting's value over a run. State (to save) only where the past matters: KL-adaptive, or changed by hand.
+
+    `rises_with_kl` tells the direction of adaptation: a penalty must grow when the divergence is too large, a
+    learning rate must shrink.
+    """
+
+    def __init__(
+        self,
+        setting: float | Linear | Piecewise | KlAdaptive,
+        total_env_steps: int | None,
+        *,
+        rises_with_kl: bool = False,
+    ) -> None:
+        self.setting = setting
+        self.total = total_env_steps
+        self.rises_with_kl = rises_with_kl
+        self.moved: float | None = setting.start if isinstance(setting, KlAdaptive) else None
+        self.fixed: float | None = None
+
+    def at(self, env_steps: int) -> float:
+        """The value in force at this many env steps."""
+        if self.fixed is not None:
+            return self.fixed
+        setting = self.setting
+        if isinstance(setting, Linear):
+            over = setting.over or self.total or 1
+            done = min(1.0, env_steps / over)
+            return setting.start + (setting.end - setting.start) * done
+        if isinstance(setting, Piecewise):
+            return _between(setting.points, env_steps)
+        if isinstance(setting, KlAdaptive):
+            return setting.start if self.moved is None else self.moved
+        return float(setting)
+
+    def observe_kl(self, kl: float) -> None:
+        """Adapt to the KL divergence of an update; nothing for other kinds."""
+        setting = self.setting
+        if not isinstance(setting, KlAdaptive) or self.moved is None:
+            return
+        if setting.target / 2 <= kl <= setting.target * 2:
+            return
+        grow = (kl > setting.target) == self.rises_with_kl
+        moved = self.moved * setting.factor if grow else self.moved / setting.factor
+        self.moved = min(max(moved, setting.min), setting.max)
+
+    def fix(self, value: float) -> None:
+        """From now on this number. A KL-adaptive value is moved there and goes on adapting."""
+        if isinstance(self.setting, KlAdaptive):
+            self.moved = value
+        else:
+            self.fixed = value
+
+    def save(self) -> Tree:
+        return {"setting": self._described(), "moved": self.moved, "fixed": self.fixed}
+
+    def load(self, tree: Tree) -> None:
+        """Continue where a run stood, unless the setting was changed since: then the new one starts afresh."""
+        if tree["setting"] == self._described():
+            self.moved, self.fixed = tree["moved"], tree["fixed"]
+
+    def _described(self) -> Tree:
+        return self.setting if isinstance(self.setting, int | float) else self.setting.model_dump(mode="json")
+
+
+def _between(points: list[list[float]], env_steps: int) -> float:
+    if env_steps <= points[0][0]:
+        return points[0][1]
+    for (step, value), (later, towards) in pairwise(points):
+        if env_steps < later:
+            return value + (towards - value) * (env_steps - step) / (later - step)
+    return points[-1][1]

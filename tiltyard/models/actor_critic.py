@@ -1,0 +1,124 @@
+"""The built-in model: encoders per observation, dense layers, an optional memory, and two heads.
+
+Owns how those are put together; what the outputs mean is `heads`, normalisation is `net`. With a separate critic:
+
+    obs -> encoders -> hidden -> memory -> policy head        parameters [N, outputs]
+    obs -> encoders -> hidden -> memory -> value head         value [N]
+
+and with a shared one both heads sit on one tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tiltyard import refs
+from tiltyard.config.experiment import Model, PluginRef
+from tiltyard.errors import ConfigError, UseError, did_you_mean
+from tiltyard.models.encoders import BUILTIN_ENCODERS, Mlp
+from tiltyard.models.memory import Core, State
+from tiltyard.types import ArraySpec, EnvSpec
+
+POLICY_GAIN = 0.01  # nearly uniform first actions
+VALUE_GAIN = 1.0
+
+
+def build_encoder(plugin: PluginRef, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
+    """The encoder that a setting names, its options checked first."""
+    target = refs.load(refs.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
+    problems = refs.check_options(target, plugin.options, 1, f"{setting}.options")
+    if problems:
+        raise ConfigError(problems, plugin.id)
+    encoder = target(spec, **plugin.options)
+    if not isinstance(encoder, nn.Module) or not isinstance(getattr(encoder, "size", None), int):
+        raise UseError(
+            f"{setting} {plugin.id!r} is no encoder", "an encoder is an nn.Module with an int attribute `size`"
+        )
+    return encoder
+
+
+class Tower(nn.Module):
+    """Observations -> features [N, size], with a memory of its own where asked for."""
+
+    def __init__(self, spec: EnvSpec, settings: Model, base: Sequence[Path]) -> None:
+        super().__init__()
+        self.names = tuple(spec.obs)
+        self.encoders = nn.ModuleList()
+        for name in self.names:
+            own = settings.encoders.get(name)
+            setting = "model.encoder" if own is None else f"model.encoders.{name}"
+            self.encoders.append(build_encoder(own or settings.encoder, spec.obs[name], base, setting))
+        widths = sum(int(encoder.size) for encoder in self.encoders)  # type: ignore[arg-type, misc]
+        self.hidden = Mlp([widths, *settings.hidden], settings.activation)
+        self.size = self.hidden.size
+        self.core: Core | None = None
+        if settings.memory.kind != "none":
+            self.core = Core(self.size, settings.memory.size, settings.memory.kind)
+            self.size = settings.memory.size
+
+    def features(self, obs: Mapping[str, Tensor]) -> Tensor:
+        """[N, ...] -> [N, features before the memory]."""
+        parts = [encoder(obs[name]) for name, encoder in zip(self.names, self.encoders, strict=True)]
+        return torch.as_tensor(self.hidden(parts[0] if len(parts) == 1 else torch.cat(parts, -1)))
+
+
+class ActorCritic(nn.Module):
+    """`forward` is one step; `unroll` is the same over a chunk, with encoders and heads run once on all of it.
+
+    With a memory both take and give the state, {"actor.h": [B, size], ...}; without, forward takes observations only.
+    """
+
+    def __init__(self, spec: EnvSpec, outputs: int, *, settings: Model, base: Sequence[Path]) -> None:
+        super().__init__()
+        for name in settings.encoders:
+            if name not in spec.obs:
+                raise UseError(f"model.encoders names {name!r}, which is no observation", did_you_mean(name, spec.obs))
+        self.recurrent = settings.memory.kind != "none"
+        self.actor = Tower(spec, settings, base)
+        self.critic = Tower(spec, settings, base) if settings.critic == "separate" else None
+        self.policy_head = Mlp([self.actor.size, outputs], "tanh", last_gain=POLICY_GAIN)
+        self.value_head = Mlp([self.actor.size, 1], "tanh", last_gain=VALUE_GAIN)
+
+    def initial_state(self, rows: int) -> State:
+        """Empty memory; {} without one."""
+        state: State = {}
+        for prefix, tower in (("actor", self.actor), ("critic", self.critic)):
+            if tower is not None and tower.core is not None:
+                state |= {f"{prefix}.{name}": memory for name, memory in tower.core.initial_state(rows).items()}
+        return state
+
+    def forward(
+        self, obs: Mapping[str, Tensor], state: State | None = None, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, State]:
+        """[N, ...] -> parameters [N, outputs], value [N], and with a memory the state after this step."""
+        x = self.actor.features(obs)
+        y = x if self.critic is None else self.critic.features(obs)
+        if state is None or first is None:
+            return self.policy_head(x), self.value_head(y).squeeze(-1)
+        x, after = self._remember("actor", self.actor, x, state, first)
+        if self.critic is None:
+            return self.policy_head(x), self.value_head(x).squeeze(-1), after
+        y, more = self._remember("critic", self.critic, y, state, first)
+        return self.policy_head(x), self.value_head(y).squeeze(-1), after | more
+
+    def unroll(self, obs: Mapping[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
+        """With memory, a chunk: obs [T, B, ...], first [T, B] -> parameters [T, B, outputs], value [T, B]."""
+        steps, rows = first.shape
+        flat = {name: x.flatten(0, 1) for name, x in obs.items()}
+        x, _ = self._remember("actor", self.actor, self.actor.features(flat).view(steps, rows, -1), state, first)
+        y = x
+        if self.critic is not None:
+            features = self.critic.features(flat).view(steps, rows, -1)
+            y, _ = self._remember("critic", self.critic, features, state, first)
+        return self.policy_head(x), self.value_head(y).squeeze(-1)
+
+    def _remember(self, prefix: str, tower: Tower, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
+        """x through the tower's memory: one step when first is [B], a chunk when it is [T, B]."""
+        assert tower.core is not None
+        own = {name: state[f"{prefix}.{name}"] for name in tower.core.names}
+        out, after = (tower.core if first.dim() == 1 else tower.core.unroll)(x, own, first)
+        return out, {f"{prefix}.{name}": memory for name, memory in after.items()}

@@ -1,0 +1,76 @@
+"""The recurrent core: an LSTM or GRU layer whose rows forget at episode starts. Not what feeds it, nor what reads it.
+
+One step is one cell. A chunk of T steps is cut where any row starts an episode, and each stretch between cuts goes
+through the fused layer at once:
+
+    first   . . . . x . . .      a row starts an episode at step 4
+    calls   |-- 4 --|-- 4 --|    memory of the starting rows zeroed in between
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+class Core(nn.Module):
+    """State is {"h": [B, size]} for a GRU and {"h", "c"} for an LSTM."""
+
+    def __init__(self, inputs: int, size: int, kind: Literal["lstm", "gru"]) -> None:
+        super().__init__()
+        self.size = size
+        self.kind = kind
+        self.layer: nn.LSTM | nn.GRU = nn.LSTM(inputs, size) if kind == "lstm" else nn.GRU(inputs, size)
+        for name, parameter in self.layer.named_parameters():
+            if name.startswith("weight"):
+                nn.init.orthogonal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("h", "c") if self.kind == "lstm" else ("h",)
+
+    def initial_state(self, rows: int) -> State:
+        device = self.layer.weight_ih_l0.device
+        return {name: torch.zeros(rows, self.size, device=device) for name in self.names}
+
+    def forward(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
+        """One step: x [B, inputs], first [B] bool -> [B, size] and the memory after it."""
+        keep = (~first).to(x.dtype).unsqueeze(-1)
+        layer = self.layer
+        weights = (layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0)
+        h = state["h"] * keep
+        if self.kind == "lstm":
+            h, c = torch.lstm_cell(x, (h, state["c"] * keep), *weights)
+            return h, {"h": h, "c": c}
+        h = torch.gru_cell(x, h, *weights)
+        return h, {"h": h}
+
+    def unroll(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
+        """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the memory after it."""
+        steps = x.shape[0]
+        starts = torch.nonzero(first.any(1)).flatten().tolist()
+        bounds = sorted({0, steps, *starts})
+        outs = []
+        for begin, end in pairwise(bounds):
+            if begin in starts:
+                keep = (~first[begin]).to(x.dtype).unsqueeze(-1)
+                state = {name: memory * keep for name, memory in state.items()}
+            out, state = self._stretch(x[begin:end], state)
+            outs.append(out)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)), state
+
+    def _stretch(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Steps without an episode start, through the fused layer."""
+        h = state["h"].unsqueeze(0).contiguous()
+        if self.kind == "lstm":
+            out, (h, c) = self.layer(x, (h, state["c"].unsqueeze(0).contiguous()))
+            return out, {"h": h[0], "c": c[0]}
+        out, h = self.layer(x, h)
+        return out, {"h": h[0]}

@@ -1,0 +1,327 @@
+"""PolicyNet: a model with what belongs around it, as one nn.Module whose state is everything a policy needs to act.
+
+Owns normalisation, the unrolling of memories over time and the distribution head; not the layers, which are a model's.
+
+    obs -> to float32 -> running mean and variance -> model -> parameters -> ActionDist
+                                                           \\-> value, normalised -> in units of reward
+
+Running statistics change only in `observe` and `observe_returns`, which the learner calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tiltyard import refs
+from tiltyard.config.experiment import Model
+from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.models import heads
+from tiltyard.models.actor_critic import ActorCritic
+from tiltyard.models.memory import State
+from tiltyard.types import ArraySpec, EnvSpec
+
+BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
+OBS_CLIP = 10.0  # standard deviations: what lies further out is an outlier, or statistics too young to trust
+TINY = 1e-8
+
+ObsIn = Mapping[str, Tensor | NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """Rows [B]: the flat action, its log probability, the value in units of reward, and the memory after it."""
+
+    action: Tensor
+    log_prob: Tensor
+    value: Tensor
+    state: State
+
+
+class RunningStats(nn.Module):
+    """Mean and variance of everything seen, in float64; `shift` and `scale` are their float32 form, ready to apply."""
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor  # sum of squared distances from the mean
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("squares", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("shift", torch.zeros(shape), persistent=False)
+        self.register_buffer("scale", torch.ones(shape), persistent=False)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Add [N, *shape] (Chan et al. 1979: exact merging of two sets' moments)."""
+        if x.shape[0] == 0:
+            return
+        x = x.to(torch.float64)
+        mean = x.mean(0)
+        moved = mean - self.mean
+        total = self.count + x.shape[0]
+        self.squares += (x - mean).square().sum(0) + moved.square() * (self.count * x.shape[0] / total)
+        self.mean += moved * (x.shape[0] / total)
+        self.count.copy_(total)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Derive shift and scale; also needed after the buffers were loaded."""
+        if float(self.count) == 0:
+            return
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.squares / self.count + TINY).sqrt())
+
+
+def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: int) -> nn.Module:
+    """The built-in model, or the user's, its options checked against the constructor."""
+    ref = refs.parse(settings.id, BUILTIN_MODELS, "CustomModel", base)
+    target = refs.load(ref)
+    if target is ActorCritic:
+        if settings.options:
+            problem = Problem(
+                "model.options", str(settings.options), "is for models of your own", "use model.hidden and others"
+            )
+            raise ConfigError([problem])
+        return ActorCritic(spec, outputs, settings=settings, base=base)
+    problems = refs.check_options(target, settings.options, 2, "model.options")
+    if problems:
+        raise ConfigError(problems)
+    model = target(spec, outputs, **settings.options)
+    if not isinstance(model, nn.Module):
+        raise UseError(
+            f"model.id = {settings.id}: {ref.attribute} is no torch.nn.Module", "derive the class from nn.Module"
+        )
+    return model.float()
+
+
+class PolicyNet(nn.Module):
+    """Build, then move to a device, then give to the learner, which lays the parameters out in one vector."""
+
+    def __init__(self, spec: EnvSpec, model: Model, base: Sequence[Path], seed: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.settings = model
+        outputs = heads.outputs(spec.action)
+        with torch.random.fork_rng(devices=[]):  # the process's own generator is left as it was
+            torch.manual_seed(seed)
+            self.model = _build_model(spec, model, base, outputs)
+            self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
+            self.log_std = nn.Parameter(torch.full((heads.continuous_columns(spec.action),), model.log_std))
+            self.obs_stats = nn.ModuleList()  # in the order of `normalised`
+            self.normalised: tuple[str, ...] = ()
+            if model.normalise.obs:
+                self.normalised = tuple(
+                    name for name, item in spec.obs.items() if item.kind == "box" and not item.image
+                )
+                self.obs_stats.extend(RunningStats(spec.obs[name].shape) for name in self.normalised)
+            self.return_stats = RunningStats(()) if model.normalise.returns else None
+            if not isinstance(self.model, ActorCritic):
+                self._try_out(outputs)
+
+    # ------------------------------------------------------------------------------------------ acting
+
+    def initial_state(self, rows: int) -> State:
+        """Memory at an episode's start; {} without one."""
+        if not self.recurrent:
+            return {}
+        state = cast(State, self.model.initial_state(rows))  # type: ignore[operator]
+        return {name: memory.to(self.log_std.device) for name, memory in state.items()}
+
+    @torch.no_grad()
+    def act(
+        self,
+        obs: ObsIn,
+        state: State,
+        first: Tensor | NDArray[Any],
+        mask: Tensor | NDArray[Any] | None,
+        *,
+        greedy: bool,
+        generator: torch.Generator | None = None,
+    ) -> Acted:
+        """One decision for each of B rows. Rows with `first` forget before they act."""
+        params, value, after = self._step(self.prepare(obs), state, first)
+        dist = heads.ActionDist(self.spec.action, params, self.log_std, None if mask is None else self._tensor(mask))
+        action = dist.mode() if greedy else dist.sample(generator)
+        return Acted(action, dist.log_prob(action), self.in_rewards(value), after)
+
+    @torch.no_grad()
+    def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> Tensor:
+        """[B] in units of reward."""
+        return self.in_rewards(self._step(self.prepare(obs), state, first)[1])
+
+    def _step(self, obs: dict[str, Tensor], state: State, first: Tensor | NDArray[Any]) -> tuple[Tensor, Tensor, State]:
+        if not self.recurrent:
+            params, value = self.model(obs)
+            return params, value, state
+        starts = self._tensor(first)
+        if not isinstance(self.model, ActorCritic):
+            state = self._forget(state, starts)
+        return cast(tuple[Tensor, Tensor, State], self.model(obs, state, starts))
+
+    def _forget(self, state: State, first: Tensor) -> State:
+        """Rows that start an episode get their initial memory, so that a model of the user's need not think of it."""
+        if not bool(first.any()):
+            return state
+        fresh = self.initial_state(first.shape[0])
+        return {
+            name: torch.where(first.view(-1, *[1] * (memory.dim() - 1)), fresh[name], memory)
+            for name, memory in state.items()
+        }
+
+    # ------------------------------------------------------------------------------------------ learning
+
+    def unroll(
+        self, obs: ObsIn, state0: State, first: Tensor, mask: Tensor | None, *, prepared: bool = False
+    ) -> tuple[heads.ActionDist, Tensor]:
+        """T steps of B rows with gradients: the distribution over [T, B] and the value [T, B], normalised.
+
+        Without memory the steps are independent: T and B are any split of the rows. `prepared` observations have been
+        through `prepare` already, which depends on no parameter and need not be repeated for each gradient step.
+        """
+        ready = cast(dict[str, Tensor], obs) if prepared else self.prepare(obs)
+        steps, rows = first.shape
+        if not self.recurrent:
+            params, value = self.model({name: x.flatten(0, 1) for name, x in ready.items()})
+            params, value = params.view(steps, rows, -1), value.view(steps, rows)
+        elif isinstance(self.model, ActorCritic):
+            params, value = self.model.unroll(ready, state0, first)
+        else:
+            state, outs, values = state0, [], []
+            for t in range(steps):
+                out, worth, state = self._step({name: x[t] for name, x in ready.items()}, state, first[t])
+                outs.append(out)
+                values.append(worth)
+            params, value = torch.stack(outs), torch.stack(values)
+        return heads.ActionDist(self.spec.action, params, self.log_std, mask), value
+
+    def observe(self, obs: ObsIn, valid: Tensor | NDArray[Any]) -> None:
+        """Add observations [T, B, ...] of valid rows to the running statistics."""
+        chosen = self._tensor(valid)
+        for name, stats in zip(self.normalised, self.obs_stats, strict=True):
+            cast(RunningStats, stats).observe(self._tensor(obs[name])[chosen])
+
+    def observe_returns(self, returns: Tensor) -> None:
+        """Add returns [N], in units of reward."""
+        if self.return_stats is not None:
+            self.return_stats.observe(returns)
+
+    # ------------------------------------------------------------------------------------------ units
+
+    @torch.no_grad()
+    def prepare(self, obs: ObsIn) -> dict[str, Tensor]:
+        """What models see: numbers as float32 (bytes as 0..1, statistics applied), categories and words as int64."""
+        ready = {
+            name: _as_seen(self._tensor(obs[name]), item, name in self.normalised)
+            for name, item in self.spec.obs.items()
+        }
+        for name, module in zip(self.normalised, self.obs_stats, strict=True):
+            stats = cast(RunningStats, module)
+            ready[name] = ((ready[name] - stats.shift) / stats.scale).clamp_(-OBS_CLIP, OBS_CLIP)
+        return ready
+
+    def in_rewards(self, value: Tensor) -> Tensor:
+        """Normalised values in units of reward."""
+        stats = self.return_stats
+        return value if stats is None else value * stats.scale + stats.shift
+
+    def normalise_value(self, value: Tensor) -> Tensor:
+        """The inverse of `in_rewards`."""
+        stats = self.return_stats
+        return value if stats is None else (value - stats.shift) / stats.scale
+
+    def _tensor(self, array: Tensor | NDArray[Any]) -> Tensor:
+        return torch.as_tensor(array, device=self.log_std.device)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """A copy of everything: parameters and statistics by name."""
+        return {name: item.detach().cpu().numpy().copy() for name, item in self.state_dict().items()}
+
+    @torch.no_grad()
+    def load_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what `arrays` gave, in place; anything missing, left over or of another shape is a UseError."""
+        own = self.state_dict()
+        wrong = [
+            f"{name}: {_shape(arrays.get(name))} there, {_shape(own.get(name))} here"
+            for name in sorted({*own, *arrays})
+            if _shape(arrays.get(name)) != _shape(own.get(name))
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise UseError(
+                f"the weights are of another model or env ({'; '.join(wrong[:3])}{more})",
+                "use the env and model settings that they were trained with, or model.init to take what fits",
+            )
+        for name, item in own.items():
+            item.copy_(torch.as_tensor(arrays[name]))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Derive what depends on loaded statistics."""
+        for module in self.modules():
+            if isinstance(module, RunningStats):
+                module.refresh()
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def describe(self) -> str:
+        """One line: which class is used, where it comes from, how large it is."""
+        kind = type(self.model)
+        place = kind.__module__ if kind is ActorCritic else self.settings.id
+        return f"{kind.__name__} ({place}): {self.parameter_count:,} parameters"
+
+    def _try_out(self, outputs: int) -> None:
+        """One step of two rows through a model of the user's: what it gives must have the promised shapes."""
+        name, rows = type(self.model).__name__, 2
+        zeros = {
+            key: torch.zeros(rows, *item.shape, dtype=getattr(torch, item.dtype)) for key, item in self.spec.obs.items()
+        }
+        try:
+            with torch.no_grad():
+                state = self.initial_state(rows)
+                given = self.model(
+                    self.prepare(zeros), *((state, torch.ones(rows, dtype=torch.bool)) if self.recurrent else ())
+                )
+        except Exception as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
+            raise UseError(
+                f"model.id = {self.settings.id}: {name} raised {type(error).__name__} when tried out: {error}",
+                "forward gets {name: [N, ...]}; shapes are in the spec given to the constructor",
+                refs.user_traceback(error),
+            ) from None
+        wanted = [(rows, outputs), (rows,)]
+        parts = list(given) if isinstance(given, tuple) else [given]
+        found = [_shape(part) for part in parts[:2]]
+        if found != wanted or len(parts) != (3 if self.recurrent else 2):
+            raise UseError(
+                f"model.id = {self.settings.id}: {name} must return parameters {wanted[0]} and value {wanted[1]} "
+                f"{'and state ' if self.recurrent else ''}for {rows} rows; it returned {len(parts)} things: {found}",
+                "return (params [N, outputs], value [N])" + (", state" if self.recurrent else "") + " from forward",
+            )
+
+
+def _as_seen(x: Tensor, item: ArraySpec, normalised: bool) -> Tensor:
+    if item.kind in ("discrete", "multi_discrete", "text"):
+        return x.to(torch.int64)
+    if item.kind == "box" and x.dtype is torch.uint8 and not normalised:
+        return x.to(torch.float32) / 255.0
+    return x.to(torch.float32)
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    return None if array is None else tuple(np.shape(array) if not isinstance(array, Tensor) else array.shape)

@@ -1,0 +1,267 @@
+"""A trained policy on disk and in the hand: saved with a checkpoint, loaded, and asked for actions without any engine.
+
+Owns the policy's files and single observations; checkpoints and runs are tiltyard.run's.
+
+    policies/main.safetensors   weights and running statistics, by name
+    policies/main.json          schema, env spec, model settings, how observations are made, versions
+
+    policy = load_policy(run_folder);  policy.reset();  action = policy.act(obs)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiltyard import refs
+from tiltyard.config.experiment import Experiment, Model
+from tiltyard.envs.actions import ActionCodec, flat_mask
+from tiltyard.envs.spaces import (
+    BARE,
+    MASK,
+    PREVIOUS_ACTION,
+    PREVIOUS_REWARD,
+    ObsEncoder,
+    fill_stack,
+    hash_words,
+    spec_from_json,
+    spec_to_json,
+)
+from tiltyard.errors import UseError
+from tiltyard.models.encoders import BUILTIN_ENCODERS
+from tiltyard.models.net import BUILTIN_MODELS, PolicyNet
+from tiltyard.run.checkpoint import read_tree, select, write_tree
+from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
+
+if TYPE_CHECKING:
+    import gymnasium
+
+POLICY_SCHEMA = 1
+
+
+# ---------------------------------------------------------------------------------------------- on disk
+
+
+def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experiment: Experiment) -> None:
+    """Write `name`.safetensors and `name`.json into `folder`, the policies folder of a checkpoint."""
+    tree = {
+        "schema": POLICY_SCHEMA,
+        "spec": spec_to_json(spec),
+        "model": experiment.model.model_dump(mode="json"),
+        "env": {"id": experiment.env.id, "frame_stack": experiment.env.frame_stack},
+        "versions": {package: metadata.version(package) for package in ("tiltyard", "torch", "numpy")},
+        "weights": net.arrays(),
+    }
+    write_tree(folder, name, tree)
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    name: str = "main",
+    base: Sequence[Path] | None = None,
+    trust_code: bool = False,
+    space: gymnasium.Space[Any] | None = None,
+    seed: int = 0,
+) -> Policy:
+    """The policy of a checkpoint folder, or of the newest checkpoint of a run folder.
+
+    A model's own code is run from the copy in the run folder, and only when the folder belongs to this user or with
+    `trust_code`. `space` is the env's observation space, needed where its categories do not start at 0.
+    """
+    folder = Path(path)
+    if not (folder / "policies").is_dir():
+        folder = select(folder).folder
+    tree = read_tree(folder / "policies", name)
+    if tree.get("schema") != POLICY_SCHEMA:
+        raise UseError(
+            f"{folder}: the policy has schema {tree.get('schema')}, this Tiltyard knows {POLICY_SCHEMA}",
+            "load it with the Tiltyard that wrote it, or a newer one",
+        )
+    spec = spec_from_json(tree["spec"])
+    model = Model.model_validate(tree["model"])
+    places = tuple(base) if base is not None else (folder.absolute().parent.parent,)
+    if not trust_code:
+        _refuse_foreign_code(model, places)
+    net = PolicyNet(spec, model, places, seed=0)
+    net.load_arrays(tree["weights"])
+    return Policy(net, spec, frame_stack=tree["env"]["frame_stack"], space=space, seed=seed)
+
+
+def _refuse_foreign_code(model: Model, base: Sequence[Path]) -> None:
+    """Code files that somebody else owns, or that lie in somebody else's folder, are not run unasked."""
+    named = [(model.id, BUILTIN_MODELS, "CustomModel")]
+    named += [(plugin.id, BUILTIN_ENCODERS, "CustomEncoder") for plugin in (model.encoder, *model.encoders.values())]
+    for text, builtins, conventional in named:
+        ref = refs.parse(text, builtins, conventional, base)
+        if ref.path is None:
+            continue
+        for place in (*base, ref.path.parent, ref.path):
+            if place.stat().st_uid != os.getuid():
+                raise UseError(
+                    f"{place} belongs to another user, and the policy needs code from it: {text}",
+                    "read that file, then pass --trust-code (trust_code=True in Python)",
+                )
+
+
+def init_from(net: PolicyNet, arrays: Mapping[str, NDArray[Any]]) -> tuple[list[str], list[str]]:
+    """Take the arrays that fit by name and shape into the net; returns the names taken and sentences on those left."""
+    own = net.state_dict()
+    taken, left = [], []
+    with torch.no_grad():
+        for name in sorted({*own, *arrays}):
+            if name not in own:
+                left.append(f"{name}: not in this model")
+            elif name not in arrays:
+                left.append(f"{name}: not in the source, keeps its initial values")
+            elif tuple(own[name].shape) != np.shape(arrays[name]):
+                left.append(f"{name}: {np.shape(arrays[name])} there, {tuple(own[name].shape)} here")
+            else:
+                own[name].copy_(torch.as_tensor(arrays[name]))
+                taken.append(name)
+    net.refresh()
+    return taken, left
+
+
+# ---------------------------------------------------------------------------------------------- in the hand
+
+
+class Policy:
+    """Acts on single observations as a Gymnasium env gives them; remembers what the model needs within an episode."""
+
+    def __init__(
+        self,
+        net: PolicyNet,
+        spec: EnvSpec,
+        *,
+        frame_stack: int = 1,
+        space: gymnasium.Space[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.net = net
+        self.spec = spec
+        self._stack = frame_stack
+        self._encoder = None if space is None else ObsEncoder(space)
+        self._codec = ActionCodec(spec.action)
+        self._generator = torch.Generator(net.log_std.device).manual_seed(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new episode: forget."""
+        self._state = self.net.initial_state(1)
+        self._first = True
+        self._frames: Arrays = {}
+        self._previous = np.zeros(self.spec.action.columns, np.float32)
+
+    def act(self, obs: Any, greedy: bool = True, *, reward: float = 0.0, mask: Any = None) -> Any:
+        """An action for the env's own `step`. `reward` is that of the last step, used with model.previous only.
+
+        A mask is found in a Dict observation under "action_mask", or given.
+        """
+        if mask is None and isinstance(obs, Mapping):
+            mask = obs.get(MASK)
+        rows = {name: array[None] for name, array in self._arrays(obs, reward).items()}
+        acted = self.net.act(
+            rows,
+            self._state,
+            np.array([self._first]),
+            None if mask is None else flat_mask(self.spec.action, mask)[None],
+            greedy=greedy,
+            generator=self._generator,
+        )
+        self._state, self._first = acted.state, False
+        self._previous = acted.action[0].cpu().numpy()
+        return self._codec.decode(self._previous)
+
+    def require_same(self, spec: EnvSpec) -> None:
+        """UseError, printing both, unless an env has the observations and actions that this policy was made for."""
+        for what, here, there in (
+            ("observes", _shapes(self.spec.obs), _shapes(spec.obs)),
+            ("acts by", self.spec.action.parts, spec.action.parts),
+        ):
+            if here != there:
+                raise UseError(
+                    f"the policy {what} {here}, and the env has {there}",
+                    "use the env settings of the policy's own run",
+                )
+
+    def _arrays(self, obs: Any, reward: float) -> Arrays:
+        """The observation as the model was trained on it: named, converted, stacked, with the previous action."""
+        frames = self._encoder.encode(obs) if self._encoder is not None else self._frames_of(obs)
+        for name in self.spec.obs:
+            if name == PREVIOUS_ACTION and name not in frames:
+                self._frames[name] = self._previous
+            elif name == PREVIOUS_REWARD and name not in frames:
+                self._frames[name] = np.array([0.0 if self._first else reward], np.float32)
+            elif name not in frames:
+                raise UseError(f"the observation has no {name!r}", f"it needs: {', '.join(self.spec.obs)}")
+            else:
+                self._push(name, frames[name])
+        return self._frames
+
+    def _frames_of(self, obs: Any) -> Arrays:
+        found: dict[str, Any] = {}
+        _flatten(obs, "", found)
+        return {
+            name: _frame(name, value, self.spec.obs[name]) for name, value in found.items() if name in self.spec.obs
+        }
+
+    def _push(self, name: str, frame: Array) -> None:
+        """Newest frame last, along the axis that stacking lengthens; an episode starts with its first frame repeated."""
+        shape = self.spec.obs[name].shape
+        if self._stack > 1 and not self._first:
+            old = self._frames[name]
+            newest = frame if frame.shape else frame[None]
+            axis = next(at for at, (wide, narrow) in enumerate(zip(shape, newest.shape, strict=True)) if wide != narrow)
+            rest = np.take(old, range(newest.shape[axis], shape[axis]), axis)
+            stacked = np.concatenate([rest, newest], axis)
+        else:
+            stacked = fill_stack(frame, shape) if frame.ndim in (0, len(shape)) else frame
+        if stacked.shape != shape:
+            raise UseError(
+                f"observation {name!r} has shape {frame.shape}, and the policy was made for {shape}",
+                "use the env settings of the policy's own run",
+            )
+        self._frames[name] = np.ascontiguousarray(stacked)
+
+
+def _flatten(obs: Any, path: str, found: dict[str, Any]) -> None:
+    """Leaves by name, as tiltyard.envs.spaces names them."""
+    if isinstance(obs, Mapping):
+        for key, inner in obs.items():
+            _flatten(inner, f"{path}.{key}" if path else str(key), found)
+    elif isinstance(obs, tuple):
+        for index, inner in enumerate(obs):
+            _flatten(inner, f"{path}.{index}" if path else str(index), found)
+    else:
+        found[path or BARE] = obs
+
+
+def _frame(name: str, value: Any, spec: ArraySpec) -> Array:
+    """One frame, without its space: categories are taken to start at 0."""
+    if spec.kind == "text":
+        return hash_words(value)
+    array = np.asarray(value)
+    if spec.kind in ("discrete", "multi_discrete"):
+        array = array.reshape(-1) if array.ndim else array
+        if (array < 0).any() or (array >= np.resize(spec.options, array.shape or (1,))).any():
+            raise UseError(
+                f"observation {name!r} is {value}, outside 0..{max(spec.options) - 1}",
+                "its categories may not start at 0: pass space=env.observation_space to load_policy",
+            )
+    elif spec.kind == "multi_binary":
+        array = array.reshape(-1)
+    elif array.ndim == 2 and len(spec.shape) == 3:  # a grey picture
+        array = array[None]
+    return array.astype(spec.dtype)
+
+
+def _shapes(obs: Mapping[str, ArraySpec]) -> dict[str, tuple[Any, ...]]:
+    return {name: (item.kind, item.shape, item.dtype, item.options) for name, item in obs.items()}
