@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import SCHEMA, Experiment, cross_check
-from tiltyard.config.layers import Merged, nested, override_layer, plain
+from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
 from tiltyard.config.problems import Found, prune, special_answers, validate
 from tiltyard.config.reference import describe, schema
+from tiltyard.config.shape import Section, fields
 from tiltyard.config.site import Profile, Site, load_site, runs_root
 from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
@@ -70,7 +71,7 @@ def load(
     merged.add(own, own_name)
     merged.add(from_profile, f"profile {profile.name}".rstrip() if profile else "profile")
     if debug:
-        merged.add(_preset("debug", base)[0], "preset debug")
+        merged.add(_tiny(merged.values["algo"], from_command), "preset debug")
     merged.add(from_command, COMMAND_LINE)
     merged.values.pop("use", None)
     for origin, values in used:
@@ -207,6 +208,16 @@ def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: lis
 def presets() -> list[str]:
     """Names of the built-in presets."""
     return sorted(item.name.removesuffix(".yaml") for item in resources.files("tiltyard").joinpath("presets").iterdir() if item.name.endswith(".yaml"))
+
+
+def _tiny(algo: Any, from_command: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset `debug` with those of its algo settings that the chosen algorithm has."""
+    values, _ = _preset("debug", ())
+    section = ROOT.field("algo")
+    assert isinstance(section, Section)
+    asked = from_command.get("algo")
+    known = fields(section.chosen(asked if isinstance(asked, dict) and "id" in asked else algo))
+    return {**values, "algo": {name: value for name, value in values["algo"].items() if name in known}}
 
 
 def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | None]:
