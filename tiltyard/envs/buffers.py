@@ -1,0 +1,119 @@
+"""The observations of all rows as preallocated arrays [B, ...]: storing frames, stacking them, finding bad ones.
+
+Owns `obs` and `final_obs` of a group of envs; knows nothing of episodes. Each array changes in place.
+
+    frame stack of 3, oldest first:   reset a -> a a a    step b -> a a b    step c -> a b c
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces as gym_spaces
+
+from tiltyard.envs.contract import obs_fault, structure_fault
+from tiltyard.envs.spaces import Leaf, encode_leaf, fill_stack, observation_leaves, pick, stack_axis, stacked
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array, Arrays
+
+
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite. The sum finds that in half the time of isfinite, overflow being rare."""
+    return math.isfinite(np.add.reduce(array, axis=None)) or bool(np.isfinite(array).all())
+
+
+class FaultyObs(Exception):
+    """An observation broke the contract; the message is the sentence, `key` the observation's name."""
+
+    def __init__(self, message: str, key: str, value: Any) -> None:
+        super().__init__(message)
+        self.key, self.value = key, value
+
+
+class _Slot:
+    """One leaf's arrays and the views that frames are written into."""
+
+    def __init__(self, leaf: Leaf, rows: int, stack: int) -> None:
+        self.leaf = leaf
+        spec = stacked(leaf.spec, stack)
+        self.now = np.zeros((rows, *spec.shape), spec.dtype)
+        self.final = np.zeros((rows, *spec.shape), spec.dtype)
+        self.stack = stack
+        self.floats = self.now.dtype.kind == "f"
+        self.newest = self.now  # [B, *frame]: where the latest frame of each row goes
+        if stack > 1:
+            axis = 1 + (stack_axis(leaf.spec) if leaf.spec.shape else 0)
+            width = leaf.spec.shape[axis - 1] if leaf.spec.shape else 1
+            before: list[slice] = [slice(None)] * axis
+            self.newest = self.now[(*before, slice(-width, None))]
+            self.older = self.now[(*before, slice(None, -width))]
+            self.younger = self.now[(*before, slice(width, None))]
+            if not leaf.spec.shape:
+                self.newest = self.newest[:, 0]
+
+
+class ObsBuffer:
+    """Arrays of all rows. The hot path (vector.py) copies plain frames itself, see `plain`."""
+
+    def __init__(self, space: gym_spaces.Space[Any], rows: int, stack: int, strict: bool) -> None:
+        self._slots = [_Slot(leaf, rows, stack) for leaf in observation_leaves(space)]
+        self._leaves = [slot.leaf for slot in self._slots]
+        self._strict = strict
+        self._stack = stack
+        self.now: Arrays = {slot.leaf.name: slot.now for slot in self._slots}
+        self.final: Arrays = {slot.leaf.name: slot.final for slot in self._slots}
+        # One plain Box whose numbers can be copied as they are: no encoding and one comparison each of shape and dtype.
+        only = self._slots[0]
+        box = only.leaf.space
+        plain = len(self._slots) == 1 and not only.leaf.path and isinstance(box, gym_spaces.Box)
+        plain = plain and only.leaf.spec.shape == box.shape
+        self.plain = (only.newest, box.shape if plain else None, box.dtype)
+        """where a plain frame may be copied to, and the shape and dtype it must have; no shape: use `write`"""
+
+    def shift(self) -> None:
+        """Make room for the next frame of every row. Whole arrays at once; numpy handles the overlap."""
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.older[...] = slot.younger
+
+    def shift_row(self, row: int) -> None:
+        """The same for one row."""
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.older[row] = slot.younger[row]
+
+    def write(self, row: int, obs: Any) -> None:
+        """Check and store a row's latest frame."""
+        fault = structure_fault(self._leaves, obs)
+        if fault:
+            raise FaultyObs(fault, "", obs)
+        for slot in self._slots:
+            value = pick(obs, slot.leaf.path)
+            fault = obs_fault(slot.leaf, value, self._strict)
+            if fault:
+                raise FaultyObs(fault, slot.leaf.name, value)
+            slot.newest[row] = encode_leaf(slot.leaf, value)
+
+    def restart(self, row: int, obs: Any) -> None:
+        """Store the first frame of an episode, repeated over the stack."""
+        self.write(row, obs)
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.now[row] = fill_stack(slot.newest[row].copy(), slot.now.shape[1:])
+
+    def keep_final(self, row: int) -> None:
+        """Copy a row's observation to `final` before a new episode overwrites it."""
+        for slot in self._slots:
+            slot.final[row] = slot.now[row]
+
+    def check_finite(self) -> tuple[int, str, Array] | None:
+        """(row, name, values) of the first observation with NaN or infinity."""
+        for slot in self._slots:
+            if slot.floats and not all_finite(slot.newest):
+                bad = ~np.isfinite(slot.newest).reshape(len(slot.newest), -1).all(axis=1)
+                row = int(np.flatnonzero(bad)[0])
+                return row, slot.leaf.name, slot.newest[row].copy()
+        return None

@@ -1,0 +1,194 @@
+"""Running episodes of a group of envs into a checkpoint and back.
+
+    state    the env's own get_state() / set_state(state), trees of arrays and scalars
+    replay   the episode's seed and its actions since then; what comes out must equal what was saved, to the bit
+    fresh    nothing: every row begins a new episode, and how many were cut is said
+
+Observations, stacks and counters are always saved as they are; the env below them is what has to be brought back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+
+from tiltyard.errors import EnvError, TiltyardError, UseError
+from tiltyard.types import Tree
+
+if TYPE_CHECKING:
+    from tiltyard.envs.vector import EnvGroup
+    from tiltyard.types import Array
+
+_COUNTERS = ("number", "length", "saved_frames", "total", "reward", "terminated", "truncated", "first")
+
+
+class History:
+    """The actions of every running episode: one shared array over time, so that a step is one copy for all rows."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._actions = np.zeros((256, rows, columns), np.float32)  # [time, B, columns]
+        self._begin = np.zeros(rows, np.int64)  # time at which each row's episode began
+        self._now = 0
+
+    def append(self, action: Array) -> None:
+        if self._now == len(self._actions):
+            self._make_room()
+        self._actions[self._now] = action
+        self._now += 1
+
+    def _make_room(self) -> None:
+        """Drop what no running episode needs; double the array when that is less than half of it."""
+        oldest = int(self._begin.min())
+        kept = self._actions[oldest : self._now]
+        if len(kept) > len(self._actions) // 2:
+            self._actions = np.concatenate(
+                [kept, np.zeros((len(self._actions) * 2 - len(kept), *kept.shape[1:]), np.float32)]
+            )
+        else:
+            self._actions[: len(kept)] = kept.copy()
+        self._begin -= oldest
+        self._now -= oldest
+
+    def restart(self, row: int) -> None:
+        self._begin[row] = self._now
+
+    def of(self, row: int) -> Array:
+        """float32 [length, columns]."""
+        return self._actions[self._begin[row] : self._now, row].copy()
+
+    def fill(self, episodes: list[Array]) -> None:
+        """Begin with these actions per row, all ending now."""
+        longest = max((len(actions) for actions in episodes), default=0)
+        rows, columns = self._actions.shape[1:]
+        self._actions = np.zeros((max(256, 2 * longest), rows, columns), np.float32)
+        self._now = longest
+        for row, actions in enumerate(episodes):
+            self._begin[row] = longest - len(actions)
+            self._actions[self._begin[row] : longest, row] = actions
+
+
+def state_keeper(env: gymnasium.Env[Any, Any], *, anywhere: bool) -> Any:
+    """The env or wrapper that has get_state and set_state; the outermost that is not Gymnasium's own, or any.
+
+    A wrapper between may have a state of its own, so a keeper further in counts only when the user asks for it.
+    """
+    layer: Any = env
+    while True:
+        if hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"):
+            return layer
+        stateless = isinstance(layer, gymnasium.wrappers.OrderEnforcing)
+        if not isinstance(layer, gymnasium.Wrapper) or not (stateless or anywhere):
+            return None
+        layer = layer.env
+
+
+def save(group: EnvGroup) -> Tree:
+    """The tree of a group: common arrays, and per row what its kind of coming back needs."""
+    tree: dict[str, Any] = {
+        "comes_back": group.comes_back,
+        "seeds": list(group.seeds_now),
+        "obs": {name: array.copy() for name, array in group.obs.items()},
+        "mask": None if group.mask is None else group.mask.copy(),
+        "counters": {name: getattr(group, name).copy() for name in _COUNTERS},
+    }
+    if group.comes_back == "state":
+        tree["states"] = [_get_state(group, row) for row in range(group.rows)]
+    elif group.comes_back == "replay":
+        assert group.history is not None
+        tree["actions"] = [group.history.of(row) for row in range(group.rows)]
+    return tree
+
+
+def _get_state(group: EnvGroup, row: int) -> Tree:
+    try:
+        return _keeper(group, row).get_state()
+    except TiltyardError:
+        raise
+    except Exception as error:
+        raise EnvError(f"env {group.env.id}, row {row}: get_state() raised {type(error).__name__}: {error}") from error
+
+
+def _keeper(group: EnvGroup, row: int) -> Any:
+    keeper = state_keeper(group.envs[row], anywhere=True)
+    if keeper is None:
+        raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.comes_back=replay")
+    return keeper
+
+
+def load(group: EnvGroup, tree: Tree) -> list[str]:
+    """Bring the rows back; sentences about those that begin a new episode instead."""
+    _fit(group, tree)
+    if tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
+        group.comes_back, group.history = "fresh", None
+    common = min(group.rows, len(tree["seeds"]))
+    counters = tree["counters"]
+    for name in _COUNTERS:
+        getattr(group, name)[:common] = counters[name][:common]
+    group.seeds_now[:common] = [int(seed) for seed in tree["seeds"][:common]]
+    if group.history is not None:
+        saved = tree.get("actions") or []
+        group.history.fill(
+            [saved[row] if row < min(common, len(saved)) else group.history.of(row)[:0] for row in range(group.rows)]
+        )
+    broken = [row for row in range(common) if not _bring_back(group, tree, row)]
+    for name, array in group.obs.items():
+        array[:common] = tree["obs"][name][:common]
+    if group.mask is not None:
+        group.mask[:common] = tree["mask"][:common]
+    for row in [*broken, *range(common, group.rows)]:
+        group.first[row] = True
+        group.begin(row)
+    running = int((np.asarray(counters["length"][:common]) > 0).sum())
+    cut = int(sum(counters["length"][row] > 0 for row in broken))
+    return _sentences(group, tree, cut, running, common)
+
+
+def _fit(group: EnvGroup, tree: Tree) -> None:
+    """A checkpoint of another env is refused with both shapes."""
+    mine = {name: (list(array.shape[1:]), array.dtype.name) for name, array in group.obs.items()}
+    theirs = {name: (list(array.shape[1:]), array.dtype.name) for name, array in tree["obs"].items()}
+    if mine != theirs:
+        raise UseError(
+            f"the checkpoint's observations are {theirs} and the env's are {mine}", "use the env it was made with"
+        )
+
+
+def _bring_back(group: EnvGroup, tree: Tree, row: int) -> bool:
+    """Put a row's env where it was; False when that does not work out to the bit."""
+    if tree["comes_back"] != group.comes_back or group.comes_back == "fresh":
+        return False
+    seed, counters = group.seeds_now[row], tree["counters"]
+    group.restart(row, seed)
+    if group.comes_back == "state":
+        _keeper(group, row).set_state(tree["states"][row])
+        return True
+    try:
+        replayed = group.replay(row, tree["actions"][row])
+    except Exception:  # noqa: BLE001 - an env that raises now and did not before is one that does not replay
+        return False
+    if replayed != float(counters["total"][row]) or group.saved_frames[row] != counters["saved_frames"][row]:
+        return False
+    return all(np.array_equal(array[row], tree["obs"][name][row]) for name, array in group.buffer.now.items())
+
+
+def _sentences(group: EnvGroup, tree: Tree, cut: int, running: int, common: int) -> list[str]:
+    said: list[str] = []
+    if common < len(tree["seeds"]):
+        said.append(
+            f"{len(tree['seeds']) - common} rows of the checkpoint are no longer there and their episodes were cut"
+        )
+    if cut == 0:
+        return said
+    if tree["comes_back"] == group.comes_back == "replay":
+        group.comes_back, group.history = "fresh", None
+        said.append(
+            f"env {group.env.id} does not replay exactly: {cut} of {running} running episodes were cut and new ones "
+            "begun; from now on checkpoints keep no actions (set env.comes_back=fresh to say so from the start)"
+        )
+    else:
+        said.append(
+            f"env {group.env.id} begins new episodes after a resume: {cut} of {running} running episodes were cut"
+        )
+    return said

@@ -1,0 +1,170 @@
+"""What an env is, found out in a child process: a simulator that crashes or hangs cannot take the parent down.
+
+Owns the questions; the rules are in contract.py. The child gets its job and leaves its answer as JSON files in a
+private folder; whatever the env prints goes to other files. The child imports no torch.
+
+    parent: probe() ── job.json ──> child: make, reset, act at random, reset and act again ── answer.json ──> EnvSpec
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Env
+from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.types import EnvSpec
+
+STEPS = 16
+_SEED = 20_011
+_TAIL = 2_000  # characters of the env's last words that are shown
+_START = "import sys; sys.path.append({root!r}); from tiltyard.envs.probe import main; main({folder!r})"
+
+
+def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
+    """The spec of an env, or a UseError that says what is wrong with it."""
+    from tiltyard.envs.spaces import spec_from_json
+
+    with tempfile.TemporaryDirectory(prefix="tiltyard-probe-") as name:
+        folder = Path(name)
+        job = {
+            "env": env.model_dump(mode="json"),
+            "base": [str(Path(p).absolute()) for p in base],
+            "previous": previous,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        code = _run_child(env, folder)
+        said = _tail(folder / "stdout"), _tail(folder / "stderr")
+        try:
+            answer = json.loads((folder / "answer.json").read_text())
+        except (OSError, ValueError):
+            raise _died(env, code, said) from None
+    if "problems" in answer:
+        raise ConfigError([Problem(**problem) for problem in answer["problems"]], answer["source"])
+    if "message" in answer:
+        raise UseError(answer["message"], answer["hint"], answer["details"])
+    if said[0].strip():
+        first = said[0].strip().splitlines()[0]
+        answer["notes"].append(f"env {env.id} prints to stdout ({first[:80]!r}), which is meant for data")
+    return spec_from_json(answer)
+
+
+def _run_child(env: Env, folder: Path) -> int:
+    """Run the child to its end or its timeout; it leads a process group, so that its own children end with it."""
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-P", "-c", _START.format(root=root, folder=str(folder))]
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        try:
+            return child.wait(env.start_timeout)
+        except subprocess.TimeoutExpired:
+            raise UseError(
+                f"env {env.id} did not start and step within {env.start_timeout:g} s (env.start_timeout)",
+                "set env.start_timeout higher if it is that slow; otherwise it hangs in its constructor, reset or step",
+                _tail(folder / "stderr"),
+            ) from None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def _died(env: Env, code: int, said: tuple[str, str]) -> UseError:
+    if code < 0:
+        try:
+            cause = f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            cause = f"was killed by signal {-code}"
+    else:
+        cause = f"ended its process with exit code {code}"
+    hint = (
+        "the simulator crashed, not Tiltyard; its last words are below" if any(said) else "run it by itself to see why"
+    )
+    return UseError(f"env {env.id} {cause} while it was probed", hint, "\n".join(text for text in said if text))
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------- in the child
+
+
+def main(folder: str) -> None:
+    """The child: read job.json, examine, write answer.json."""
+    job = json.loads((Path(folder) / "job.json").read_text())
+    env = Env.model_validate(job["env"])
+    try:
+        answer = examine(env, [Path(p) for p in job["base"]], job["previous"])
+    except ConfigError as error:
+        problems = [problem.__dict__ for problem in error.problems]
+        answer = {"problems": problems, "source": error.message.partition(" in ")[2]}
+    except UseError as error:
+        answer = {"message": error.message, "hint": error.hint, "details": error.details}
+    temporary = Path(folder) / "answer.tmp"
+    temporary.write_text(json.dumps(answer))
+    temporary.replace(Path(folder) / "answer.json")
+    sys.stdout.flush()
+    os._exit(0)  # threads and exit handlers of a simulator are no longer our business
+
+
+def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
+    """The spec as JSON, after making the env in this process and acting in it."""
+    from tiltyard.envs.actions import action_spec
+    from tiltyard.envs.comeback import state_keeper
+    from tiltyard.envs.examination import Examination
+    from tiltyard.envs.make import can_render, make_env, registered_limit
+    from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
+
+    made = make_env(env, base)
+    for name in ("observation_space", "action_space"):
+        if getattr(made, name, None) is None:
+            raise UseError(f"env {env.id} has no {name}", f"set self.{name} in its constructor")
+    obs = observation_specs(made.observation_space, env.frame_stack)
+    action = action_spec(made.action_space)
+    if previous:
+        obs |= previous_specs(action)
+    found = Examination(env, made, action)
+    notes = [] if env.strict else found.loose_dtypes()
+    repeats = found.run(STEPS, _SEED)
+    comes_back = env.comes_back
+    keeper = state_keeper(made, anywhere=comes_back == "state")
+    if comes_back == "state" and keeper is None:
+        raise UseError(
+            f"env.comes_back = state and env {env.id} has no get_state() and set_state()", "set env.comes_back=replay"
+        )
+    if comes_back == "auto":
+        comes_back = "state" if keeper is not None else "replay" if repeats else "fresh"
+    if not repeats and comes_back != "state":
+        notes.append(
+            f"env {env.id} behaves differently when reset with the same seed and given the same actions: "
+            "runs are not reproducible, and a resume begins new episodes"
+        )
+    limit = env.time_limit
+    if limit is None:
+        registered = registered_limit(env)
+        limit = None if registered is None else -(-registered // env.frameskip)
+    spec = EnvSpec(
+        obs=obs,
+        action=action,
+        masked=found.masked,
+        frameskip=env.frameskip,
+        episode_limit=limit,
+        comes_back=comes_back,
+        renders=can_render(env, made, base),
+        notes=tuple(notes),
+    )
+    made.close()
+    return spec_to_json(spec)

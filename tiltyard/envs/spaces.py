@@ -1,0 +1,258 @@
+"""Observation spaces as named arrays: what is stored of each, and how one observation becomes those arrays.
+
+Owns names, shapes and dtypes; knows no env and no buffer (buffers.py). Actions are next door in actions.py.
+
+    Box float64, float16 -> float32   bool -> uint8      Discrete      -> int64 [], counted from 0
+    Box integers         -> the same, unsigned widened   MultiDiscrete -> int64 [n], counted from 0
+    Box uint8 [H, W]     -> uint8 [1, H, W], an image    MultiBinary   -> uint8 [n]
+    Dict, Tuple          -> their leaves, "arm.0.angle"  Text          -> int32 [32] hashed words, 0 is padding
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces as gym_spaces
+
+from tiltyard.envs.actions import (
+    ActionCodec,
+    action_spec,
+    action_spec_from_json,
+    action_spec_to_json,
+    decode_action,
+    encode_action,
+    random_action,
+)
+from tiltyard.errors import UseError
+from tiltyard.types import ActionSpec, ArraySpec, EnvSpec
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array, Arrays
+
+__all__ = [
+    "MASK",
+    "ActionCodec",
+    "Leaf",
+    "ObsEncoder",
+    "action_spec",
+    "decode_action",
+    "encode_action",
+    "encode_obs",
+    "observation_leaves",
+    "observation_specs",
+    "previous_specs",
+    "random_action",
+    "spec_from_json",
+    "spec_to_json",
+    "stack_axis",
+]
+
+MASK = "action_mask"
+BARE = "obs"
+PREVIOUS_ACTION = "previous.action"
+PREVIOUS_REWARD = "previous.reward"
+TEXT_WORDS = 32
+TEXT_HASHES = 4095
+SMALLEST_GREY = 16  # pixels; a smaller uint8 matrix is a table rather than a picture
+
+_STORED = {
+    "bool": "uint8", "uint8": "uint8", "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64",
+    "uint16": "int32", "uint32": "int64", "uint64": "int64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of an observation: its name, the way to it, its own space, and how a single frame of it is stored."""
+
+    name: str
+    path: tuple[str | int, ...]
+    space: gym_spaces.Space[Any]
+    spec: ArraySpec
+
+
+def observation_leaves(space: gym_spaces.Space[Any]) -> list[Leaf]:
+    """All leaves in order; the action mask of a Dict space is not among them."""
+    found: list[Leaf] = []
+    _walk(space, (), found)
+    if not found:
+        raise UseError(
+            f"the observation space {space} holds nothing to observe", "give it at least one Box or Discrete"
+        )
+    names = [leaf.name for leaf in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UseError(f"two observations are both named {twice[0]!r}", "rename one: nested keys are joined by dots")
+    return found
+
+
+def _walk(space: gym_spaces.Space[Any], path: tuple[str | int, ...], found: list[Leaf]) -> None:
+    if isinstance(space, gym_spaces.Dict):
+        for key, inner in space.spaces.items():
+            if path or key != MASK:
+                _walk(inner, (*path, key), found)
+    elif isinstance(space, gym_spaces.Tuple):
+        for index, inner in enumerate(space.spaces):
+            _walk(inner, (*path, index), found)
+    else:
+        name = ".".join(str(part) for part in path) or BARE
+        found.append(Leaf(name, path, space, _frame_spec(space, name)))
+
+
+def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
+    """How one frame of a leaf is stored."""
+    if isinstance(space, gym_spaces.Box):
+        dtype = _STORED.get(space.dtype.name, "float32")
+        shape = tuple(int(n) for n in space.shape)
+        if space.dtype.name == "uint8" and len(shape) == 2 and min(shape) >= SMALLEST_GREY:
+            shape = (1, *shape)
+        return ArraySpec("box", shape, dtype, image=len(shape) == 3)
+    if isinstance(space, gym_spaces.Discrete):
+        return ArraySpec("discrete", (), "int64", (int(space.n),))
+    if isinstance(space, gym_spaces.MultiDiscrete):
+        options = tuple(int(n) for n in np.asarray(space.nvec).reshape(-1))
+        return ArraySpec("multi_discrete", (len(options),), "int64", options)
+    if isinstance(space, gym_spaces.MultiBinary):
+        return ArraySpec("multi_binary", (int(np.prod(space.shape)),), "uint8")
+    if isinstance(space, gym_spaces.Text):
+        return ArraySpec("text", (TEXT_WORDS,), "int32", (TEXT_HASHES + 1,))
+    raise UseError(
+        f"observation {name!r} has a space that Tiltyard cannot store: {type(space).__name__}",
+        "use Box, Discrete, MultiDiscrete, MultiBinary, Text, or Dict and Tuple of them; a wrapper can convert it",
+    )
+
+
+def stack_axis(spec: ArraySpec) -> int:
+    """The axis along which frames are stacked: channels of an image (the smaller of first and last), else the first."""
+    return 2 if spec.image and spec.shape[2] < spec.shape[0] else 0
+
+
+def stacked(spec: ArraySpec, frames: int) -> ArraySpec:
+    """The spec of `frames` observations given together, oldest first."""
+    if frames == 1:
+        return spec
+    if not spec.shape:  # one category becomes several
+        kind = "multi_discrete" if spec.kind == "discrete" else spec.kind
+        return ArraySpec(kind, (frames,), spec.dtype, spec.options * frames)
+    axis = stack_axis(spec)
+    shape = tuple(n * frames if i == axis else n for i, n in enumerate(spec.shape))
+    options = spec.options * frames if spec.kind == "multi_discrete" else spec.options
+    # So many channels that they no longer are the smallest side: no conv net would find them.
+    still = spec.image and stack_axis(ArraySpec(spec.kind, shape, spec.dtype, image=True)) == axis
+    return ArraySpec(spec.kind, shape, spec.dtype, options, image=still)
+
+
+def observation_specs(space: gym_spaces.Space[Any], frame_stack: int = 1) -> dict[str, ArraySpec]:
+    """Name -> spec of everything that is stored of one observation."""
+    return {leaf.name: stacked(leaf.spec, frame_stack) for leaf in observation_leaves(space)}
+
+
+def previous_specs(action: ActionSpec) -> dict[str, ArraySpec]:
+    """The two observations that `model.previous` adds."""
+    return {
+        PREVIOUS_ACTION: ArraySpec("box", (action.columns,), "float32"),
+        PREVIOUS_REWARD: ArraySpec("box", (1,), "float32"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- encoding
+
+
+def hash_words(text: str) -> Array:
+    """int32 [32]: the first words and punctuation marks as numbers from 1 to 4095, then zeros."""
+    ids = np.zeros(TEXT_WORDS, np.int32)
+    for i, word in enumerate(re.findall(r"\w+|[^\w\s]", text.lower())[:TEXT_WORDS]):
+        ids[i] = zlib.crc32(word.encode()) % TEXT_HASHES + 1
+    return ids
+
+
+def encode_leaf(leaf: Leaf, value: Any) -> Array:
+    """One frame of a leaf as it is stored. The value has been checked (contract.py)."""
+    spec, space = leaf.spec, leaf.space
+    if spec.kind == "text":
+        return hash_words(value)
+    array = np.asarray(value)
+    if isinstance(space, gym_spaces.Discrete):
+        array = array - int(space.start)
+    elif isinstance(space, gym_spaces.MultiDiscrete):
+        array = array - np.asarray(space.start)
+    return array.astype(spec.dtype, copy=False).reshape(spec.shape)
+
+
+def pick(obs: Any, path: tuple[str | int, ...]) -> Any:
+    """The value at a leaf's path."""
+    for part in path:
+        obs = obs[part]
+    return obs
+
+
+class ObsEncoder:
+    """Single observations of one space -> named arrays, without stacking."""
+
+    def __init__(self, space: gym_spaces.Space[Any]) -> None:
+        self.leaves = observation_leaves(space)
+
+    def encode(self, obs: Any) -> Arrays:
+        return {leaf.name: encode_leaf(leaf, pick(obs, leaf.path)) for leaf in self.leaves}
+
+
+def encode_obs(space: gym_spaces.Space[Any], obs: Any, specs: Mapping[str, ArraySpec]) -> Arrays:
+    """One observation as named arrays; where `specs` asks for a stack, the frame is repeated as at an episode's start."""
+    arrays = ObsEncoder(space).encode(obs)
+    return {name: fill_stack(array, specs[name].shape) for name, array in arrays.items()}
+
+
+def fill_stack(frame: Array, shape: tuple[int, ...]) -> Array:
+    """A frame repeated along the one axis in which the stacked shape is larger."""
+    if frame.shape == shape:
+        return frame
+    if not frame.shape:
+        return np.full(shape, frame)
+    repeats = [wide // max(1, narrow) for wide, narrow in zip(shape, frame.shape, strict=True)]
+    return np.tile(frame, repeats)
+
+
+# ---------------------------------------------------------------------------------------------- as JSON
+
+
+def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
+    """An EnvSpec as plain JSON values; infinite bounds as the words "inf" and "-inf"."""
+    obs = {
+        name: {"kind": a.kind, "shape": list(a.shape), "dtype": a.dtype, "options": list(a.options), "image": a.image}
+        for name, a in spec.obs.items()
+    }
+    return {
+        "obs": obs,
+        "action": action_spec_to_json(spec.action),
+        "agents": list(spec.agents),
+        "masked": spec.masked,
+        "frameskip": spec.frameskip,
+        "episode_limit": spec.episode_limit,
+        "comes_back": spec.comes_back,
+        "renders": spec.renders,
+        "notes": list(spec.notes),
+    }
+
+
+def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
+    """The inverse of spec_to_json."""
+    obs = {
+        name: ArraySpec(a["kind"], tuple(a["shape"]), a["dtype"], tuple(a["options"]), a["image"])
+        for name, a in data["obs"].items()
+    }
+    return EnvSpec(
+        obs=obs,
+        action=action_spec_from_json(data["action"]),
+        agents=tuple(data["agents"]),
+        masked=data["masked"],
+        frameskip=data["frameskip"],
+        episode_limit=data["episode_limit"],
+        comes_back=data["comes_back"],
+        renders=data["renders"],
+        notes=tuple(data["notes"]),
+    )

@@ -1,0 +1,413 @@
+"""Many copies of one env stepped together as arrays [B, ...]: the only maker of `Step`.
+
+Owns frameskip, frame stack, time limit, reward scale and clip, previous action and reward, episode seeds and
+statistics. How running episodes are saved and brought back is in comeback.py; observations live in buffers.py.
+
+    step(action): row t goes on      -> obs[t] = next observation, first[t] false
+                  row t has ended    -> final_obs[t] = its last observation, obs[t] = first one of the next episode,
+                                        first[t] true, terminated[t] or truncated[t] true (never both)
+
+Every array of a Step belongs to the group and is overwritten by the next call: keep copies.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+
+from tiltyard import refs
+from tiltyard.config.experiment import Env
+from tiltyard.envs import comeback
+from tiltyard.envs.actions import ActionCodec, flat_mask
+from tiltyard.envs.buffers import FaultyObs, ObsBuffer, all_finite
+from tiltyard.envs.contract import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
+from tiltyard.envs.make import make_env
+from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD, previous_specs
+from tiltyard.errors import DivergedError, EnvError, TiltyardError, UseError
+from tiltyard.types import EnvSpec, EpisodeEnd, Step, Tree
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array, Arrays
+
+
+def episode_seed(seed: int, role: str, row: int, number: int) -> int:
+    """The seed of one episode, 31 bits: nothing but the run's seed, the role, the row and the episode's number."""
+    key = (zlib.crc32(role.encode()), row, number)
+    return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1)[0]) >> 1
+
+
+class EnvGroup:
+    """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run."""
+
+    def __init__(
+        self,
+        env: Env,
+        spec: EnvSpec,
+        rows: int,
+        seed: int,
+        *,
+        base: Sequence[Path],
+        role: str = "train",
+        render: bool = False,
+        previous: bool = False,
+        first_row: int = 0,
+        seeds: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
+        self._seed, self._role, self._seeds = seed, role, seeds
+        self._frameskip, self._render = env.frameskip, render
+        self._limit = env.time_limit or spec.episode_limit
+        self.comes_back = spec.comes_back
+        self.codec = ActionCodec(spec.action)
+        self._options = [part.options for part in spec.action.parts if part.kind == "categorical"]
+        self.envs: list[gymnasium.Env[Any, Any]] = [make_env(env, base, render) for _ in range(rows)]
+        self._calls = [made.step for made in self.envs]
+        self.buffer = ObsBuffer(self.envs[0].observation_space, rows, env.frame_stack, env.strict)
+        self._allocate(previous)
+        self._compare(previous)
+
+    def _allocate(self, previous: bool) -> None:
+        rows, columns = self.rows, self.spec.action.columns
+        self.obs: Arrays = dict(self.buffer.now)
+        self.final_obs: Arrays = dict(self.buffer.final)
+        self._previous = previous
+        if previous:
+            for name, spec in previous_specs(self.spec.action).items():
+                self.obs[name] = np.zeros((rows, *spec.shape), np.float32)
+                self.final_obs[name] = np.zeros((rows, *spec.shape), np.float32)
+        self.mask = np.ones((rows, self.spec.action.mask_size), bool) if self.spec.masked else None
+        self.reward = np.zeros(rows, np.float32)  # for learning: scaled and clipped
+        self.terminated, self.truncated = np.zeros(rows, bool), np.zeros(rows, bool)
+        self.first, self.valid = np.ones(rows, bool), np.ones(rows, bool)
+        self.number = np.full(rows, -1, np.int64)  # episodes begun by each row, minus one
+        self.length = np.zeros(rows, np.int64)  # env steps of the running episode
+        self.saved_frames = np.zeros(rows, np.int64)  # frames that frameskip did not need because the episode ended
+        self.total = np.zeros(rows, np.float64)  # return so far: raw rewards
+        self.frames_taken = 0  # by all rows, ever; replays may lower it, so take differences within training only
+        self.seeds_now = [0] * rows
+        self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
+        self.infos: list[Any] = [{}] * rows  # as the last step gave them
+        self.filmed: int | None = None  # row whose last picture is kept in final_frame before its env is reset
+        self.final_frame: Array | None = None
+        self._raw: list[float] = [0.0] * rows
+        self._over: list[bool] = [False] * rows
+        self._cut: list[bool] = [False] * rows
+        self._final_frames: list[Array | None] = [None] * rows
+        self._any_first = True
+        self._ended_frames = self._asked_frames = 0
+        self.set_countdown()
+
+    def _compare(self, previous: bool) -> None:
+        """The env made here must be the one that was probed."""
+        found = {name: (array.shape[1:], array.dtype.name) for name, array in self.obs.items()}
+        probed = {name: (spec.shape, spec.dtype) for name, spec in self.spec.obs.items()}
+        if found != probed:
+            raise UseError(
+                f"env {self.env.id} observes {found}, and {probed} was expected",
+                "model.previous, env.frame_stack or the env itself changed" if previous else "the env itself changed",
+            )
+
+    # ------------------------------------------------------------------------------------------ stepping
+
+    def reset(self) -> Step:
+        """Begin the next episode in every row."""
+        for row in range(self.rows):
+            self.begin(row)
+        self.reward[:] = 0
+        self.terminated[:] = self.truncated[:] = False
+        self.first[:] = self._any_first = True
+        self.set_countdown()
+        self._check_finite({})
+        return self.current()
+
+    def current(self, episodes: list[EpisodeEnd] | None = None) -> Step:
+        """Where the rows are now: what the last reset, step or load left."""
+        return Step(
+            self.obs, self.reward, self.terminated, self.truncated, self.first, self.valid,
+            self.final_obs, self.mask, [] if episodes is None else episodes,
+        )  # fmt: skip
+
+    def step(self, action: Array) -> Step:
+        """Act in every row: float32 [B, columns]. Beyond the envs' own time it costs about 1 us per row and 15 us per call."""
+        if not all_finite(action):
+            row = int(np.flatnonzero(~np.isfinite(action).all(axis=1))[0])
+            raise self._diverged(f"the action is {shown(action[row])}", row, {"action": action})
+        if self.history is not None:
+            self.history.append(action)
+        self.buffer.shift()
+        self._advance_all(self.codec.decode_rows(action))
+        raw = np.array(self._raw, np.float64)
+        self.total += raw
+        self.length += 1
+        self._countdown -= 1
+        if not math.isfinite(sum(self._raw)) and not np.isfinite(raw).all():
+            row = int(np.flatnonzero(~np.isfinite(raw))[0])
+            raise self._diverged(f"the reward is {raw[row]}", row, {"reward": raw, "action": action})
+        self._check_finite({"action": action, "reward": raw})
+        self._learning_reward(raw)
+        if self._previous:
+            self.obs[PREVIOUS_ACTION][:] = action
+            self.obs[PREVIOUS_REWARD][:, 0] = self.reward
+        return self.current(self._finish_ended())
+
+    def _advance_all(self, actions: list[Any]) -> None:
+        """One env step of every row: the hot loop. Its three branches are what most envs never need."""
+        raw, over, cut, infos, write = self._raw, self._over, self._cut, self.infos, self.buffer.write
+        masks, plain, row = self.mask is not None, self._frameskip == 1, 0
+        target, shape, dtype = self.buffer.plain
+        try:
+            for row, call in enumerate(self._calls):
+                if plain:
+                    obs, reward, over[row], cut[row], infos[row] = call(actions[row])
+                    raw[row] = reward if type(reward) is float else _number(reward)
+                else:
+                    obs = self._skip(row, actions[row])
+                if type(obs) is np.ndarray and obs.dtype == dtype and obs.shape == shape:
+                    target[row] = obs
+                else:
+                    write(row, obs)
+                if masks and not (over[row] or cut[row]):
+                    self._store_mask(row, obs, infos[row])
+        except Exception as error:
+            raise self._blamed(error, row, "step") from error
+
+    def _skip(self, row: int, action: Any) -> Any:
+        """One env step of several frames: rewards are added, an end ends it."""
+        total, left = 0.0, self._frameskip
+        while left:
+            obs, reward, over, cut, info = self._calls[row](action)
+            total += _number(reward)
+            left -= 1
+            if over or cut:
+                break
+        self.saved_frames[row] += left
+        self._raw[row], self._over[row], self._cut[row], self.infos[row] = total, over, cut, info
+        return obs
+
+    def _learning_reward(self, raw: Array) -> None:
+        scale, clip = self.env.reward_scale, self.env.reward_clip
+        scaled = raw * scale if scale != 1.0 else raw
+        self.reward[:] = scaled if clip is None else np.clip(scaled, -clip, clip)
+
+    # ------------------------------------------------------------------------------------------ episodes
+
+    def _finish_ended(self) -> list[EpisodeEnd]:
+        """Set terminated, truncated and first; close the episodes that ended and begin their rows' next ones."""
+        late = self._countdown <= 0
+        if self._any_first:
+            self.terminated[:] = self.truncated[:] = self.first[:] = self._any_first = False
+        if not (late or True in self._over or True in self._cut):
+            return []
+        self.terminated[:] = self._over
+        self.truncated[:] = self._cut
+        if late and self._limit is not None:
+            self.truncated |= self.length >= self._limit
+        self.truncated &= ~self.terminated  # an end that is real is nothing to bootstrap from
+        np.logical_or(self.terminated, self.truncated, out=self.first)
+        ends = [self._finish(row) for row in np.flatnonzero(self.first).tolist()]
+        if ends:
+            self._any_first = True
+            self._check_finite({})
+        self.set_countdown()
+        return ends
+
+    def _finish(self, row: int) -> EpisodeEnd:
+        """Keep a row's last observation, begin its next episode, and say how the ended one went."""
+        self.buffer.keep_final(row)
+        if self._previous:
+            for name in (PREVIOUS_ACTION, PREVIOUS_REWARD):
+                self.final_obs[name][row] = self.obs[name][row]
+        if self._render:
+            self._final_frames[row] = self.render_row(row)
+        info, frames = self.infos[row], self.frames(row)
+        end = EpisodeEnd(
+            row=self.first_row + row,
+            number=int(self.number[row]),
+            seed=self.seeds_now[row],
+            total=float(self.total[row]),
+            length=int(self.length[row]),
+            frames=frames,
+            metrics=info_scalars(info) if info else {},
+        )
+        self._ended_frames += frames
+        self.begin(row)
+        return end
+
+    def frames(self, row: int) -> int:
+        """Simulator frames of a row's running episode."""
+        return int(self.length[row]) * self._frameskip - int(self.saved_frames[row])
+
+    def frames_since_asked(self) -> int:
+        """Simulator frames of all rows since the last call."""
+        total = self._ended_frames + sum(self.frames(row) for row in range(self.rows))
+        new = total - self._asked_frames
+        self._asked_frames = total
+        return new
+
+    def set_countdown(self) -> None:
+        """How many steps no row can reach the time limit: rows that begin anew meanwhile only make it longer."""
+        self._countdown = sys.maxsize if self._limit is None else self._limit - int(self.length.max())
+
+    def begin(self, row: int) -> None:
+        """The next episode of a row, with its own seed."""
+        self.number[row] += 1
+        number = int(self.number[row])
+        if self._seeds is not None:
+            seed = self._seeds(self.first_row + row, number)
+        else:
+            seed = episode_seed(self._seed, self._role, self.first_row + row, number)
+        self.seeds_now[row] = seed
+        self.length[row] = self.saved_frames[row] = 0
+        self.total[row] = 0.0
+        if self.history is not None:
+            self.history.restart(row)
+        if self._previous:
+            self.obs[PREVIOUS_ACTION][row] = self.obs[PREVIOUS_REWARD][row] = 0
+        self.restart(row, seed)
+
+    def restart(self, row: int, seed: int) -> None:
+        """Reset a row's env and store its first observation."""
+        try:
+            answer = self.envs[row].reset(seed=seed)
+            fault = reset_fault(answer)
+            if fault:
+                raise FaultyObs(fault, "", answer)
+            self.buffer.restart(row, answer[0])
+            if self.mask is not None:
+                self._store_mask(row, *answer)
+        except Exception as error:
+            raise self._blamed(error, row, "reset") from error
+
+    def replay(self, row: int, actions: Array) -> float | None:
+        """Act again as in an earlier life of this row; its return, or None when the episode ends on the way."""
+        total = 0.0
+        self.saved_frames[row] = 0
+        for action in self.codec.decode_rows(actions):
+            obs = self._skip(row, action)
+            if self._over[row] or self._cut[row]:
+                return None
+            total += self._raw[row]
+            self.buffer.shift_row(row)
+            self.buffer.write(row, obs)
+        return total
+
+    def _store_mask(self, row: int, obs: Any, info: Any) -> None:
+        assert self.mask is not None
+        given = mask_in(obs, info)
+        if given is None:
+            raise FaultyObs(
+                "the action mask is missing: it must be in every observation or every info", "action_mask", None
+            )
+        mask = flat_mask(self.spec.action, given)
+        fault = mask_fault(mask, self._options)
+        if fault:
+            raise FaultyObs(fault, "action_mask", given)
+        self.mask[row] = mask
+
+    # ------------------------------------------------------------------------------------------ faults
+
+    def _where(self, row: int) -> str:
+        return f"env {self.env.id}, row {self.first_row + row}, episode {self.number[row]}, env step {self.length[row]}"
+
+    def _blamed(self, error: Exception, row: int, doing: str) -> TiltyardError:
+        """What an exception inside the loop over rows means to the user."""
+        where = self._where(row)
+        if isinstance(error, TiltyardError):
+            return error
+        if isinstance(error, FaultyObs):
+            if "NaN" in str(error) or "infinity" in str(error):
+                return self._diverged(str(error), row, {f"obs.{error.key}": np.asarray(error.value)})
+            return EnvError(
+                f"{where}: {error}", "the env must keep to the spaces it declares; env.strict=false casts dtypes"
+            )
+        if _raised_here(error):  # unpacking or storing its answer, not the env's own code
+            hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
+            return EnvError(f"{where}: {doing}() answered in a wrong form: {error}", hint)
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return EnvError(
+            f"{where}: {doing}() raised {reason}", "the traceback is the env's own", refs.user_traceback(error)
+        )
+
+    def _diverged(self, what: str, row: int, batch: dict[str, object]) -> DivergedError:
+        hint = "find where the env divides by zero or overflows; the offending arrays are saved"
+        return DivergedError(f"{self._where(row)}: {what}", hint, batch)
+
+    def _check_finite(self, batch: dict[str, object]) -> None:
+        bad = self.buffer.check_finite()
+        if bad is not None:
+            row, name, values = bad
+            word = "NaN" if np.isnan(values).any() else "infinity"
+            raise self._diverged(f"observation {name!r} holds {word}", row, {**batch, f"obs.{name}": values})
+
+    # ------------------------------------------------------------------------------------------ the rest
+
+    def save(self) -> Tree:
+        """Everything needed to go on exactly here; running episodes are not disturbed."""
+        return comeback.save(self)
+
+    def load(self, tree: Tree) -> list[str]:
+        """Go on where `save` was called; sentences about episodes that could not be brought back."""
+        said = comeback.load(self, tree)
+        self._any_first = True
+        self.set_countdown()
+        self.frames_since_asked()
+        return said
+
+    def render_row(self, row: int) -> Array | None:
+        """A row's current picture, as its env draws it."""
+        try:
+            frame: Any = self.envs[row].render()
+        except Exception as error:
+            raise self._blamed(error, row, "render") from error
+        if isinstance(frame, list):
+            frame = frame[-1] if frame else None
+        return None if frame is None else np.asarray(frame)
+
+    def final_frame(self, row: int) -> Array | None:
+        """The last picture of the episode that ended in this row; with `render` only."""
+        return self._final_frames[row]
+
+    @property
+    def fps(self) -> float:
+        """Pictures per second at which a film of this env looks right: one picture is one env step."""
+        rate = (self.envs[0].metadata or {}).get("render_fps")
+        usable = isinstance(rate, (int, float)) and 0 < rate <= 1000
+        return max(1.0, float(rate if usable else 30) / self._frameskip)
+
+    @property
+    def fps(self) -> float:
+        """Env steps per second of the env's own time, for films."""
+        metadata = self.envs[0].metadata or {}
+        frames = metadata.get("render_fps")
+        return max(1.0, float(frames) / self._frameskip) if isinstance(frames, int | float) and frames > 0 else 30.0
+
+    def close(self) -> None:
+        """Close every env. What a closing env raises is of no use to anybody any more."""
+        for made in self.envs:
+            try:
+                made.close()  # type: ignore[no-untyped-call]
+            except Exception:  # noqa: BLE001
+                continue
+        self.envs, self._calls = [], []
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether no code but this package's was running when the error came up."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "tiltyard.envs.actions")
+
+
+def _number(reward: Any) -> float:
+    fault = reward_fault(reward)
+    if fault and "instead" in fault:
+        raise FaultyObs(fault, "reward", reward)
+    return float(reward)
