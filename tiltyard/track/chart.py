@@ -95,8 +95,7 @@ def curve(
     drawn: list[Text] = []
     for r in range(height):
         label = labels[0] if r == 0 else labels[1] if r == height - 1 else ""
-        text = Text(f"{label:>{gutter}} ", style="dim")
-        text.append("┤" if label else "│", style="dim")
+        text = Text().append(f"{label:>{gutter}} " + ("┤" if label else "│"), style="dim")
         for c in range(columns):
             if (r, c) in spots:
                 text.append("◆", style=colours[1])
@@ -111,17 +110,17 @@ def progress_bar(fraction: float, width: int) -> Text:
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     full, part = divmod(eighths, 8)
     filled = "█" * full + (_BLOCKS[part] if part else "")
-    return Text(filled, style="green").append("░" * (width - len(filled)), style="dim")
+    return Text().append(filled, style="green").append("░" * (width - len(filled)), style="dim")
 
 
-def share_bar(shares: Sequence[tuple[str, float, str]], width: int) -> Text:
-    """Segments of (name, share, colour) side by side; the widths add up to `width` exactly."""
-    total = sum(share for _, share, _ in shares)
+def share_bar(shares: Sequence[tuple[float, str, str]], width: int) -> Text:
+    """Segments of (share, glyph, colour) side by side; the widths add up to `width` exactly."""
+    total = sum(share for share, _, _ in shares)
     text = Text()
     reached, drawn = 0.0, 0
-    for _, share, colour in shares:
+    for share, glyph, colour in shares:
         reached += share / total if total else 0.0
         end = round(reached * width)
-        text.append("█" * (end - drawn), style=colour)
+        text.append(glyph * (end - drawn), style=colour)
         drawn = end
     return text

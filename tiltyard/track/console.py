@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -23,6 +24,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.run import metrics as metrics_file
 from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
 from tiltyard.types import Progress
 
@@ -31,6 +33,7 @@ _QUIET_SECONDS = (10.0, 60.0)  # a plain line at least this often: at first, and
 _SPEED_WINDOW = 30.0  # seconds of training that speed and time left look back on
 _KEPT_POINTS = 4000  # beyond this every second point of the curve is dropped
 _PART_COLOURS = {"env": "blue", "inference": "magenta", "learn": "green", "save": "yellow", "eval": "cyan"}
+_SHADES = "█▓▒░▚▞"
 
 
 def clock(seconds: float) -> str:
@@ -114,7 +117,7 @@ class Console:
     ) -> None:
         self.experiment = experiment
         self.run_id = run_id
-        self.folder = os.fspath(folder)
+        self.folder = Path(folder)
         self.stream = stream if stream is not None else sys.stderr
         self.live = _is_live(self.stream) if live is None else live
         self.progress = Progress()
@@ -138,6 +141,7 @@ class Console:
         self._lines_at = (time.monotonic(), -1.0)
         self._told = time.monotonic()
         if self.live and not self._gone:
+            self._remember()
             self._screen = Live(
                 get_renderable=self.render,
                 console=self._rich,
@@ -175,16 +179,31 @@ class Console:
         else:
             self._guarded(lambda: self._rich.print(Text(sentence)))
 
-    def finish(self, state: str, lines: Sequence[str]) -> None:
-        """Close the live screen, leaving its last picture, and print how the run ended."""
+    def close(self) -> None:
+        """Give the terminal back, leaving the last picture. Harmless when done already; a must after a failure."""
         if self._screen is not None:
             screen, self._screen = self._screen, None
             self._guarded(screen.stop)
-        elif self.progress.env_steps:
+
+    def finish(self, state: str, lines: Sequence[str]) -> None:
+        """Close the live screen and print how the run ended."""
+        if self._screen is None and self.progress.env_steps:
             self._write(self.plain_line())
+        self.close()
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
         for line in lines:
             self._write(line)
+
+    def _remember(self) -> None:
+        """The curve of earlier attempts, so that a resumed run shows all of it."""
+        for record in metrics_file.read(self.folder):
+            values, steps = record["metrics"], record["env_steps"]
+            if "train/return" in values:
+                self.returns.append((steps, values["train/return"]))
+            if "eval/return" in values:
+                self.evaluations.append((steps, values["eval/return"]))
+            self.metrics.update(values)
+        self.returns = self.returns[:: 1 + len(self.returns) // _KEPT_POINTS]
 
     # ------------------------------------------------------------------------------------------ the plain twin
 
@@ -213,7 +232,7 @@ class Console:
         speed = self._clock.per_second()
         if speed:
             parts.append(f"{speed:,.0f} env steps/s")
-        shares = [f"{part} {share:.0%}" for part, share in self._shares() if share >= 0.005]
+        shares = [f"{part} {share:.0%}" for part, share in self._shares() if share >= 0.015]
         if shares:
             parts.append(" ".join(shares))
         return " | ".join(parts)
@@ -226,16 +245,16 @@ class Console:
         height = max(3, min(8, self._rich.height - 9))
         rows: list[Text] = [*self._progress_rows(width), Text()]
         rows += curve(list(self.returns), list(self.evaluations), width, height)
-        rows += [Text(), self._return_row(), *self._time_rows(width)]
+        rows += [Text(), self._return_row(width), *self._time_rows(width)]
         for row in rows:
             row.no_wrap = True
             row.overflow = "ellipsis"
         about = f"{self.experiment.env.id} · {self.experiment.algo.id} · seed {self.experiment.seed}"
         return Panel(
             Group(*rows),
-            title=Text.assemble((f" {self.run_id} ", "bold")),
+            title=Text(self.run_id, style="bold"),
             title_align="left",
-            subtitle=Text(f" {about} ", style="dim"),
+            subtitle=Text(about, style="dim"),
             subtitle_align="right",
             width=width + 4,
             border_style="dim",
@@ -255,36 +274,37 @@ class Console:
         space = max(1, width - row.cell_len - len(times))
         return [bar, row.append(" " * space).append(times)]
 
-    def _return_row(self) -> Text:
-        row = Text("return ", style="bold")
+    def _return_row(self, width: int) -> Text:
+        row = Text().append("return ", style="bold")
         if "train/return" in self.metrics:
-            row.append("━ ", style="cyan").append(
-                f"training {nice_number(self.metrics['train/return'])}", style="not bold"
-            )
-            row.append(" (last 100 episodes)", style="dim not bold")
+            row.append("━ ", style="cyan").append(f"training {nice_number(self.metrics['train/return'])}")
+            row.append(" (last 100 episodes)" if width > 90 else "", style="dim")
         else:
-            row.append("no finished episode yet", style="dim not bold")
+            row.append("no finished episode yet", style="dim")
         if self.evaluations:
-            row.append("   ◆ ", style="yellow").append(f"evaluation {self._evaluation()}", style="not bold")
+            row.append("   ◆ ", style="yellow").append(f"evaluation {self._evaluation()}")
         goal = self.experiment.stop.return_
-        return row if goal is None else row.append(f"   goal {nice_number(goal)}", style="dim not bold")
+        return row if goal is None else row.append(f"   goal {nice_number(goal)}", style="dim")
 
     def _time_rows(self, width: int) -> list[Text]:
         speed = self._clock.per_second()
-        rows = [Text("speed  ", style="bold").append(f"{speed:,.0f} env steps/s", style="not bold")]
+        rows = [Text().append("speed  ", style="bold").append(f"{speed:,.0f} env steps/s")]
         if self.experiment.env.frameskip > 1:
-            rows[0].append(f" · {speed * self.experiment.env.frameskip:,.0f} frames/s", style="not bold")
-        rows[0].append(
-            f" · {self.progress.updates:,} updates · {self.progress.episodes:,} episodes", style="dim not bold"
-        )
+            rows[0].append(f" · {speed * self.experiment.env.frameskip:,.0f} frames/s")
+        rows[0].append(f" · {self.progress.updates:,} updates · {self.progress.episodes:,} episodes", style="dim")
         shares = self._shares()
         if shares:
-            coloured = [(part, share, _PART_COLOURS.get(part, "bright_black")) for part, share in shares]
-            rows.append(Text("time   ", style="bold").append_text(share_bar(coloured, width - 7)))
+            # Without colours the segments differ by their shade alone.
+            glyphs = _SHADES if self._rich.no_color else "█" * len(_SHADES)
+            segments = [
+                (share, glyphs[i % len(glyphs)], _PART_COLOURS.get(part, "bright_black"))
+                for i, (part, share) in enumerate(shares)
+            ]
+            rows.append(Text().append("time   ", style="bold").append_text(share_bar(segments, width - 7)))
             legend = Text("       ")
-            for part, share, colour in coloured:
+            for (part, share), (_, glyph, colour) in zip(shares, segments, strict=True):
                 if share >= 0.005:
-                    legend.append("■ ", style=colour).append(f"{part} {share:.0%}   ")
+                    legend.append(glyph, style=colour).append(f" {part} {share:.0%}   ")
             rows.append(legend)
         return rows
 

@@ -1,7 +1,7 @@
 """The trackers a run asked for, none of which can stop it. metrics.jsonl is the truth; these are copies of it.
 
-check(track)   before the run folder exists: a missing package or login is wrong use
-start, record, close   whatever a tracker raises switches that one off; the sentences returned say so, once
+check(track)             before the run folder exists: a missing package or login is wrong use
+Mirrors, record, close   whatever a tracker raises switches that one off; the sentences returned say so, once
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ def check(track: Track) -> None:
 
 
 class Mirrors:
-    """All mirrors of one attempt. `resumed_at` is the env step that the attempt continues from; None in a new run."""
+    """All mirrors of one attempt, opened when metrics.jsonl has its rewind line and before it gets a record.
 
-    def __init__(self, run_folder: Path, experiment: Experiment, resumed_at: int | None = None) -> None:
-        purge_step = None if resumed_at is None else resumed_at + 1
-        self._makers: dict[str, Callable[[], Mirror]] = {}
+    `resumed_at` is the env step that the attempt continues from: what mirrors hold beyond it is superseded.
+    """
+
+    def __init__(self, run_folder: Path, experiment: Experiment, resumed_at: int) -> None:
+        makers: dict[str, Callable[[], Mirror]] = {}
         if experiment.track.tensorboard:
-            self._makers["TensorBoard"] = lambda: TensorBoardMirror(run_folder / "tb", purge_step)
+            makers["TensorBoard"] = lambda: TensorBoardMirror(run_folder / "tb", resumed_at + 1)
         if experiment.track.wandb.mode != "off":
-            self._makers["W&B"] = lambda: wandb.WandbMirror(run_folder, experiment, experiment.track.wandb)
+            makers["W&B"] = lambda: wandb.WandbMirror(run_folder, experiment, experiment.track.wandb)
         self._open: dict[str, Mirror] = {}
 
-    def start(self) -> list[str]:
-        """Open them, after metrics.jsonl got its rewind line; returns sentences about those that would not."""
-
         def open_one(name: str) -> None:
-            self._open[name] = self._makers[name]()
+            self._open[name] = makers[name]()
 
-        return self._each(list(self._makers), open_one)
+        self._unsaid = self._each(list(makers), open_one)
 
     def record(self, record: Mapping[str, Any]) -> list[str]:
         """Hand on one record after it was appended to metrics.jsonl; returns sentences about mirrors that broke."""
-        return self._each(list(self._open), lambda name: self._open[name].record(record))
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid + self._each(list(self._open), lambda name: self._open[name].record(record))
 
     def close(self) -> list[str]:
         """End them; returns sentences about mirrors that broke."""
+        unsaid, self._unsaid = self._unsaid, []
         said = self._each(list(self._open), lambda name: self._open[name].close())
         self._open.clear()
-        return said
+        return unsaid + said
 
     def _each(self, names: list[str], action: Callable[[str], None]) -> list[str]:
         said: list[str] = []

@@ -83,7 +83,7 @@ class WandbMirror:
         # Lines of every kind, superseded ones too: never fewer than the records that any attempt has sent.
         self._number = _lines(history)
         if anew:
-            for number, record in enumerate(metrics.read(history) if history.exists() else []):
+            for number, record in enumerate(metrics.read(history)):
                 self._log(record, number)
             for segment in older:
                 shutil.rmtree(segment)

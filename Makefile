@@ -1,0 +1,69 @@
+# Everything from a clean clone needs only Python 3.11 or newer with pip, and make.
+#
+#   make demo    train CartPole, evaluate it, draw its learning curve, film it        (everything below ./demo)
+#   make check   the inner loop: lint and the quick tests, under three minutes
+#   make test    lint and all tests             make test-long   the same, with ten times the repetitions
+#   make lint    ruff and mypy                  make clean       remove what the others made, except $(VENV) and runs/
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# One torch thread per test process: two processes with a pool each would fight over the same cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
+
+.DEFAULT_GOAL := check
+.PHONY: venv lint check test test-long demo clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no '$(PYTHON)'; install Python 3.11 or newer, or name one: make PYTHON=python3.12" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit("error: Tiltyard needs Python 3.11 or newer and $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
+	@"$(PYTHON)" -m venv "$(VENV)"
+	@# torch by its pin first: resolved together with the rest, a range could bring gigabytes of GPU packages
+	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) check
+	@touch "$@"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint
+	$(PYTEST) -m "not slow"
+
+test: lint
+	$(PYTEST)
+
+test-long: lint
+	TILTYARD_LONG=1 $(PYTEST)
+
+# Exported to the recipe's commands: `last` is the newest run below this root.
+demo: export TILTYARD_RUNS := demo/runs
+demo: $(STAMP)
+	@mkdir -p demo
+	$(BIN)/tiltyard train examples/cartpole.yaml stop.return=475
+	$(BIN)/tiltyard eval last --episodes 20 --video demo/cartpole.mp4
+	$(BIN)/tiltyard show last --plot demo/learning-curve.png
+	@echo
+	@echo "picture   demo/learning-curve.png"
+	@echo "video     demo/cartpole.mp4"
+	@echo "run       $$(ls -d demo/runs/cartpole/[0-9]* | tail -n 1)"
+	@echo
+	@echo "type next"
+	@echo "  . $(BIN)/activate"
+	@echo "  export TILTYARD_RUNS=demo/runs"
+	@echo "  tiltyard ls                                            # all runs"
+	@echo "  tiltyard train examples/cartpole.yaml algo.lr=3e-4     # the same with one change"
+	@echo "  tiltyard train CartPole-v1 stop.env_steps=1e5          # no file at all"
+
+clean:
+	rm -rf demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

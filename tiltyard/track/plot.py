@@ -1,0 +1,107 @@
+"""The learning curve of a run as a picture, drawn from metrics.jsonl; matplotlib is imported in this file alone.
+
+line       train/return, the mean of the last 100 training episodes
+diamonds   eval/return, with a band from eval/return_low to eval/return_high (95 %)
+dashes     stop.return, where the experiment has one
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import metrics
+from tiltyard.run.folder import Run
+
+_INK, _SOFT, _GRID = "#22262b", "#6b7280", "#e5e7eb"
+_TRAINING, _EVALUATION = "#2563eb", "#d97706"
+_KINDS = ("png", "svg", "pdf")
+
+
+def learning_curve(run_folder: Path, out: Path) -> Path:
+    """Draw the run in `run_folder` into `out` (png, svg or pdf by its ending) and return `out`."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
+    kind = out.suffix.lstrip(".").lower()
+    if kind not in _KINDS:
+        raise UseError(
+            f"{out} does not end like a picture", "use a name that ends with " + ", ".join("." + k for k in _KINDS)
+        )
+    records = metrics.read(run_folder)
+    training = _finite(records, "train/return")
+    evaluated = [record for record in records if math.isfinite(record["metrics"].get("eval/return", math.nan))]
+    if not training and not evaluated:
+        raise UseError(
+            f"{run_folder} has no return to plot yet: no episode has ended and no evaluation was made",
+            "train longer, or watch it with: tiltyard logs -f",
+        )
+    figure = _draw(run_folder, training, evaluated)
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(part, format=kind)
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise TiltyardError(f"{out} could not be written: {error.strerror}", "choose another place") from error
+    return out
+
+
+def _finite(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(x, y) for x, y in zip(*metrics.series(records, name), strict=True) if math.isfinite(y)]
+
+
+def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[dict[str, Any]]) -> Any:
+    # Figures made directly, not through pyplot: no display, no global state.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8.0, 4.5), dpi=160, facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    if training:
+        steps, returns = zip(*training, strict=True)
+        axes.plot(steps, returns, color=_TRAINING, linewidth=1.8, label="training, mean of the last 100 episodes")
+    if evaluated:
+        steps = [record["env_steps"] for record in evaluated]
+        found = [record["metrics"] for record in evaluated]
+        means = [values["eval/return"] for values in found]
+        low = [values.get("eval/return_low", values["eval/return"]) for values in found]
+        high = [values.get("eval/return_high", values["eval/return"]) for values in found]
+        banded = any(a != b for a, b in zip(low, high, strict=True))
+        if banded and len(found) > 1:
+            axes.fill_between(steps, low, high, color=_EVALUATION, alpha=0.18, linewidth=0)
+        elif banded:
+            axes.errorbar(steps, means, yerr=[[means[0] - low[0]], [high[0] - means[0]]], color=_EVALUATION, capsize=4)
+        label = "evaluation, with 95 % interval" if banded else "evaluation"
+        axes.plot(steps, means, color=_EVALUATION, linewidth=1.4, marker="D", markersize=4.5, label=label)
+    run = Run(run_folder)
+    experiment = run.experiment()
+    if experiment.stop.return_ is not None:
+        axes.axhline(experiment.stop.return_, color=_SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"goal {experiment.stop.return_:g}",
+            (1, experiment.stop.return_),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 4),
+            textcoords="offset points",
+            ha="right",
+            color=_SOFT,
+            fontsize=9,
+        )
+    axes.set_title(f"{experiment.env.id}   {run.id}", loc="left", color=_INK, fontsize=12)
+    axes.set_xlabel("env steps", color=_SOFT)
+    axes.set_ylabel("return", color=_SOFT)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.tick_params(colors=_SOFT, length=0)
+    axes.margins(x=0.01, y=0.08)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+    axes.legend(loc="best", frameon=False, labelcolor=_INK, fontsize=9)
+    return figure
