@@ -1,2 +1,59 @@
-"""Tiltyard."""
+"""Tiltyard: train reinforcement-learning agents with one file and one command.
+
+The Python face of the command line. Names are imported when first used, so that `import tiltyard` is instant:
+
+    import tiltyard
+    run = tiltyard.train("CartPole-v1", ["stop.env_steps=50_000"])
+    result = tiltyard.evaluate(run, episodes=20)
+    policy = tiltyard.load_policy(run)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_WHERE = {
+    "Experiment": "tiltyard.config.experiment",
+    "Run": "tiltyard.run.folder",
+    "TiltyardError": "tiltyard.errors",
+    "evaluate": "tiltyard.evaluation.measure",
+    "fork": "tiltyard.start",
+    "load_policy": "tiltyard.models.policy",
+    "read_episodes": "tiltyard.data.episodes",
+    "resume": "tiltyard.start",
+    "train": "tiltyard.start",
+}
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.data.episodes import read_episodes
+    from tiltyard.errors import TiltyardError
+    from tiltyard.evaluation.measure import evaluate
+    from tiltyard.models.policy import load_policy
+    from tiltyard.run.folder import Run
+    from tiltyard.start import fork, resume, train
+
+__all__ = [
+    "Experiment",
+    "Run",
+    "TiltyardError",
+    "evaluate",
+    "fork",
+    "load_policy",
+    "read_episodes",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'tiltyard' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
     Arrays = dict[str, NDArray[Any]]
+else:  # at run time the names exist and numpy need not
+    Array = Any
+    Arrays = dict[str, Any]
 
 # What checkpoints are made of: nested dicts and lists of arrays, numbers, strings, booleans and None.
 Tree = Any
@@ -89,6 +92,8 @@ class EnvSpec:
     """how a running episode is restored from a checkpoint"""
     renders: bool = False
     """the env can draw itself as an RGB array"""
+    env_bytes: int = 0
+    """memory that one more copy of the env takes, as measured when it was probed"""
     notes: tuple[str, ...] = ()
     """sentences that the probe wants the user to read"""
 
@@ -225,6 +230,9 @@ class Episode:
 
 class Engine(Protocol):
     """What happens inside the process tree that learns. The loop calls it, never the other way round."""
+
+    def describe(self) -> list[str]:
+        """Lines for the start: model class and parameter count, processes, batch, derived numbers."""
 
     def step(self) -> Report:
         """One batch of experience, learned from."""

@@ -1,0 +1,107 @@
+"""The command line: a table of verbs, each in a small file of its own that is imported when typed.
+
+stdout is data, stderr is everything else. Every failure is one sentence and a hint; see tiltyard.errors for exit
+codes. Importing this module imports nothing heavy, so `tiltyard --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tiltyard import __version__
+from tiltyard.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_USE,
+    ConfigError,
+    TiltyardError,
+    did_you_mean,
+)
+
+# verb -> (module with configure_VERB and run_VERB, one-line summary)
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("tiltyard.cli.train", "train an experiment: a YAML file or an env id, with key=value changes"),
+    "resume": ("tiltyard.cli.train", "continue a run, or train a finished one longer"),
+    "fork": ("tiltyard.cli.train", "start a new run from a checkpoint with changed settings"),
+    "eval": ("tiltyard.cli.evaluate", "measure a policy: mean and interval, video, rollout files"),
+    "ls": ("tiltyard.cli.runs", "list runs"),
+    "show": ("tiltyard.cli.runs", "what a run did and how it stands"),
+    "logs": ("tiltyard.cli.runs", "print a run's log, or follow it"),
+    "stop": ("tiltyard.cli.runs", "ask a running run to save and stop"),
+    "rm": ("tiltyard.cli.runs", "delete runs"),
+    "diff": ("tiltyard.cli.runs", "settings in which two runs or files differ"),
+    "config": ("tiltyard.cli.config", "show a resolved experiment, its JSON schema, the settings reference"),
+    "doctor": ("tiltyard.cli.doctor", "check this machine and say what is missing"),
+    "version": ("tiltyard.cli.doctor", "print the version"),
+}
+
+GROUPS = (
+    ("learn", ("train", "resume", "fork", "eval")),
+    ("look", ("ls", "show", "logs", "diff")),
+    ("keep house", ("stop", "rm", "config", "doctor", "version")),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `tiltyard` command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = dispatch(words)
+    except TiltyardError as error:
+        report(error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout left (`tiltyard ls | head`): not an error; keep the exit from flushing into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = EXIT_DONE
+    sys.exit(code)
+
+
+def dispatch(words: list[str]) -> int:
+    """Run one verb; returns the exit code."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(overview())
+        return EXIT_DONE if words else EXIT_WRONG_USE
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"{__version__}\n")
+        return EXIT_DONE
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        sys.stderr.write(f"error: there is no command {verb!r}\nhint: {did_you_mean(verb, VERBS)}\n")
+        return EXIT_WRONG_USE
+    module, summary = VERBS[verb]
+    commands = importlib.import_module(module)
+    parser = argparse.ArgumentParser(prog=f"tiltyard {verb}", description=summary, allow_abbrev=False)
+    getattr(commands, f"configure_{verb}")(parser)
+    code = getattr(commands, f"run_{verb}")(parser.parse_intermixed_args(rest))
+    return int(code)
+
+
+def overview() -> str:
+    """The text of `tiltyard --help`."""
+    lines = ["usage: tiltyard COMMAND ...", "", "Train reinforcement-learning agents, and never lose a run.", ""]
+    for title, verbs in GROUPS:
+        lines += [f"{title}:"] + [f"  {verb:<9}{VERBS[verb][1]}" for verb in verbs] + [""]
+    lines += ["`tiltyard COMMAND --help` explains a command.", "start here: tiltyard train CartPole-v1", ""]
+    return "\n".join(lines)
+
+
+def report(error: TiltyardError) -> None:
+    """One sentence, what belongs to it, and a hint, on stderr."""
+    lines = [f"error: {error.message}"]
+    if error.details:
+        lines += [error.details] if isinstance(error, ConfigError) else ["", error.details.rstrip(), ""]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+__all__ = ["EXIT_FAILED", "dispatch", "main", "overview", "report"]

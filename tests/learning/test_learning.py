@@ -1,0 +1,61 @@
+"""Learning, on problems whose answers are known. The same seeds give the same result on every machine of a kind."""
+
+from pathlib import Path
+
+import pytest
+
+import tiltyard
+from tests.counts import count
+from tiltyard.run import metrics
+
+ROOT = Path(__file__).parents[2]
+LITTLE = {"track": {"tensorboard": False}, "save": {"seconds": 1000}}
+
+
+def evaluation_returns(run: tiltyard.Run) -> list[float]:
+    return metrics.series(metrics.read(run.metrics_file), "eval/return")[1]
+
+
+@pytest.mark.slow
+def test_cartpole_is_solved_within_100_000_env_steps(runs: Path) -> None:
+    seeds = range(count(10))
+    solved = []
+    for seed in seeds:
+        run = tiltyard.train(ROOT / "examples" / "cartpole.yaml", [f"seed={seed}", "track.tensorboard=false"], live=False)
+        solved.append(max(evaluation_returns(run)) >= 475 and run.status()["progress"]["env_steps"] <= 101_000)
+    assert sum(solved) >= 0.9 * len(seeds), f"solved: {dict(zip(seeds, solved, strict=True))}"
+
+
+def test_basic_env_reaches_its_optimum(runs: Path) -> None:
+    run = tiltyard.train(
+        {**LITTLE, "env": "basic", "algo": {"rollout": 16, "minibatch": 64}, "stop": {"env_steps": 8192}}, live=False
+    )
+    assert evaluation_returns(run)[-1] == 1.0
+
+
+def memory_experiment(kind: str) -> dict[str, object]:
+    return {
+        **LITTLE,
+        "env": {"id": "memory", "options": {"length": 6}},
+        "model": {"memory": {"kind": kind, "size": 32, "bptt": 16}, "hidden": [32]},
+        "algo": {"rollout": 64, "minibatch": 256, "lr": 3e-3, "epochs": 4},
+        "stop": {"env_steps": 40_000},
+        "eval": {"episodes": 64, "every": 0},
+    }
+
+
+def test_memory_env_needs_a_memory(runs: Path) -> None:
+    with_memory = evaluation_returns(tiltyard.train(memory_experiment("lstm"), live=False))[-1]
+    without = evaluation_returns(tiltyard.train(memory_experiment("none"), live=False))[-1]
+    assert with_memory == 1.0
+    assert without < 0.75, "64 episodes with two equally likely cues: a policy without memory is right about half the time"
+
+
+@pytest.mark.slow
+def test_car_pass_reaches_190_and_never_exceeds_its_supremum(runs: Path) -> None:
+    run = tiltyard.train(ROOT / "examples" / "car_pass.yaml", ["track.tensorboard=false"], live=False)
+    returns = evaluation_returns(run)
+    assert max(returns) >= 190
+    assert max(returns) <= 216
+    best_episode = max(record["metrics"].get("train/return_max", 0) for record in metrics.read(run.metrics_file))
+    assert best_episode <= 216

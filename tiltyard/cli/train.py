@@ -1,0 +1,219 @@
+"""`train`, `resume` and `fork`: thin faces of tiltyard.start, plus seeds, expectations and the debugger."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
+
+if TYPE_CHECKING:
+    from tiltyard.run.folder import Run
+    from tiltyard.training import Outcome
+
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+}
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """`return>=475`: a metric, a comparison, a number."""
+
+    text: str
+    metric: str
+    comparison: str
+    number: float
+
+    @staticmethod
+    def parse(text: str) -> Expectation:
+        match = re.fullmatch(r"\s*([\w/.-]+)\s*(>=|<=|==|>|<)\s*(\S+)\s*", text)
+        try:
+            number = float(match[3]) if match else float("nan")
+        except ValueError:
+            number = float("nan")
+        if match is None or number != number:
+            raise UseError(f"--expect {text!r} is not METRIC>=NUMBER", "write --expect 'return>=475'")
+        name = {"return": "eval/return", "train_return": "train/return"}.get(match[1], match[1])
+        return Expectation(text, name, match[2], number)
+
+    def missed(self, latest: dict[str, float]) -> str | None:
+        """Why it is not met, or None."""
+        value = latest.get(self.metric)
+        if value is None:
+            return f"expected {self.text}, but {self.metric} was never recorded"
+        if not COMPARISONS[self.comparison](value, self.number):
+            return f"expected {self.text}, but {self.metric} is {value:.6g}"
+        return None
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0-4`, `1,5,9` or both."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        if match is None:
+            raise UseError(f"--seeds {text!r} is not a list of seeds", "write --seeds 0-4 or --seeds 1,5,9")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= MOST_SEEDS or len(seeds) + last - first >= MOST_SEEDS:
+            raise UseError(f"--seeds {text!r}: from 1 to {MOST_SEEDS} seeds, growing", "write --seeds 0-4")
+        seeds += range(first, last + 1)
+    if len(set(seeds)) != len(seeds):
+        raise UseError(f"--seeds {text!r} names a seed twice", "each seed is one run")
+    return seeds
+
+
+# ------------------------------------------------------------------------------------------------ verbs
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--expect", metavar="'METRIC>=NUMBER'", help="exit 1 when the finished run misses this, e.g. 'return>=475'")
+    parser.add_argument("--pdb", action="store_true", help="open the debugger where it crashed")
+    parser.add_argument("--plain", action="store_true", help="lines instead of the live screen")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout")
+
+
+def configure_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="experiment file (YAML) or env id")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=3e-4")
+    parser.add_argument("--on", metavar="PROFILE", help="profile of the site file to run with")
+    parser.add_argument("--seeds", metavar="0-4", help="one run per seed, one after another")
+    parser.add_argument("--debug", action="store_true", help="everything in one process with tiny batches, over in seconds")
+    _common(parser)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    expectation = Expectation.parse(args.expect) if args.expect else None
+    seeds = parse_seeds(args.seeds) if args.seeds else [None]
+    data = guard_stdout()
+    from tiltyard import start
+
+    prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
+    code = EXIT_DONE
+    for seed in seeds:
+        run = start.begin(prepared, seed=seed)
+        result = _train_here(run, args, expectation, data)
+        code = code or result
+        if result not in (EXIT_DONE, EXIT_FAILED):  # stopped by a signal: that ends the other seeds too
+            break
+    return code
+
+
+def configure_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run: its id, folder or unique end of its name; `last` is the newest")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. stop.env_steps=2e6")
+    _common(parser)
+
+
+def run_resume(args: argparse.Namespace) -> int:
+    expectation = Expectation.parse(args.expect) if args.expect else None
+    data = guard_stdout()
+    from tiltyard import start
+    from tiltyard.run.folder import find
+
+    run = find(args.run)
+    if args.overrides:
+        start.change_settings(run, args.overrides)
+    return _train_here(run, args, expectation, data)
+
+
+def configure_fork(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run to start from")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=1e-4")
+    parser.add_argument("--at", metavar="STEP|best", help="checkpoint: env steps, or best; the newest when left out")
+    _common(parser)
+
+
+def run_fork(args: argparse.Namespace) -> int:
+    expectation = Expectation.parse(args.expect) if args.expect else None
+    data = guard_stdout()
+    from tiltyard import start
+
+    run = start.branch(args.run, args.overrides, at=parse_at(args.at))
+    return _train_here(run, args, expectation, data)
+
+
+def parse_at(text: str | None) -> int | str | None:
+    """A checkpoint's env steps (1_000_000, 1e6) or `best`."""
+    if text is None or text == "best":
+        return text
+    try:
+        number = float(text.replace("_", "").replace(",", ""))
+    except ValueError:
+        number = -1.0
+    if not (0 <= number < 1e18 and number.is_integer()):
+        raise UseError(f"--at {text!r} is neither a number of env steps nor `best`", "`tiltyard show RUN` lists checkpoints")
+    return int(number)
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
+    from tiltyard import start
+
+    try:
+        outcome = start.carry_out(run, live=False if args.plain else None)
+    except UseError:
+        raise
+    except (TiltyardError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, OSError) as error:
+        if not args.pdb:
+            raise _as_told(run, error) from error
+        import pdb  # noqa: T100
+        import traceback
+
+        traceback.print_exception(error)
+        pdb.post_mortem(error.__traceback__)
+        return EXIT_FAILED
+    missed = expectation.missed(outcome.latest) if expectation and outcome.state == "finished" else None
+    _print_outcome(run, outcome, args.json, data)
+    if missed:
+        sys.stderr.write(f"error: {missed}\n")
+        return EXIT_FAILED
+    return outcome.exit_code
+
+
+def _as_told(run: Run, error: Exception) -> TiltyardError:
+    """Any failure of a training as one sentence; the whole traceback is in the run folder."""
+    if isinstance(error, TiltyardError):
+        return error
+    return TiltyardError(
+        f"{type(error).__name__}: {error}", f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb stops there"
+    )
+
+
+def _print_outcome(run: Run, outcome: Outcome, as_json: bool, data: TextIO) -> None:
+    if as_json:
+        whole = {
+            "run": run.id,
+            "folder": str(run.folder),
+            "state": outcome.state,
+            "reason": outcome.reason,
+            "progress": asdict(outcome.progress),
+            "metrics": outcome.latest,
+        }
+        data.write(json.dumps(whole) + "\n")
+    else:
+        data.write(f"{os.path.relpath(run.folder)}\n")
+    data.flush()
+
+
+def guard_stdout() -> TextIO:
+    """The real stdout, for data; from now on whatever else is printed in this process, C libraries included, goes to stderr."""
+    sys.stdout.flush()
+    data = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return data
+

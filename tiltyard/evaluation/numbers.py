@@ -1,0 +1,78 @@
+"""From episodes to numbers: the mean, its 95 % interval, and the files they are written to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+from tiltyard.errors import TiltyardError
+from tiltyard.evaluation.play import Played
+from tiltyard.types import Evaluation
+
+
+def summarise(played: Sequence[Played], greedy: bool, seconds: float) -> Evaluation:
+    """Mean return with a 95 % interval by Student's t over episodes."""
+    if not played:
+        raise TiltyardError("the evaluation finished no episode", "give more --episodes or --steps")
+    returns = [one.total for one in played]
+    mean = fmean(returns)
+    half = student_t(len(returns) - 1) * stdev(returns) / math.sqrt(len(returns)) if len(returns) > 1 else math.inf
+    names = sorted({name for one in played for name in one.metrics})
+    return Evaluation(
+        returns=tuple(returns),
+        lengths=tuple(one.length for one in played),
+        seeds=tuple(one.seed for one in played),
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        mean_length=fmean(one.length for one in played),
+        greedy=greedy,
+        seconds=seconds,
+        metrics={name: fmean(one.metrics[name] for one in played if name in one.metrics) for name in names},
+    )
+
+
+def student_t(freedom: int, level: float = 0.975) -> float:
+    """Quantile of Student's t, by its series in 1/freedom (Abramowitz & Stegun 26.7.5), exact for 1 and 2 degrees."""
+    if freedom == 1:
+        return math.tan(math.pi * (level - 0.5))
+    if freedom == 2:
+        return (2 * level - 1) / math.sqrt(2 * level * (1 - level))
+    z = NormalDist().inv_cdf(level)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+
+
+def as_json(result: Evaluation) -> dict[str, Any]:
+    """The evaluation as plain data; an interval that one episode cannot give is null."""
+    data = asdict(result)
+    for name in ("low", "high"):
+        data[name] = data[name] if math.isfinite(data[name]) else None
+    return data
+
+
+def write_files(result: Evaluation, facts: dict[str, Any], stem: Path) -> tuple[Path, Path]:
+    """STEM.csv has a line per episode, STEM.json the whole; both appear complete or not at all."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    table, whole = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
+    rows = zip(result.seeds, result.returns, result.lengths, strict=True)
+    with (draft := table.with_name(f".{table.name}.tmp")).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["episode", "seed", "return", "length"])
+        writer.writerows([index, *row] for index, row in enumerate(rows))
+    os.replace(draft, table)
+    (draft := whole.with_name(f".{whole.name}.tmp")).write_text(json.dumps({**facts, **as_json(result)}, indent=2) + "\n")
+    os.replace(draft, whole)
+    return table, whole

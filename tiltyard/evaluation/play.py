@@ -1,0 +1,193 @@
+"""Playing whole episodes with fixed seeds, many at a time.
+
+Episode i always has the same seed, whatever runs it. Slot r of R plays episodes r, r + R, r + 2R, ... to their ends,
+so short episodes are not favoured over long ones; with a budget of steps no episode is started once it is used up,
+and those running are finished. The same EnvGroup and PolicyNet as in training do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.spaces import random_action
+from tiltyard.envs.vector import EnvGroup, episode_seed
+from tiltyard.errors import UseError
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import Arrays, EnvSpec, Episode
+from tiltyard.video import VideoWriter
+
+
+@dataclass(frozen=True)
+class Played:
+    """One finished episode of an evaluation."""
+
+    index: int
+    seed: int
+    total: float
+    length: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Slot:
+    """One env row: which episodes it still has to play, and what it recorded of the running one."""
+
+    queue: list[int]
+    playing: int | None = None
+    obs: list[Arrays] = field(default_factory=list)
+    action: list[np.ndarray] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    info: list[dict[str, Any]] = field(default_factory=list)
+
+
+Keep = Callable[[int, Episode], None]
+Choose = Callable[[Arrays, np.ndarray, np.ndarray | None], np.ndarray]
+
+
+def policy_choice(net: PolicyNet, greedy: bool, seed: int) -> Callable[[int], Choose]:
+    """Acts as the policy does; the memory of all slots is kept between calls."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def begin(rows: int) -> Choose:
+        state = net.initial_state(rows)
+
+        def choose(obs: Arrays, first: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+            nonlocal state
+            acted = net.act(
+                {key: torch.from_numpy(array) for key, array in obs.items()},
+                state,
+                torch.from_numpy(first),
+                None if mask is None else torch.from_numpy(mask),
+                greedy=greedy,
+                generator=generator,
+            )
+            state = acted.state
+            return np.asarray(acted.action.numpy())
+
+        return choose
+
+    return begin
+
+
+def random_choice(spec: EnvSpec, seed: int) -> Callable[[int], Choose]:
+    """The baseline: every allowed action is equally likely."""
+    rng = np.random.default_rng(seed)
+
+    def begin(rows: int) -> Choose:
+        def choose(obs: Arrays, first: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+            masks = [None] * rows if mask is None else list(mask)
+            return np.stack([random_action(spec.action, rng, row_mask) for row_mask in masks])
+
+        return choose
+
+    return begin
+
+
+def play(
+    begin: Callable[[int], Choose],
+    env: Env,
+    spec: EnvSpec,
+    *,
+    base: Sequence[Path],
+    previous: bool,
+    episodes: Sequence[int],
+    slots: int,
+    seed: int,
+    steps: int | None = None,
+    video: Path | None = None,
+    keep: Keep | None = None,
+) -> list[Played]:
+    """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps."""
+    rows = min(slots, len(episodes))
+    shares = [list(episodes[row::rows]) for row in range(rows)]
+    table = [_Slot(share[1:], share[0]) for share in shares]
+
+    def seeds(row: int, number: int) -> int:
+        share = shares[row]  # a slot that has played its share goes on unheeded until the others are done
+        return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
+
+    group = EnvGroup(env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds)
+    film = VideoWriter(video, fps=group.fps) if video is not None else None
+    group.filmed = 0 if film is not None else None
+    choose, played, taken = begin(rows), [], 0
+    try:
+        now = group.reset()
+        while any(slot.playing is not None for slot in table):
+            if film is not None and table[0].playing == shares[0][0]:
+                film.add(picture(group, now.obs))
+            action = choose(now.obs, now.first, now.mask)
+            if keep is not None:
+                _note_before(table, now.obs, action)
+            now = group.step(action)
+            taken += sum(slot.playing is not None for slot in table)
+            if keep is not None:
+                _note_after(table, now.reward, group.infos)
+            for end in now.episodes:
+                slot = table[end.row]
+                if slot.playing is None:
+                    continue
+                if film is not None and end.row == 0 and slot.playing == shares[0][0]:
+                    film.add(group.final_frame if group.final_frame is not None else picture(group, now.final_obs))
+                    film.close()
+                    film = None
+                if keep is not None:
+                    terminated, truncated = bool(now.terminated[end.row]), bool(now.truncated[end.row])
+                    keep(slot.playing, _episode(slot, now.final_obs, end.row, end.seed, terminated, truncated))
+                played.append(Played(slot.playing, end.seed, end.total, end.length, dict(end.metrics)))
+                more = slot.queue and (steps is None or taken < steps)
+                slot.playing = slot.queue.pop(0) if more else None
+    finally:
+        group.close()
+        if film is not None:
+            film.discard()
+    return sorted(played, key=lambda one: one.index)
+
+
+def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
+    """Row 0 as its env draws it, or, when it cannot, the first of its observations that is an image."""
+    drawn = group.render_row(0) if group.spec.renders else None
+    if drawn is not None:
+        return drawn
+    for name, item in group.spec.obs.items():
+        if item.image:
+            return obs[name][0]
+    raise UseError(
+        f"env {group.env.id} cannot be filmed: it has no rgb_array rendering and no image observation",
+        "leave --video out, or give the env render_mode='rgb_array'",
+    )
+
+
+def _note_before(table: list[_Slot], obs: Arrays, action: np.ndarray) -> None:
+    for row, slot in enumerate(table):
+        if slot.playing is not None:
+            slot.obs.append({key: array[row].copy() for key, array in obs.items()})
+            slot.action.append(action[row].copy())
+
+
+def _note_after(table: list[_Slot], reward: np.ndarray, infos: Sequence[dict[str, Any]]) -> None:
+    for row, slot in enumerate(table):
+        if slot.playing is not None:
+            slot.reward.append(float(reward[row]))
+            slot.info.append(infos[row])
+
+
+def _episode(slot: _Slot, final: Arrays, row: int, seed: int, terminated: bool, truncated: bool) -> Episode:
+    slot.obs.append({key: array[row].copy() for key, array in final.items()})
+    episode = Episode(
+        obs={key: np.stack([one[key] for one in slot.obs]) for key in final},
+        action=np.stack(slot.action),
+        reward=np.asarray(slot.reward, np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        seed=seed,
+        info=slot.info,
+    )
+    slot.obs, slot.action, slot.reward, slot.info = [], [], [], []
+    return episode

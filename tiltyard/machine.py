@@ -1,0 +1,32 @@
+"""What this machine, or the part of it we were given, has left. Answers None where the system does not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def free_memory() -> int | None:
+    """Bytes that can still be used: the system's, or what is left of the control group's limit if that is less."""
+    available = _meminfo_available()
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        left = max(0, limit - used)
+        return left if available is None else min(left, available)
+    return available
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,32 @@
+"""Signals that ask a training to end: noticed by a flag, obeyed by the loop at the end of the current update."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class StopSignals:
+    """While entered, SIGTERM, SIGINT and SIGUSR2 only set `asked`; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._note) for number in ASKING}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked == "SIGINT":
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name

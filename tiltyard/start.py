@@ -1,0 +1,211 @@
+"""From a description to a trained policy: check everything, make the run folder, train it here.
+
+    train(TARGET)   load settings -> probe env, build model once, check memory -> create folder -> training loop
+    resume(RUN)     same folder, newest valid checkpoint, perhaps changed settings
+    fork(RUN)       new folder that starts from a copy of one checkpoint, lineage recorded
+
+Nothing is created before every check has passed. Command line and Python use these same functions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import Loaded, load, resolved_yaml
+from tiltyard.config.site import load_site, pick_profile, runs_root
+from tiltyard.engines import check_engine
+from tiltyard.envs.probe import probe
+from tiltyard.errors import UseError
+from tiltyard.run import checkpoint, disk
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run, create, find
+from tiltyard.run.lock import Lock
+from tiltyard.track import mirrors
+from tiltyard.track.screen import Screen
+from tiltyard.training import Outcome, train_run
+from tiltyard.types import Checkpoint
+
+# What a run is: changing one of these makes another run, which is what `fork` is for.
+IDENTITY = ("env", "model", "seed", "name", "engine")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An experiment that has passed every check and only needs its folder."""
+
+    loaded: Loaded
+    root: Path
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.loaded.experiment
+
+
+def train(
+    target: str | Path | Mapping[str, Any] | Experiment,
+    overrides: Sequence[str] = (),
+    *,
+    profile: str | None = None,
+    live: bool | None = None,
+) -> Run:
+    """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run."""
+    run = begin(prepare(target, overrides, profile=profile))
+    carry_out(run, live=live)
+    return run
+
+
+def resume(source: Run | str | Path, overrides: Sequence[str] = (), *, live: bool | None = None) -> Run:
+    """Continue a run, with changed settings if given: `resume(run, ["stop.env_steps=2e6"])` trains it longer."""
+    run = source if isinstance(source, Run) else find(str(source))
+    if overrides:
+        change_settings(run, overrides)
+    carry_out(run, live=live)
+    return run
+
+
+def fork(
+    source: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    at: int | str | None = None,
+    live: bool | None = None,
+) -> Run:
+    """A new run that starts from one of another run's checkpoints with changed settings."""
+    run = branch(source, overrides, at=at)
+    carry_out(run, live=live)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ before a folder exists
+
+
+def prepare(
+    target: str | Path | Mapping[str, Any] | Experiment,
+    overrides: Sequence[str] = (),
+    *,
+    profile: str | None = None,
+    debug: bool = False,
+) -> Prepared:
+    """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory."""
+    site, site_file = load_site()
+    if isinstance(target, Experiment):
+        target = target.model_dump(mode="json", by_alias=True)
+    chosen = pick_profile(site, profile, site_file) if profile else None
+    loaded = load(target, overrides, profile=chosen, debug=debug)
+    root = runs_root(site)
+    experiment = _with_found_sources(loaded.experiment, root)
+    loaded = replace(loaded, experiment=experiment)
+    check(experiment, loaded.base)
+    return Prepared(loaded, root)
+
+
+def check(experiment: Experiment, base: Sequence[Path]) -> None:
+    """Probe the env in a child process, build the engine's model once, and look at memory and trackers."""
+    mirrors.check(experiment.track)
+    spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+    check_engine(experiment, spec, base)
+
+
+def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
+    """`resume: PATH` and `model.init: RUN` as absolute checkpoint folders: they must mean the same anywhere later."""
+    if experiment.resume not in ("auto", "never"):
+        found = _checkpoint_of(experiment.resume, root, None)
+        experiment = experiment.model_copy(update={"resume": str(found.folder)})
+    if experiment.model.init:
+        found = _checkpoint_of(experiment.model.init, root, None)
+        model = experiment.model.model_copy(update={"init": str(found.folder)})
+        experiment = experiment.model_copy(update={"model": model})
+    return experiment
+
+
+def _checkpoint_of(text: str, root: Path, at: int | str | None) -> Checkpoint:
+    folder = Path(text).expanduser().absolute()
+    if (folder / "manifest.json").is_file():
+        return checkpoint.select(folder)
+    return checkpoint.select(find(text, root), at)
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def begin(prepared: Prepared, *, seed: int | None = None) -> Run:
+    """Make the run folder; with another seed if asked."""
+    loaded = prepared.loaded
+    experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
+    return create(
+        prepared.root,
+        experiment,
+        source_text=loaded.source_text,
+        source_name=loaded.source.name if loaded.source else None,
+        base=loaded.base,
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+    )
+
+
+def change_settings(run: Run, overrides: Sequence[str]) -> None:
+    """Rewrite the run's experiment.yaml with the changes; the old one stays as experiment.before-attempt-N.yaml."""
+    before = run.experiment()
+    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=run.base)
+    changed = [name for name in IDENTITY if getattr(before, name) != getattr(loaded.experiment, name)]
+    if changed:
+        raise UseError(
+            f"`resume` cannot change {changed[0]}: it would be another run than {run.id}",
+            f"start one from its checkpoint: tiltyard fork {run.id} {' '.join(overrides)}",
+        )
+    with Lock(run):
+        number = int(run.status().get("attempt", 0)) + 1
+        shutil.copyfile(run.experiment_file, run.folder / f"experiment.before-attempt-{number}.yaml")
+        disk.write_text(run.experiment_file, resolved_yaml(loaded.experiment))
+        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(overrides)}", overrides=[*overrides])
+
+
+def branch(source: Run | str | Path, overrides: Sequence[str], *, at: int | str | None = None) -> Run:
+    """The folder of a fork: the parent's settings with changes, and a copy of one checkpoint to start from."""
+    root = runs_root()
+    parent = source if isinstance(source, Run) else find(str(source), root)
+    chosen = checkpoint.select(parent, at)
+    loaded = load(parent.experiment().model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    check(loaded.experiment, loaded.base)
+    run = create(
+        root,
+        loaded.experiment,
+        source_text=None,
+        source_name=None,
+        base=loaded.base,
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        parent={"run": parent.id, "folder": str(parent.folder), "env_steps": chosen.env_steps, "changes": [*overrides]},
+    )
+    checkpoint.copy_into(run, chosen)
+    log_event(run, "forked", f"forked from {parent.id} at env step {chosen.env_steps:,}", changes=[*overrides])
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def carry_out(run: Run, *, live: bool | None = None) -> Outcome:
+    """Train the run in this process and say at the end what to type next."""
+    screen = Screen(run, run.experiment(), live=live)
+    try:
+        outcome = train_run(run, screen=screen)
+        screen.finish(f"{outcome.state}: {outcome.reason}", next_commands(run, outcome))
+        return outcome
+    finally:
+        screen.close()
+
+
+def next_commands(run: Run, outcome: Outcome) -> list[str]:
+    """Where the run is and what one would type now."""
+    lines = [f"run folder  {os.path.relpath(run.folder)}"]
+    if outcome.state == "finished":
+        lines += [f"next        tiltyard eval {run.id} --video", f"            tiltyard show {run.id}"]
+    else:
+        lines += [f"next        tiltyard resume {run.id}"]
+    return lines
