@@ -228,9 +228,9 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> R
 
 def default_root() -> Path:
     """The runs folder that the environment or the site file names."""
-    from tiltyard.config.site import load_site, runs_root
+    from tiltyard.config.site import runs_root
 
-    return runs_root(load_site())
+    return runs_root()
 
 
 def run_of(path: Path) -> Run:

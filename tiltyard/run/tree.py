@@ -61,7 +61,12 @@ def read_tree(folder: Path, name: str) -> Tree:
             f"{folder / name}.json has schema {head.get('schema')}, this Tiltyard knows 1",
             "update with: pip install -U tiltyard",
         )
-    return _decode(head.get("tree"), arrays, folder / f"{name}.json")
+    try:
+        return _decode(head.get("tree"), arrays, folder / f"{name}.json")
+    except (KeyError, TypeError, ValueError) as error:
+        raise TiltyardError(
+            f"{folder / name}.json cannot be understood: {error!r}", "the checkpoint is damaged; use another one"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,0 +1,388 @@
+"""Checkpoints under real faults: killed processes, full disks, flipped bits, files cut short."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.counts import count
+from tiltyard.config.experiment import Save
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import checkpoint, disk
+from tiltyard.run.folder import Run
+from tiltyard.types import Progress
+
+
+def save(run, steps, score=None, *, milestone=False, size=8):
+    def write(folder):
+        checkpoint.write_tree(folder / "policies", "main", {"weights": np.full(size, steps, np.float32)})
+        checkpoint.write_tree(folder, "loop", {"steps": steps})
+
+    return checkpoint.commit(run, steps, Progress(env_steps=steps, updates=3), score, write, milestone=milestone)
+
+
+def content(found):
+    return int(checkpoint.read_tree(found.folder / "policies", "main")["weights"][0])
+
+
+def names(run):
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def steps_of(checkpoints):
+    return [one.env_steps for one in checkpoints]
+
+
+# ---------------------------------------------------------------------------------------------- the ordinary case
+
+
+def test_a_commit_is_listed_verified_and_read_back(bare_run):
+    made = save(bare_run, 1000, 12.5)
+    assert made.folder == bare_run.checkpoints / "000000001000"
+    assert checkpoint.list_checkpoints(bare_run) == [made]
+    assert checkpoint.newest_valid(bare_run) == (made, [])
+    assert made.progress == Progress(env_steps=1000, updates=3) and made.score == 12.5 and content(made) == 1000
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    assert manifest["schema"] == 1 and manifest["tiltyard"] and set(manifest["files"]) == {
+        "policies/main.safetensors", "policies/main.json", "loop.json", "loop.safetensors"}  # fmt: skip
+
+
+def test_no_checkpoints_is_none_and_select_says_so(bare_run):
+    assert checkpoint.newest_valid(bare_run) == (None, [])
+    assert checkpoint.list_checkpoints(bare_run) == []
+    with pytest.raises(UseError, match="no checkpoint yet"):
+        checkpoint.select(bare_run)
+
+
+def test_a_second_save_of_the_same_step_takes_the_firsts_place(bare_run):
+    save(bare_run, 500, 1.0)
+    for score in (2.0, 3.0):
+        made = save(bare_run, 500, score)
+        assert names(bare_run) == ["000000000500"] and made.folder.name == "000000000500"
+        assert [one.score for one in checkpoint.list_checkpoints(bare_run)] == [score]
+
+
+def test_a_crash_between_the_renames_of_a_second_save_loses_nothing(bare_run):
+    save(bare_run, 500, 1.0)
+    first = bare_run.checkpoints / "000000000500"
+    shutil.copytree(first, bare_run.checkpoints / "kept")
+    save(bare_run, 500, 2.0)
+    first.rename(bare_run.checkpoints / "000000000500.1")  # the new one is listed, the old one not yet gone
+    assert checkpoint.newest_valid(bare_run)[0].score == 2.0
+    (bare_run.checkpoints / "kept").rename(first)
+    found, complaints = checkpoint.newest_valid(bare_run)
+    assert complaints == [] and found.score == 2.0
+    made = save(bare_run, 500, 9.0)
+    assert names(bare_run) == ["000000000500"] and made.score == 9.0
+
+
+def test_newest_is_the_last_committed_not_the_most_steps(bare_run):
+    save(bare_run, 3000)
+    save(bare_run, 1000)  # the run went back and went on from there
+    assert checkpoint.newest_valid(bare_run)[0].env_steps == 1000
+    assert steps_of(checkpoint.list_checkpoints(bare_run)) == [3000, 1000]
+    checkpoint.prune(bare_run, Save(last=1, best=0))
+    assert names(bare_run) == ["000000001000"]
+
+
+def test_a_writer_that_fails_leaves_nothing(bare_run):
+    save(bare_run, 1)
+
+    def write(folder):
+        (folder / "half").write_text("x")
+        raise RuntimeError("the engine broke")
+
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        checkpoint.commit(bare_run, 2, Progress(env_steps=2), None, write)
+    assert names(bare_run) == ["000000000001"]
+
+
+def test_links_are_not_files_of_a_checkpoint(bare_run, tmp_path):
+    (tmp_path / "elsewhere").write_text("x")
+    with pytest.raises(TiltyardError, match="no plain file"):
+        checkpoint.commit(
+            bare_run, 2, Progress(env_steps=2), None, lambda folder: (folder / "link").symlink_to(tmp_path / "elsewhere")
+        )
+    assert names(bare_run) == []
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+def test_select_by_step_best_and_path(bare_run):
+    for steps, score in ((100, 5.0), (200, 9.0), (300, float("nan")), (400, 7.0), (500, None)):
+        save(bare_run, steps, score)
+    assert checkpoint.select(bare_run).env_steps == 500
+    assert checkpoint.select(bare_run, "best", "max").env_steps == 200
+    assert checkpoint.select(bare_run, "best", "min").env_steps == 100
+    assert checkpoint.select(bare_run, 300).env_steps == checkpoint.select(bare_run, "300").env_steps == 300
+    assert checkpoint.select(bare_run.folder, 100).env_steps == 100
+    assert checkpoint.select(bare_run.checkpoints / "000000000400").score == 7.0
+    with pytest.raises(UseError) as caught:
+        checkpoint.select(bare_run, 250)
+    assert "env step 250" in caught.value.message and "100, 200, 300, 400, 500" in caught.value.hint
+    with pytest.raises(UseError, match="worst"):
+        checkpoint.select(bare_run, "worst")
+    with pytest.raises(UseError, match="no such folder"):
+        checkpoint.select(bare_run.checkpoints / "000000000999")
+
+
+def test_best_without_scores_is_one_sentence(bare_run):
+    save(bare_run, 1)
+    with pytest.raises(UseError, match="has a score"):
+        checkpoint.select(bare_run, "best", "max")
+
+
+# ---------------------------------------------------------------------------------------------- keeping
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"last": 1, "best": 0}, [100, 600]),
+        ({"last": 3, "best": 0}, [100, 400, 500, 600]),
+        ({"last": 1, "best": 2}, [100, 200, 300, 600]),
+        ({"last": 1, "best": 2, "mode": "min"}, [100, 400, 500, 600]),
+        ({"last": 100, "best": 0}, [100, 200, 300, 400, 500, 600]),
+    ],
+)
+def test_prune_keeps_last_best_and_milestones(bare_run, settings, kept):
+    for steps, score in ((100, None), (200, 9.0), (300, 9.0), (400, 2.0), (500, 1.0), (600, float("nan"))):
+        save(bare_run, steps, score, milestone=steps == 100)
+    left = checkpoint.prune(bare_run, Save(**settings))
+    assert steps_of(left) == kept == steps_of(checkpoint.list_checkpoints(bare_run))
+    assert names(bare_run) == [f"{steps:012d}" for steps in kept]
+
+
+def test_of_equal_scores_the_newer_is_best(bare_run):
+    for steps in (1, 2, 3):
+        save(bare_run, steps, 5.0)
+    assert checkpoint.select(bare_run, "best", "max").env_steps == 3
+
+
+def test_prune_sweeps_what_killed_saves_left(bare_run):
+    save(bare_run, 1)
+    for name in (".tmp-000000000002-dead", ".tmp-gone-000000000001-beef"):
+        (bare_run.checkpoints / name / "policies").mkdir(parents=True)
+        (bare_run.checkpoints / name / "policies" / "half").write_text("x")
+    assert steps_of(checkpoint.list_checkpoints(bare_run)) == [1]
+    checkpoint.prune(bare_run, Save())
+    assert names(bare_run) == ["000000000001"]
+
+
+def test_copy_into_and_set_aside(bare_run, tmp_path):
+    made = save(bare_run, 700, 3.0)
+    other = Run(tmp_path / "runs" / "toy" / "0002-calm-heron")
+    other.folder.mkdir()
+    copied = checkpoint.copy_into(other, made)
+    assert content(copied) == 700 and copied.score == 3.0 and copied.progress == made.progress
+    assert checkpoint.newest_valid(other) == (copied, [])
+    (sentence,) = checkpoint.set_aside(other, 2)
+    assert "checkpoints.before-attempt-2" in sentence and checkpoint.newest_valid(other) == (None, [])
+    assert checkpoint.set_aside(other, 3) == []
+    (made.folder / "loop.json").write_text("{}")
+    with pytest.raises(TiltyardError, match=r"loop\.json"):
+        checkpoint.copy_into(other, made)
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def damage(folder, rng):
+    """Flip one bit of one file, cut it short, or delete it; returns what was done."""
+    victim = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    data = bytearray(victim.read_bytes())
+    kind = rng.choice(["flip", "cut", "delete", "zeros"])
+    if kind == "delete":
+        victim.unlink()
+    elif kind == "cut":
+        victim.write_bytes(data[: rng.randrange(len(data))])
+    elif kind == "zeros":
+        victim.write_bytes(bytes(len(data)))
+    else:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(data)
+    return f"{kind} {victim.name}"
+
+
+def test_any_damage_to_the_newest_is_named_and_the_previous_one_used(bare_run):
+    save(bare_run, 100)
+    for seed in range(count(1000)):
+        save(bare_run, 200)
+        done = damage(bare_run.checkpoints / "000000000200", random.Random(seed))
+        found, complaints = checkpoint.newest_valid(bare_run)
+        assert found.env_steps == 100 and len(complaints) == 1 and "000000000200" in complaints[0], (seed, done)
+
+
+def test_all_damaged_is_an_error_and_never_a_fresh_start(bare_run):
+    for steps in (100, 200):
+        save(bare_run, steps)
+        damage(bare_run.checkpoints / f"{steps:012d}", random.Random(steps))
+    with pytest.raises(TiltyardError) as caught:
+        checkpoint.newest_valid(bare_run)
+    assert "000000000100" in caught.value.details and "000000000200" in caught.value.details and caught.value.hint
+
+
+def test_an_empty_or_renamed_folder_is_not_believed(bare_run):
+    save(bare_run, 100)
+    (bare_run.checkpoints / "000000000300").mkdir()
+    save(bare_run, 200).folder.rename(bare_run.checkpoints / "000000000400")
+    found, complaints = checkpoint.newest_valid(bare_run)
+    assert found.env_steps == 100
+    assert "manifest.json is missing" in complaints[0] and "is of env step 200" in complaints[1]
+
+
+def test_select_passes_over_a_damaged_newest_only_when_it_can_complain(bare_run):
+    save(bare_run, 100, 1.0)
+    (save(bare_run, 200, 2.0).folder / "loop.json").write_text("{}")
+    with pytest.raises(TiltyardError, match=r"000000000200.*loop\.json has 2 bytes"):
+        checkpoint.select(bare_run)
+    heard = []
+    assert checkpoint.select(bare_run, complain=heard.append).env_steps == 100 and len(heard) == 1
+    for at in ("best", 200):
+        with pytest.raises(UseError, match=r"000000000200 cannot be used"):
+            checkpoint.select(bare_run, at, "max")
+
+
+def test_a_newer_schema_is_named_and_not_deleted(bare_run):
+    save(bare_run, 100)
+    made = save(bare_run, 200)
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    disk.write_json(made.folder / "manifest.json", {**manifest, "schema": 99})
+    found, complaints = checkpoint.newest_valid(bare_run)
+    assert found.env_steps == 100 and "newer Tiltyard (schema 99" in complaints[0]
+    checkpoint.prune(bare_run, Save(last=1, best=0))
+    assert made.folder.exists()
+
+
+# ---------------------------------------------------------------------------------------------- full disks
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk):
+    run = Run(small_disk / "toy" / "0001-brisk-otter")
+    run.folder.mkdir(parents=True)
+    save(run, 100, size=20_000)
+    for size in (120_000, 1_000_000):  # full while writing, and hopelessly so
+        with pytest.raises(TiltyardError) as caught:
+            save(run, 200, size=size)
+        assert "No space left on device" in caught.value.message
+        assert "000000000100 is intact" in caught.value.message and "tiltyard resume toy/0001-brisk-otter" in caught.value.hint
+    assert names(run) == ["000000000100"]
+    assert checkpoint.newest_valid(run)[0].env_steps == 100
+    save(run, 300)  # there is room again: nothing was left behind
+    assert checkpoint.newest_valid(run)[0].env_steps == 300
+
+
+def test_a_disk_that_fills_at_any_byte(small_disk):
+    """Fill the disk so that less and less room is left: each save is whole or has changed nothing."""
+    run = Run(small_disk / "toy" / "0001-brisk-otter")
+    run.folder.mkdir(parents=True)
+    save(run, 1)
+    outcomes = set()
+    room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+    ballast = small_disk / "ballast"
+    for spare in range(0, 48, 4):
+        ballast.write_bytes(b"")
+        ballast.write_bytes(bytes(max(0, room - spare * 1024)))
+        try:
+            save(run, 2 + spare)
+            outcomes.add("saved")
+            checkpoint.prune(run, Save(last=1, best=0))
+        except TiltyardError as error:
+            outcomes.add("full")
+            assert "intact" in error.message
+        found, complaints = checkpoint.newest_valid(run)
+        assert found is not None and complaints == []
+        assert not [name for name in names(run) if name.startswith(".")]
+    assert outcomes == {"saved", "full"}
+
+
+def test_a_file_size_limit_is_told_like_a_full_disk(bare_run, child):
+    save(bare_run, 100)
+    code = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from tiltyard.errors import TiltyardError
+from tiltyard.run import checkpoint
+from tiltyard.run.folder import Run
+from tiltyard.types import Progress
+run = Run(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    checkpoint.commit(run, 200, Progress(), None, lambda f: checkpoint.write_tree(f, "x", {"a": np.zeros(10_000)}))
+except TiltyardError as error:
+    print(error.message)
+"""
+    out, _ = child(code, bare_run.folder).communicate(timeout=60)
+    assert "File too large" in out and "000000000100 is intact" in out
+    assert names(bare_run) == ["000000000100"]
+
+
+# ---------------------------------------------------------------------------------------------- kill -9
+
+# Imports once and then forks a saver for every line it is sent, so that two hundred kills take seconds.
+NURSERY = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import safetensors.numpy
+from tiltyard.config.experiment import Save
+from tiltyard.run import checkpoint
+from tiltyard.run.folder import Run
+from tiltyard.types import Progress
+
+def save_forever(run, step, confirmed):
+    log = os.open(confirmed, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    while True:
+        step += 1
+        for again in range(1 + (step % 3 == 0)):
+            def write(folder):
+                checkpoint.write_tree(folder / "policies", "main", {"weights": np.full(3000, step, np.float32)})
+                checkpoint.write_tree(folder, "loop", {"steps": step})
+            checkpoint.commit(run, step, Progress(env_steps=step), float(step), write)
+            os.write(log, b"%d\\n" % step)
+            checkpoint.prune(run, Save(last=2, best=1))
+
+run = Run(Path(sys.argv[1]))
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        save_forever(run, int(line), sys.argv[2])
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("gone", flush=True)
+"""
+
+
+def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, child, tmp_path):
+    """Every third step is saved twice, so that replacing a checkpoint is interrupted too."""
+    rng = random.Random(5)
+    nursery = child(NURSERY, bare_run.folder, tmp_path / "confirmed")
+    last = leftovers = 0
+    for kill in range(count(200)):
+        nursery.stdin.write(f"{last}\n")
+        nursery.stdin.flush()
+        pid = int(nursery.stdout.readline())
+        time.sleep(rng.uniform(0.0, 0.06))
+        os.kill(pid, signal.SIGKILL)
+        assert nursery.stdout.readline() == "gone\n"
+        leftovers += any(name.startswith(".tmp-") for name in names(bare_run)) if bare_run.checkpoints.exists() else 0
+        lines = (tmp_path / "confirmed").read_text().split() if (tmp_path / "confirmed").exists() else []
+        confirmed = max([0, *map(int, lines)])
+        found, complaints = checkpoint.newest_valid(bare_run)
+        assert complaints == [], kill
+        # What was confirmed is there, or the next one, which was complete but not yet confirmed.
+        reached = found.env_steps if found else 0
+        assert confirmed <= reached <= max(confirmed, last) + 1
+        assert found is None or content(found) == reached
+        last = reached
+    assert last > 0 and leftovers > 0  # some savers were killed inside a save
+    save(bare_run, last + 1)
+    checkpoint.prune(bare_run, Save(last=1, best=0))
+    assert names(bare_run) == [f"{last + 1:012d}"]

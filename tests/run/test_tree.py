@@ -1,0 +1,174 @@
+"""Trees of arrays and values come back exactly, and what cannot be kept is named by its place."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from tests.counts import count
+from tiltyard.errors import TiltyardError
+from tiltyard.run.checkpoint import read_tree, write_tree
+
+DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64"]
+
+
+def same(a, b):
+    """Equal in type, value, bits and order of keys; a tuple comes back as a list."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return isinstance(b, float) and (a.hex() == b.hex() or (math.isnan(a) and math.isnan(b)))
+    return type(a) is type(b) and a == b
+
+
+def round_trip(folder, tree):
+    write_tree(folder, "state", tree)
+    return read_tree(folder, "state")
+
+
+def random_tree(rng, depth=0):
+    kinds = ["none", "bool", "int", "big", "float", "odd", "str", "array"] + (["dict", "list"] * 3 if depth < 4 else [])
+    match rng.choice(kinds):
+        case "none":
+            return None
+        case "bool":
+            return rng.random() < 0.5
+        case "int":
+            return rng.randint(-10**6, 10**6)
+        case "big":
+            return rng.choice([-1, 1]) * rng.getrandbits(rng.choice([53, 54, 64, 128, 20_000]))
+        case "float":
+            return rng.choice([-1, 1]) * rng.random() * 10 ** rng.randint(-320, 300)
+        case "odd":
+            return rng.choice([math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1.7976931348623157e308])
+        case "str":
+            return rng.choice(["", "plain", "ünïcode ☂", "line\nbreak", "\ud800", "$array", '"', "\0"])
+        case "array":
+            shape = tuple(rng.randint(0, 3) for _ in range(rng.randint(0, 3)))
+            values = np.random.default_rng(rng.getrandbits(32)).integers(0, 2, shape)
+            return np.asarray(values).astype(rng.choice(DTYPES))
+        case "dict":
+            keys = rng.sample(["a", "b", "a/b", "$array", "$dict", "", ".", "weights", "__metadata__", "0"], rng.randint(0, 4))
+            return {key: random_tree(rng, depth + 1) for key in keys}
+        case _:
+            return [random_tree(rng, depth + 1) for _ in range(rng.randint(0, 4))]
+
+
+def test_random_trees_come_back_bit_for_bit(tmp_path):
+    for seed in range(count(2000)):
+        tree = random_tree(random.Random(seed))
+        assert same(tree, round_trip(tmp_path, tree)), seed
+
+
+def test_every_dtype_with_its_extremes(tmp_path):
+    tree = {}
+    for name in DTYPES:
+        dtype = np.dtype(name)
+        if dtype.kind == "f":
+            info = np.finfo(dtype)
+            tree[name] = np.array([info.max, info.min, info.tiny, info.smallest_subnormal, np.nan, np.inf, -np.inf, -0.0], dtype)
+        elif dtype.kind in "iu":
+            tree[name] = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
+        else:
+            tree[name] = np.array([True, False])
+    assert same(tree, round_trip(tmp_path, tree))
+
+
+def test_odd_layouts_keep_their_values(tmp_path):
+    square = np.arange(12, dtype=np.float32).reshape(3, 4)
+    tree = {"transposed": square.T, "strided": square[:, ::2], "fortran": np.asfortranarray(square), "scalar": np.array(3.5)}
+    back = round_trip(tmp_path, {**tree, "big_endian": square.astype(">f4"), "broadcast": np.broadcast_to(square[0], (5, 4))})
+    for name, array in tree.items():
+        assert np.array_equal(back[name], array) and back[name].shape == array.shape, name
+    assert np.array_equal(back["big_endian"], square) and back["big_endian"].dtype == np.float32
+    assert np.array_equal(back["broadcast"], np.tile(square[0], (5, 1)))
+
+
+def test_arrays_come_back_writable(tmp_path):
+    back = round_trip(tmp_path, {"a": np.zeros(3), "b": np.zeros(())})
+    back["a"][0] = 1.0
+    back["b"][...] = 2.0
+    assert back["a"][0] == 1.0 and back["b"] == 2.0
+
+
+def test_numpy_scalars_become_numbers_and_random_state_survives(tmp_path):
+    back = round_trip(tmp_path, {"f": np.float32(0.1), "i": np.int64(-5), "b": np.bool_(True), "d": np.float64(0.1)})
+    assert back == {"f": float(np.float32(0.1)), "i": -5, "b": True, "d": 0.1}
+    assert [type(value) for value in back.values()] == [float, int, bool, float]
+    stream = np.random.Generator(np.random.PCG64(7))
+    stream.random(11)
+    state = stream.bit_generator.state
+    again = np.random.Generator(np.random.PCG64(0))
+    again.bit_generator.state = round_trip(tmp_path, state)
+    assert np.array_equal(stream.random(100), again.random(100))
+
+
+@pytest.mark.parametrize(
+    ("tree", "place", "kind"),
+    [
+        ({"a": [1, {"b": b"bytes"}]}, "/a/1/b", "bytes"),
+        ({"a": {3: 1}}, "/a/3", "int"),
+        ([object()], "/0", "object"),
+        ({"s": {1, 2}}, "/s", "set"),
+        ({"z": 1j}, "/z", "complex"),
+        ({"text": np.array(["x"])}, "/text", "<U1"),
+        ({"o": np.array([None], dtype=object)}, "/o", "object"),
+        ({"c": np.zeros(2, np.complex64)}, "/c", "complex64"),
+        ({"t": np.datetime64("2020-01-01")}, "/t", "datetime64"),
+        ({"f": len}, "/f", "builtin_function"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_by_its_place(tmp_path, tree, place, kind):
+    with pytest.raises(TiltyardError) as caught:
+        write_tree(tmp_path, "state", tree)
+    assert place in caught.value.message and kind in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torch_tensor_is_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TiltyardError, match=r"torch\.Tensor at /weights"):
+        write_tree(tmp_path, "state", {"weights": torch.zeros(2)})
+
+
+def test_damaged_files_are_one_sentence(tmp_path):
+    for seed in range(count(1000)):
+        rng = random.Random(seed)
+        write_tree(tmp_path, "state", {"a": np.arange(8), "big": 2**100, "x": [math.inf, "text", {"$y": None}]})
+        victim = tmp_path / rng.choice(["state.json", "state.safetensors"])
+        data = bytearray(victim.read_bytes())
+        if rng.random() < 0.5:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(data)
+        try:
+            read_tree(tmp_path, "state")  # a flipped bit inside a number is the checksum's business, not this file's
+        except TiltyardError as error:
+            assert "state" in error.message and error.hint
+
+
+def test_a_newer_schema_and_a_missing_array_are_named(tmp_path):
+    write_tree(tmp_path, "state", {"a": np.arange(3)})
+    head = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**head, "schema": 2}))
+    with pytest.raises(TiltyardError, match="schema 2"):
+        read_tree(tmp_path, "state")
+    (tmp_path / "state.json").write_text(json.dumps({**head, "tree": {"a": {"$array": "gone"}}}))
+    with pytest.raises(TiltyardError, match="gone"):
+        read_tree(tmp_path, "state")
+    with pytest.raises(TiltyardError, match=r"nothing\.json"):
+        read_tree(tmp_path, "nothing")
+
+
+def test_no_pickle_in_what_is_written(tmp_path):
+    write_tree(tmp_path, "state", {"a": np.arange(3), "b": 2**200, "c": math.nan})
+    for path in tmp_path.iterdir():
+        data = path.read_bytes()
+        assert not data.startswith(b"\x80") and b"numpy" not in data and b"\x93NUMPY" not in data
