@@ -27,7 +27,7 @@ MAX_DATA = 1 << 20
 
 
 def neighbours(path: Path) -> list[Path]:
-    """`path` and every file of its folder (and the packages below) that its imports reach, found without executing any."""
+    """`path` and every file of its folder (and packages below) that its imports reach. Executes none of them."""
     folder = path.parent
     reached: dict[Path, None] = {}
     waiting = [path]
@@ -37,7 +37,9 @@ def neighbours(path: Path) -> list[Path]:
             continue
         reached[file] = None
         if len(reached) > MAX_FILES:
-            raise UseError(f"{shown(path)} imports more than {MAX_FILES} files of its folder", "move it into a folder of its own")
+            raise UseError(
+                f"{shown(path)} imports more than {MAX_FILES} files of its folder", "move it into a folder of its own"
+            )
         if file.suffix == ".py":
             for name in _imported(file):
                 waiting += _files_of(folder, name)
@@ -45,7 +47,7 @@ def neighbours(path: Path) -> list[Path]:
 
 
 def _imported(file: Path) -> set[str]:
-    """First parts of the module names that a file imports absolutely; nothing when it is no Python (importing will say so)."""
+    """First parts of the modules that a file imports absolutely; none when it is no Python, as importing will say."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -98,9 +100,13 @@ def freeze_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> 
 
 
 def _folder_for(path: Path, files: list[Path], base: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:
-    """Where the folder of `path` goes: as it lies below a base folder, or outside/<n> when below none or in the way of another."""
+    """Where the folder of `path` goes: as it lies below a base folder, or outside/<n> when that is not possible."""
     outside = [target / "outside" / str(n) for n in range(len(taken) + 1)]
-    below = [target / _inside(path.parent.relative_to(folder.absolute())) for folder in base if path.is_relative_to(folder.absolute())]
+    below = [
+        target / _inside(path.parent.relative_to(folder.absolute()))
+        for folder in base
+        if path.is_relative_to(folder.absolute())
+    ]
     for folder in [*below[:1], *outside]:
         copies = {folder / file.relative_to(path.parent): file for file in files}
         if all(taken.get(copy, file) == file for copy, file in copies.items()):

@@ -58,7 +58,7 @@ def kind_of(text: str, builtins: Iterable[str] = ()) -> Literal["builtin", "modu
 
 
 def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base: Sequence[Path]) -> Ref:
-    """What `text` refers to. `builtins` maps short names to `package.module:Name`; files are looked for below `base`, in order."""
+    """What `text` refers to. `builtins` maps short names to `package.module:Name`; files lie below some `base`."""
     kind = kind_of(text, builtins)
     if kind is None:
         hint = did_you_mean(text, builtins) or "write a built-in name, package.module:Name or path/file.py:Name"
@@ -68,7 +68,9 @@ def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base
         assert match is not None
         name = match["name"] if match["name"] is not None else conventional
         if not name or not all(part.isidentifier() for part in name.split(".")):
-            raise UseError(f"{text!r} does not say which class of the file is meant", f"write {match['path']}:ClassName")
+            raise UseError(
+                f"{text!r} does not say which class of the file is meant", f"write {match['path']}:ClassName"
+            )
         return Ref(text, "file", find_file(match["path"], base), None, name)
     match = _MODULE.fullmatch(builtins[text] if kind == "builtin" else text)
     assert match is not None, f"built-in {text!r} must map to package.module:Name"
@@ -78,13 +80,19 @@ def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base
 def find_file(text: str, base: Sequence[Path]) -> Path:
     """The file that a plug-in path means: absolute, or below the first base folder that has it."""
     wanted = Path(text).expanduser()
-    places = [wanted] if wanted.is_absolute() else list(dict.fromkeys(Path(os.path.normpath(folder.absolute() / wanted)) for folder in base))
+    places = (
+        [wanted]
+        if wanted.is_absolute()
+        else list(dict.fromkeys(Path(os.path.normpath(folder.absolute() / wanted)) for folder in base))
+    )
     for place in places:
         if _is_file(place):
             return place
     looked = ", ".join(str(place.parent) for place in places) or "no folder"
     near = [item.name for place in places if place.parent.is_dir() for item in place.parent.glob("*.py")]
-    hint = did_you_mean(wanted.name, near) or "paths are relative to the experiment file's folder, then to the current one"
+    hint = (
+        did_you_mean(wanted.name, near) or "paths are relative to the experiment file's folder, then to the current one"
+    )
     raise UseError(f"there is no file {text} (looked in {looked})", hint)
 
 
@@ -99,7 +107,7 @@ def _is_file(path: Path) -> bool:
 
 
 def load(ref: Ref) -> Any:
-    """Import what `ref` names. Executes the plug-in's code; whatever it raises becomes a UseError with its own traceback."""
+    """Import what `ref` names. Executes the plug-in's code; what that raises becomes a UseError with its traceback."""
     if ref.kind == "file":
         assert ref.path is not None
         module = _load_file(ref.path)
@@ -189,7 +197,7 @@ def _blamed_on(what: str) -> Iterator[None]:
         yield
     except UseError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever foreign code raises is told, not ours to handle
         reason = f"{type(error).__name__} while imported" + (f": {error}" if str(error) else "")
         raise UseError(f"{what} raised {reason}", "the traceback is the plug-in's own", user_traceback(error)) from None
 
@@ -263,7 +271,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# ------------------------------------------------------------------------------------------------ files of an experiment
+# ------------------------------------------------------------------------------------------------ plug-ins of an ex
 
 
 def named_plugins(experiment: Experiment) -> list[tuple[str, str, str]]:
@@ -290,7 +298,7 @@ def plugin_files(experiment: Experiment, base: Sequence[Path]) -> list[tuple[str
 
 
 def freeze(experiment: Experiment, base: Sequence[Path], into: Path) -> Experiment:
-    """Copy every plug-in file, with the neighbours it imports, below `into`/plugins; the experiment that names the copies."""
+    """Copy plug-in files, with the neighbours they import, below `into`/plugins; the experiment naming the copies."""
     from tiltyard.frozen import freeze_plugins
 
     return freeze_plugins(experiment, base, into)

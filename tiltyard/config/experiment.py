@@ -1,7 +1,7 @@
 """Every setting of an experiment, its default and its meaning; nothing about files, layers or where it runs.
 
 The string after a field is its help, its text in the reference page and its description in the JSON schema.
-Numbers have bounds here; what needs two settings to judge is in `cross_check`. Sections:
+Numbers have bounds here; what needs two settings to judge is in combinations.py. Sections:
 
     env -> model -> algo -> engine      what is learned, by what, how, in which processes
     stop, eval, save, track             when it ends, how it is measured, kept and watched
@@ -14,17 +14,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tiltyard.errors import Problem
-
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 HUGE = 10**15
 
 
 def _whole(value: Any) -> Any:
     """2e6 is a count; true is not. (YAML writes counts as floats when they have an exponent.)"""
-    if isinstance(value, float) and value.is_integer() and abs(value) < HUGE * 10:
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _bare_id(value: Any) -> Any:
@@ -32,8 +28,9 @@ def _bare_id(value: Any) -> Any:
     return {"id": value} if isinstance(value, str) else value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=HUGE)]
-CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=HUGE)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=1, le=HUGE)]
+CountOrZero = Annotated[Whole, Field(ge=0, le=HUGE)]
 Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
@@ -49,7 +46,7 @@ class Plugin(Settings):
     """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Built-in short name, `package.module:Name`, `path/file.py:Name`, or `path/file.py` holding the conventional class."""
+    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` holds the conventional class."""
     options: Options = {}
     """Keyword arguments, checked against the target's signature before anything starts."""
 
@@ -76,7 +73,7 @@ class Piecewise(Settings):
     """Straight lines between points; constant before the first and after the last."""
 
     kind: Literal["piecewise"]
-    points: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(min_length=1, max_length=1000)
+    points: list[Annotated[list[NotNegative], Field(min_length=2, max_length=2)]] = Field(min_length=1, max_length=1000)
     """[[env steps, value], ...] with growing env steps."""
 
 
@@ -107,14 +104,15 @@ class Env(Settings):
     """The environment and what is done to its steps before anybody sees them."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Gymnasium id, built-in name (identity, basic, memory, delay, timeout, CarPass-v0), `package.module:Class` or `path/file.py:Class`."""
+    """Gymnasium id, built-in name (identity, basic, memory, delay, timeout, CarPass-v0), `package.module:Class` or
+    `path/file.py:Class`."""
     options: Options = {}
     """Keyword arguments of the constructor, checked against its signature."""
     wrappers: list[PluginRef] = []
     """Gymnasium wrappers, innermost first: built-in name or import string, each with options."""
-    frameskip: int = Field(default=1, ge=1, le=1000)
+    frameskip: Whole = Field(default=1, ge=1, le=1000)
     """Simulator frames per env step: the action is repeated and the rewards are added."""
-    frame_stack: int = Field(default=1, ge=1, le=64)
+    frame_stack: Whole = Field(default=1, ge=1, le=64)
     """How many last observations are given together (images: along channels, vectors: end to end)."""
     time_limit: Count | None = None
     """Env steps after which an episode is truncated; the env's own limit when left out."""
@@ -135,9 +133,9 @@ class Memory(Settings):
 
     kind: Literal["none", "lstm", "gru"] = "none"
     """Kind of the recurrent core."""
-    size: int = Field(default=128, ge=1, le=16384)
+    size: Whole = Field(default=128, ge=1, le=16384)
     """Units of the core."""
-    bptt: int = Field(default=16, ge=1, le=4096)
+    bptt: Whole = Field(default=16, ge=1, le=4096)
     """Steps that gradients flow back in time; `algo.rollout` must be a multiple of it."""
 
 
@@ -154,14 +152,15 @@ class Model(Settings):
     """The network: encoders, an optional memory, a critic and a head for the action space."""
 
     id: str = Field(default="actor_critic", min_length=1, max_length=500)
-    """The built-in `actor_critic`, or a model of yours: `nets/custom.py` (class CustomModel), `file.py:Class`, `package.module:Class`."""
+    """The built-in `actor_critic`, or a model of yours: `nets/custom.py` (class CustomModel), `file.py:Class` or
+    `package.module:Class`."""
     options: Options = {}
     """Keyword arguments of your model's constructor; the built-in model is set by the settings below."""
     encoder: PluginRef = Plugin(id="auto")
     """Encoder for every observation: auto, mlp, simple, nature, impala, resnet, text, or an import string."""
     encoders: dict[str, PluginRef] = {}
     """Encoders for single observations by name, over `encoder`."""
-    hidden: list[Annotated[int, Field(ge=1, le=16384)]] = Field(default=[64, 64], max_length=64)
+    hidden: list[Annotated[Whole, Field(ge=1, le=16384)]] = Field(default=[64, 64], max_length=64)
     """Widths of the layers after (or, for vectors, instead of) the encoders."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu", "leaky_relu"] = "tanh"
     """Non-linearity between layers."""
@@ -181,11 +180,11 @@ class Ppo(Settings):
     """Proximal policy optimisation."""
 
     id: Literal["ppo"] = "ppo"
-    rollout: int = Field(default=128, ge=1, le=1_000_000)
+    rollout: Whole = Field(default=128, ge=1, le=1_000_000)
     """Env steps of each row per update; the batch is this times the rows."""
     minibatch: Count = 256
     """Env steps per gradient step."""
-    epochs: int = Field(default=10, ge=1, le=1000)
+    epochs: Whole = Field(default=10, ge=1, le=1000)
     """Passes over the batch per update."""
     lr: Scheduled = 1e-3
     """Learning rate of Adam: a number or a schedule."""
@@ -221,7 +220,7 @@ class A2c(Settings):
     """Advantage actor-critic: the PPO update with one epoch, the whole batch at once and no clipping."""
 
     id: Literal["a2c"]
-    rollout: int = Field(default=16, ge=1, le=1_000_000)
+    rollout: Whole = Field(default=16, ge=1, le=1_000_000)
     """Env steps of each row per update."""
     lr: Scheduled = 1e-3
     """Learning rate of Adam: a number or a schedule."""
@@ -245,9 +244,9 @@ class Serial(Settings):
     """Envs, inference and update in one process, one after another: the plain reference."""
 
     kind: Literal["serial"] = "serial"
-    envs: int = Field(default=8, ge=1, le=100_000)
+    envs: Whole = Field(default=8, ge=1, le=100_000)
     """Copies of the env stepped together."""
-    threads: int = Field(default=1, ge=1, le=1024)
+    threads: Whole = Field(default=1, ge=1, le=1024)
     """Threads that torch may use."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the network lives; auto takes a GPU when there is one."""
@@ -277,13 +276,13 @@ class Eval(Settings):
 
     every: CountOrZero = 50_000
     """Env steps between evaluations; 0 evaluates only at the end."""
-    episodes: int = Field(default=10, ge=1, le=1_000_000)
+    episodes: Whole = Field(default=10, ge=1, le=1_000_000)
     """Episodes per evaluation."""
     greedy: bool = True
     """Take the likeliest action instead of drawing one."""
     at_end: bool = True
     """Evaluate once more when the run is done."""
-    envs: int = Field(default=8, ge=1, le=10_000)
+    envs: Whole = Field(default=8, ge=1, le=10_000)
     """Copies of the env stepped together in an evaluation."""
     seed: CountOrZero = 1_000_003
     """Root of the episodes' seeds, the same for every run so that runs are comparable."""
@@ -302,9 +301,9 @@ class Save(Settings):
     """Seconds between checkpoints."""
     updates: Count | None = None
     """Updates between checkpoints."""
-    last: int = Field(default=2, ge=1, le=100_000)
+    last: Whole = Field(default=2, ge=1, le=100_000)
     """How many of the newest to keep."""
-    best: int = Field(default=1, ge=0, le=100_000)
+    best: Whole = Field(default=1, ge=0, le=100_000)
     """How many of the best to keep."""
     metric: str = Field(default="eval/return", min_length=1, max_length=200)
     """Metric that says which is best; the newest value recorded when the checkpoint is written."""
@@ -357,7 +356,7 @@ class Experiment(Settings):
     """Schema of this description."""
     name: Annotated[str | None, BeforeValidator(_run_name)] = None
     """Folder of the runs below the runs root; made from the env's id when left out."""
-    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    seed: Whole = Field(default=0, ge=0, le=2**63 - 1)
     """Root of every random stream of the run."""
     notes: str = Field(default="", max_length=10_000)
     """Free text, shown and searched by `tiltyard ls`."""
@@ -369,9 +368,7 @@ class Experiment(Settings):
     """auto continues the folder's newest valid checkpoint, never starts afresh, a path starts from that checkpoint."""
     env: Annotated[Env, BeforeValidator(_bare_id)]
     model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
-    algo: Annotated[
-        Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)
-    ] = Ppo()
+    algo: Annotated[Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)] = Ppo()
     engine: Serial = Serial()
     stop: Stop = Stop()
     eval: Eval = Eval()
@@ -391,44 +388,3 @@ class Experiment(Settings):
     def batch(self) -> int:
         """Env steps per update."""
         return self.algo.rollout * self.engine.envs
-
-
-def cross_check(experiment: Experiment) -> list[Problem]:
-    """Problems that only two settings together show. Pure: asks no file system and no machine."""
-    found: list[Problem] = []
-    algo, memory, stop, save = experiment.algo, experiment.model.memory, experiment.stop, experiment.save
-    if memory.kind != "none" and algo.rollout % memory.bptt:
-        found.append(
-            Problem("algo.rollout", str(algo.rollout), f"is no multiple of model.memory.bptt = {memory.bptt}",
-                    f"set algo.rollout to {max(1, round(algo.rollout / memory.bptt)) * memory.bptt} or change model.memory.bptt"))
-    if isinstance(algo, Ppo):
-        if algo.minibatch > experiment.batch:
-            found.append(
-                Problem("algo.minibatch", str(algo.minibatch),
-                        f"is more than the batch of {experiment.batch} (algo.rollout {algo.rollout} x engine.envs {experiment.engine.envs})",
-                        f"set algo.minibatch={experiment.batch} or less"))
-        if memory.kind != "none" and algo.minibatch < memory.bptt:
-            found.append(
-                Problem("algo.minibatch", str(algo.minibatch), f"is less than model.memory.bptt = {memory.bptt}",
-                        f"set algo.minibatch={memory.bptt} or more"))
-    for name in ("lr", "clip", "entropy", "kl"):
-        schedule = getattr(algo, name, None)
-        if isinstance(schedule, Piecewise):
-            steps = [point[0] for point in schedule.points]
-            if steps != sorted(set(steps)) or steps[0] < 0 or any(point[1] < 0 for point in schedule.points):
-                found.append(Problem(f"algo.{name}.points", str(schedule.points), "env steps must grow and nothing may be negative",
-                                     "write [[0, 3e-4], [1000000, 0]]"))
-        if isinstance(schedule, Linear) and schedule.over is None and stop.env_steps is None:
-            found.append(Problem(f"algo.{name}.over", "", "is needed when there is no stop.env_steps", f"set algo.{name}.over"))
-        if isinstance(schedule, KlAdaptive) and not schedule.min <= schedule.start <= schedule.max:
-            found.append(Problem(f"algo.{name}.start", str(schedule.start), f"lies outside [{schedule.min}, {schedule.max}]",
-                                 f"change algo.{name}.min or algo.{name}.max"))
-        if isinstance(schedule, KlAdaptive) and name not in ("lr", "kl"):
-            found.append(Problem(f"algo.{name}.kind", "kl_adaptive", "is for algo.lr and algo.kl", "use linear or piecewise"))
-    if all(getattr(stop, field) is None for field in Stop.model_fields):
-        found.append(Problem("stop", "", "has no condition: the run would never end", "set stop.env_steps or stop.seconds"))
-    if stop.return_ is not None and experiment.eval.every == 0:
-        found.append(Problem("stop.return", str(stop.return_), "needs evaluations, and eval.every is 0", "set eval.every=10000"))
-    if save.env_steps is None and save.seconds is None and save.updates is None:
-        found.append(Problem("save", "", "has no interval: a killed run would start over", "set save.seconds or save.env_steps"))
-    return found

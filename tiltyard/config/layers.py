@@ -40,7 +40,9 @@ class Merged:
                 return self.origins[path[:length]]
         return "default"
 
-    def _put(self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str) -> None:
+    def _put(
+        self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str
+    ) -> None:
         name = path[-1]
         value = _long_form(value, shape)
         if shape is None or not isinstance(value, Mapping):
@@ -63,7 +65,9 @@ class Merged:
                 below = shape.item or (Free() if isinstance(inner, Mapping) else None)
             self._put(lower, (*path, key), inner, below, origin)
 
-    def _make_room(self, lower: dict[str, Any], path: tuple[str, ...], value: Mapping[str, Any], shape: Section) -> None:
+    def _make_room(
+        self, lower: dict[str, Any], path: tuple[str, ...], value: Mapping[str, Any], shape: Section
+    ) -> None:
         """Drop what lower layers said for another id or kind."""
         tag = shape.tag or ("id" if "options" in shape.models[0].model_fields else None)
         if tag is None or tag not in value:
@@ -125,7 +129,9 @@ def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _twice(key: str, value: Any) -> Problem:
-    return Problem(key, short(value), "is given twice, once with a dotted name and once inside its section", "keep one of them")
+    return Problem(
+        key, short(value), "is given twice, once with a dotted name and once inside its section", "keep one of them"
+    )
 
 
 def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:
-    """Add one override to the others, without the rule that another id empties a section: their order does not matter."""
+    """Add one override to the others. Another id empties nothing here: the order of overrides does not matter."""
     for key, value in layer.items():
         below = shape.field(key) if isinstance(shape, Section) else shape.item if isinstance(shape, Free) else None
         value = _long_form(value, below)
@@ -172,4 +178,4 @@ def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise ValueError(f"{'.'.join(path)} holds a {type(value).__name__}, which a file cannot say")
+    raise ValueError(f"{'.'.join(path)} holds a value of type {type(value).__name__}, which no file can say")

@@ -9,16 +9,18 @@ not imported here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.experiment import SCHEMA, Experiment, cross_check
+from tiltyard.config.combinations import cross_check
+from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
 from tiltyard.config.problems import Found, prune, special_answers, validate
-from tiltyard.config.reference import describe, schema
+from tiltyard.config.reference import describe, flat, schema
 from tiltyard.config.shape import Section, fields
 from tiltyard.config.site import Profile, Site, load_site, runs_root
 from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
@@ -26,9 +28,21 @@ from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.refs import CONVENTIONAL, kind_of, named_plugins, parse, short
 
 __all__ = [
-    "Loaded", "Profile", "Site", "describe", "dump_yaml", "from_resolved", "load", "load_site", "parse_override", "presets",
-    "read_yaml", "resolved_yaml", "runs_root", "schema",
-]  # fmt: skip
+    "Loaded",
+    "Profile",
+    "Site",
+    "describe",
+    "dump_yaml",
+    "from_resolved",
+    "load",
+    "load_site",
+    "parse_override",
+    "presets",
+    "read_yaml",
+    "resolved_yaml",
+    "runs_root",
+    "schema",
+]
 
 COMMAND_LINE = "command line"
 
@@ -46,24 +60,34 @@ class Loaded:
 
 
 def load(
-    target: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, profile: Profile | None = None, debug: bool = False
+    target: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    *,
+    profile: Profile | None = None,
+    debug: bool = False,
+    base: Sequence[Path] = (),
 ) -> Loaded:
     """The experiment that `target` describes: a YAML file, an env id or a mapping, changed by `key=value` overrides.
 
-    `debug` lays the preset `debug` over file and profile, below the overrides: one process, tiny batches.
+    `debug` lays the preset `debug` over file and profile, below the overrides: one process, tiny batches. `base` are
+    folders to look for plug-in files in before the usual ones: the run folder, when the settings are a run's.
     """
     own, own_name, source, text, warnings = _target(target)
     own, problems = nested(own)
     from_command = override_layer([parse_override(each) for each in overrides])
     from_profile, wrong = nested(profile.set) if profile else ({}, [])
     problems += wrong
-    base = tuple(dict.fromkeys([*([source.absolute().parent] if source else []), Path.cwd()]))
+    base = tuple(dict.fromkeys([*base, *([source.absolute().parent] if source else []), Path.cwd()]))
     merged = Merged()
     merged.add({"algo": {"id": "ppo"}, "engine": {"kind": "serial"}}, "default")
-    used, uses = [], _uses(from_command, own, problems)
-    for name in uses:
-        values, folder = _preset(name, base)
-        values, wrong = nested(values)
+    used = []
+    for name in _uses(from_command, own, problems):
+        try:
+            values, folder = _preset(name, base)
+            values, wrong = nested(values)
+        except UseError as error:
+            problems.append(Problem("use", short(name), error.message, error.hint))
+            continue
         problems += wrong
         merged.add(values, f"preset {name}")
         used.append((f"preset {name}", values))
@@ -71,7 +95,10 @@ def load(
     merged.add(own, own_name)
     merged.add(from_profile, f"profile {profile.name}".rstrip() if profile else "profile")
     if debug:
-        merged.add(_tiny(merged.values["algo"], from_command), "preset debug")
+        asked = from_command.get("algo")
+        if isinstance(asked, dict) and "id" in asked:
+            merged.add({"algo": {"id": asked["id"]}}, COMMAND_LINE)
+        merged.add(_tiny(merged.values["algo"]), "preset debug")
     merged.add(from_command, COMMAND_LINE)
     merged.values.pop("use", None)
     for origin, values in used:
@@ -80,7 +107,14 @@ def load(
     return _finish(merged, problems, source, text, base, warnings)
 
 
-def _finish(merged: Merged, problems: list[Problem], source: Path | None, text: str | None, base: tuple[Path, ...], warnings: list[str]) -> Loaded:
+def _finish(
+    merged: Merged,
+    problems: list[Problem],
+    source: Path | None,
+    text: str | None,
+    base: tuple[Path, ...],
+    warnings: list[str],
+) -> Loaded:
     """The one validation at the end."""
     values = merged.values
     found: Found = [((), problem) for problem in problems]
@@ -90,10 +124,11 @@ def _finish(merged: Merged, problems: list[Problem], source: Path | None, text: 
     judged = experiment
     if experiment is None:
         # what two settings together show is told too, as long as neither of them is wrong by itself
-        rest = values
-        for path, _ in wrong:
-            rest = prune(rest, path)
-        judged = validate(Experiment, {"env": "x", **rest})[0]
+        rest, left = values, wrong
+        for _ in range(5):
+            for path, _ in left:
+                rest = prune(rest, path)
+            judged, left = validate(Experiment, {"env": "x", **rest})
     if judged is not None:
         bad = [".".join(path) for path, _ in found if path]
         more = cross_check(judged) + _missing_files(judged, base)
@@ -101,13 +136,13 @@ def _finish(merged: Merged, problems: list[Problem], source: Path | None, text: 
     if found or experiment is None:
         told = [_with_origin(path, problem, merged, source) for path, problem in found]
         raise ConfigError(list(dict.fromkeys(told)), str(source) if source else "")
-    origins = {".".join(path): merged.origin(path) for path in _leaves(experiment.model_dump(by_alias=True))}
+    origins = {".".join(path): merged.origin(path) for path, _ in flat(experiment.model_dump(by_alias=True))}
     return Loaded(experiment, origins, source, text, base, tuple(warnings))
 
 
 def _mentions(problem: Problem, name: str) -> bool:
     text = f"{problem.setting} {problem.message} {problem.hint}"
-    return name in text or problem.setting.startswith(f"{name}.")
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
 
 
 def _with_origin(path: tuple[str, ...], problem: Problem, merged: Merged, source: Path | None) -> Problem:
@@ -116,13 +151,6 @@ def _with_origin(path: tuple[str, ...], problem: Problem, merged: Merged, source
     if origin.startswith(("preset", "profile")) or (origin == COMMAND_LINE and source):
         return Problem(problem.setting, problem.value, f"{problem.message} ({origin})", problem.hint)
     return problem
-
-
-def _leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
-    for key, value in values.items():
-        found += _leaves(value, (*path, key)) if isinstance(value, Mapping) and value else [(*path, key)]
-    return found
 
 
 def _missing_files(experiment: Experiment, base: tuple[Path, ...]) -> list[Problem]:
@@ -136,10 +164,12 @@ def _missing_files(experiment: Experiment, base: tuple[Path, ...]) -> list[Probl
     return found
 
 
-# ------------------------------------------------------------------------------------------------ where values come from
+# ------------------------------------------------------------------------------------------------ layers
 
 
-def _target(target: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str, Path | None, str | None, list[str]]:
+def _target(
+    target: str | Path | Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], str, Path | None, str | None, list[str]]:
     """A target's values, their origin, its file and the file's text, and what to warn about."""
     if target is None:
         return {}, COMMAND_LINE, None, None, []
@@ -156,13 +186,15 @@ def _target(target: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, An
     if not word.strip():
         raise UseError("the env's name is empty", "give a YAML file or an env id: CartPole-v1")
     if "=" in word and kind_of(word) is None:
-        raise UseError(f"{word!r} is a setting where a YAML file or env id is expected", f"put that first: CartPole-v1 {word}")
+        raise UseError(
+            f"{word!r} is a setting where a YAML file or env id is expected", f"put that first: CartPole-v1 {word}"
+        )
     warnings = [f"{word!r} is taken as an env id; there is a folder of that name too"] if _is_folder(path) else []
     return {"env": {"id": word}}, COMMAND_LINE, None, None, warnings
 
 
 def _is_yaml(word: str, path: Path) -> bool:
-    """Whether a target is a file: by its ending, or because it is there and is not Python. A folder given by path is meant as one."""
+    """Whether a target is meant as a file: by its ending, or because it is there, is not Python, or is a path."""
     if word.endswith((".yaml", ".yml")):
         return True
     try:
@@ -186,13 +218,18 @@ def parse_override(text: str) -> tuple[str, Any]:
         hint = f"write {text}=VALUE" if text.strip() else "write algo.lr=3e-4"
         raise UseError(f"{text!r} is no override: it has no '='", hint)
     if not key or not all(key.split(".")):
-        raise UseError(f"{text!r} is no override: the name before '=' is {'empty' if not key else 'not a dotted name'}", "write algo.lr=3e-4")
+        raise UseError(
+            f"{text!r} is no override: the name before '=' is {'empty' if not key else 'not a dotted name'}",
+            "write algo.lr=3e-4",
+        )
     if len(key) > 500:
         raise UseError(f"{short(key)} is no setting: its name has {len(key)} characters", "write algo.lr=3e-4")
     try:
-        return key, plain(parse_yaml(value, f"{key}={value[:60]}"))
+        return key, plain(parse_yaml(value, f"override {key}"), (key,))
     except ValueError as error:
-        raise UseError(f"{key}: the value{error}", "write it as UTF-8 text") from None
+        raise UseError(f"override {error}", "write it as UTF-8 text") from None
+    except UseError as error:
+        raise UseError(error.message.replace(", line 1:", ":", 1), error.hint) from None
 
 
 def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: list[Problem]) -> list[str]:
@@ -200,23 +237,28 @@ def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: lis
     value = from_command.get("use", own.get("use"))
     names = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names) or len(names) > 20:
-        problems.append(Problem("use", short(value), "must be a list of at most 20 presets", f"write use: [{presets()[0]}]"))
+        problems.append(
+            Problem("use", short(value), "must be a list of at most 20 presets", f"write use: [{presets()[0]}]")
+        )
         return []
     return names
 
 
 def presets() -> list[str]:
     """Names of the built-in presets."""
-    return sorted(item.name.removesuffix(".yaml") for item in resources.files("tiltyard").joinpath("presets").iterdir() if item.name.endswith(".yaml"))
+    return sorted(
+        item.name.removesuffix(".yaml")
+        for item in resources.files("tiltyard").joinpath("presets").iterdir()
+        if item.name.endswith(".yaml")
+    )
 
 
-def _tiny(algo: Any, from_command: Mapping[str, Any]) -> dict[str, Any]:
+def _tiny(algo: Any) -> dict[str, Any]:
     """The preset `debug` with those of its algo settings that the chosen algorithm has."""
     values, _ = _preset("debug", ())
     section = ROOT.field("algo")
     assert isinstance(section, Section)
-    asked = from_command.get("algo")
-    known = fields(section.chosen(asked if isinstance(asked, dict) and "id" in asked else algo))
+    known = fields(section.chosen(algo))
     return {**values, "algo": {name: value for name, value in values["algo"].items() if name in known}}
 
 
@@ -226,12 +268,16 @@ def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | Non
         text = resources.files("tiltyard").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
         return as_mapping(parse_yaml(text, f"preset {name}"), f"preset {name}"), None
     if not name.endswith((".yaml", ".yml")):
-        raise UseError(f"use: there is no preset {name!r}", did_you_mean(name, presets()) + "; or give the path of a YAML file")
+        raise UseError(
+            f"there is no preset {name!r}", did_you_mean(name, presets()) + "; or give the path of a YAML file"
+        )
     places = [folder / Path(name).expanduser() for folder in base]
     path = next((place for place in places if place.is_file()), places[0])
     values = as_mapping(parse_yaml(read_text(path), str(path)), str(path))
     if values.get("use"):
-        raise UseError(f"{path} is used as a preset and has a `use:` of its own", "name all presets in the experiment file")
+        raise UseError(
+            f"{path} is used as a preset and has a `use:` of its own", "name all presets in the experiment file"
+        )
     return values, path.absolute().parent
 
 
@@ -248,9 +294,14 @@ def from_resolved(path: Path) -> Experiment:
     values = read_yaml(path)
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
-        raise UseError(f"{path} was made by a newer Tiltyard: version {version}, this one knows {SCHEMA}", "update Tiltyard")
+        raise UseError(
+            f"{path} was made by a newer Tiltyard: version {version}, this one knows {SCHEMA}", "update Tiltyard"
+        )
     if version is None:
-        raise UseError(f"{path} has no version and so is no experiment of a run", "was it edited? source.yaml beside it is your own file")
+        raise UseError(
+            f"{path} has no version and so is no experiment of a run",
+            "was it edited? source.yaml beside it is your own file",
+        )
     experiment, wrong = validate(Experiment, values)
     if experiment is None:
         raise ConfigError([problem for _, problem in wrong], str(path))

@@ -1,6 +1,6 @@
 """What is wrong with settings, in our words: pydantic finds it, this module says it. Raises nothing itself.
 
-    tree of values ── special answers ──> ── pydantic ──> ── each error: dotted name, value, sentence, hint ──> [Problem]
+    values ── special answers ──> ── pydantic ──> ── each error: dotted name, value, sentence, hint ──> [Problem]
 
 Special answers are for what people bring along from elsewhere: names of algorithms and settings of other libraries.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -24,27 +24,52 @@ Found = list[tuple[Path, Problem]]
 Model = TypeVar("Model", bound=Settings)
 
 # What other libraries call our settings.
-ELSEWHERE = {
-    "learning_rate": "algo.lr", "alpha": "algo.lr", "total_timesteps": "stop.env_steps", "timesteps": "stop.env_steps",
-    "total_steps": "stop.env_steps", "max_steps": "stop.env_steps", "steps": "stop.env_steps", "num_envs": "engine.envs",
-    "n_envs": "engine.envs", "num_workers": "engine.envs", "workers": "engine.envs", "batch_size": "algo.minibatch",
-    "minibatch_size": "algo.minibatch", "n_steps": "algo.rollout", "num_steps": "algo.rollout", "n_epochs": "algo.epochs",
-    "num_epochs": "algo.epochs", "ent_coef": "algo.entropy", "entropy_coef": "algo.entropy", "vf_coef": "algo.value_coef",
-    "clip_range": "algo.clip", "clip_coef": "algo.clip", "discount": "algo.gamma", "lam": "algo.gae_lambda",
-    "target_kl": "algo.kl_stop", "grad_clip": "algo.max_grad_norm", "env_config": "env.options", "env_kwargs": "env.options",
-    "kwargs": "options", "env_id": "env.id", "env_name": "env.id", "algorithm": "algo.id", "network": "model", "policy": "model",
-    "net_arch": "model.hidden", "hiddens": "model.hidden", "fcnet_hiddens": "model.hidden", "lstm": "model.memory.kind",
-    "use_lstm": "model.memory.kind", "frame_skip": "env.frameskip", "framestack": "env.frame_stack", "device": "engine.device",
-    "checkpoint": "save", "checkpoint_freq": "save.updates", "save_every": "save.env_steps", "eval_freq": "eval.every",
-    "eval_every": "eval.every", "wandb": "track.wandb", "tensorboard": "track.tensorboard", "run_name": "name",
-    "experiment": "name", "description": "notes", "presets": "use", "preset": "use", "normalize": "normalise",
-}  # fmt: skip
+_ALSO = {
+    "name": "run_name experiment",
+    "notes": "description",
+    "use": "preset presets",
+    "env.id": "env_id env_name",
+    "env.options": "env_config env_kwargs",
+    "env.frameskip": "frame_skip action_repeat",
+    "env.frame_stack": "framestack",
+    "model": "network policy net",
+    "model.hidden": "net_arch hiddens fcnet_hiddens hidden_sizes",
+    "model.memory.kind": "lstm use_lstm gru",
+    "model.normalise": "normalize",
+    "algo.id": "algorithm",
+    "algo.lr": "learning_rate alpha",
+    "algo.rollout": "n_steps num_steps rollout_length",
+    "algo.minibatch": "batch_size minibatch_size",
+    "algo.epochs": "n_epochs num_epochs",
+    "algo.gamma": "discount",
+    "algo.gae_lambda": "lam lambda",
+    "algo.clip": "clip_range clip_coef",
+    "algo.entropy": "ent_coef entropy_coef",
+    "algo.value_coef": "vf_coef",
+    "algo.kl_stop": "target_kl",
+    "algo.max_grad_norm": "grad_clip",
+    "engine.envs": "num_envs n_envs num_workers workers",
+    "stop.env_steps": "total_timesteps timesteps total_steps max_steps steps",
+    "eval.every": "eval_freq eval_every",
+    "save": "checkpoint checkpoints",
+    "save.env_steps": "save_every save_freq",
+    "save.updates": "checkpoint_freq",
+}
+ELSEWHERE = {word: setting for setting, words in _ALSO.items() for word in words.split()}
 
-_NOT_YET = {"dqn": "DQN", "sac": "SAC", "td3": "TD3", "ddpg": "DDPG", "appo": "APPO", "impala": "IMPALA", "rainbow": "Rainbow"}
+_NOT_YET = {
+    "dqn": "DQN",
+    "sac": "SAC",
+    "td3": "TD3",
+    "ddpg": "DDPG",
+    "appo": "APPO",
+    "impala": "IMPALA",
+    "rainbow": "Rainbow",
+}
 
 
 def special_answers(values: dict[str, Any]) -> Found:
-    """Questions with an answer of their own. What is answered is taken out of `values`, so that nothing is said twice."""
+    """Questions with an answer of their own. What is answered is taken out of `values`: nothing is said twice."""
     found: Found = []
     for path in [("framework",), ("algo", "framework"), ("model", "framework"), ("engine", "framework")]:
         place: Any = values
@@ -54,13 +79,28 @@ def special_answers(values: dict[str, Any]) -> Found:
                 break
         if isinstance(place, dict) and "framework" in place:
             word = short(place.pop("framework"))
-            found.append((path, Problem(".".join(path), word, "is no setting: Tiltyard's models are PyTorch modules", "leave framework out")))
+            found.append(
+                (
+                    path,
+                    Problem(
+                        ".".join(path),
+                        word,
+                        "is no setting: Tiltyard's models are PyTorch modules",
+                        "leave framework out",
+                    ),
+                )
+            )
     algo = values.get("algo")
-    word = algo.get("id") if isinstance(algo, dict) else None
-    if isinstance(word, str) and word.lower() not in ("ppo", "a2c"):
-        shown, known = short(word), "known: ppo, a2c"
+    chosen = algo.get("id") if isinstance(algo, dict) else None
+    if isinstance(chosen, str) and chosen not in ("ppo", "a2c"):
+        word, shown, known = chosen, short(chosen), "known: ppo, a2c"
         if word.lower() == "a3c":
-            problem = Problem("algo.id", shown, "is not offered: use a2c", "a2c is the same method with its envs stepped together; write algo: a2c")
+            problem = Problem(
+                "algo.id",
+                shown,
+                "is not offered: use a2c",
+                "a2c is the same method with its envs stepped together; write algo: a2c",
+            )
         elif word.lower() in _NOT_YET:
             problem = Problem("algo.id", shown, f"{_NOT_YET[word.lower()]} is not in this version", known)
         else:
@@ -69,7 +109,9 @@ def special_answers(values: dict[str, Any]) -> Found:
         del values["algo"]  # its other settings cannot be judged
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
-        problem = Problem("version", str(version), f"was made by a newer Tiltyard; this one knows version {SCHEMA}", "update Tiltyard")
+        problem = Problem(
+            "version", str(version), f"was made by a newer Tiltyard; this one knows version {SCHEMA}", "update Tiltyard"
+        )
         found.append((("version",), problem))
         del values["version"]
     return found
@@ -78,7 +120,7 @@ def special_answers(values: dict[str, Any]) -> Found:
 def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:
     """`values` as a settings object, or None and each problem with the path of what it is about."""
     try:
-        return model.model_validate(values), []
+        return model.model_validate(values, by_alias=True, by_name=False), []
     except ValidationError as error:
         found: dict[Path, Problem] = {}
         for each in error.errors(include_url=False):
@@ -94,10 +136,11 @@ def prune(values: Any, path: Path) -> Any:
     if not path or not isinstance(values, dict):
         return values
     kept = dict(values)
-    if len(path) == 1 or not isinstance(kept.get(path[0]), dict):
-        kept.pop(path[0], None)
+    below = kept.get(path[0])
+    if len(path) == 1 or not isinstance(below, dict) or (len(path) == 2 and path[1] not in below):
+        kept.pop(path[0], None)  # also a section in which something is missing
     else:
-        kept[path[0]] = prune(kept[path[0]], path[1:])
+        kept[path[0]] = prune(below, path[1:])
     return kept
 
 
@@ -113,7 +156,11 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
         if branch == "number" and not isinstance(value, int | float):
             if isinstance(value, Mapping):
                 return
-            hint = f"write it without quotes: {value}" if _is_number(value) else f"write {setting}=3e-4, or a mapping with kind: linear, piecewise or kl_adaptive"
+            hint = (
+                f"write it without quotes: {value}"
+                if _is_number(value)
+                else f"write {setting}=3e-4, or a mapping with kind: linear, piecewise or kl_adaptive"
+            )
             yield path, Problem(setting, short(value), "must be a number or a schedule", hint)
             return
         if branch == "schedule" and not isinstance(value, Mapping):
@@ -126,28 +173,58 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
         words = list(section.tags)
         if isinstance(value, Mapping):
             path, value = (*path, section.tag), value.get(section.tag)
-        found = f"must be one of {', '.join(words)}" if kind.endswith("invalid") else f"is missing: one of {', '.join(words)}"
-        yield path, Problem(".".join(path), "" if value is None else short(value), found, did_you_mean(str(value), words) if value else "")
+        found = (
+            f"must be one of {', '.join(words)}"
+            if kind.endswith("invalid")
+            else f"is missing: one of {', '.join(words)}"
+        )
+        yield (
+            path,
+            Problem(
+                ".".join(path),
+                "" if value is None else short(value),
+                found,
+                did_you_mean(str(value), words) if value else "",
+            ),
+        )
     else:
         message, hint = _sentence(kind, value, error.get("ctx") or {}, section)
+        if "points" in path:
+            hint = "write [[0, 3e-4], [1000000, 0]]: env steps and value of each point"
         yield path, Problem(setting, short(value), message, hint)
 
 
-def _locate(model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str) -> tuple[Path, Any, Section | Free | None, str]:
-    """The keys in a pydantic location (its names of union branches left out), the value there, its shape, its branch."""
+def _locate(
+    model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str
+) -> tuple[Path, Any, Section | Free | None, str]:
+    """The keys in a pydantic location (names of union branches left out), the value there, its shape, its branch."""
     path: list[str] = []
     value: Any = values
     shape: Section | Free | None = Section((model,))
     branch = ""
     for i, part in enumerate(loc):
         last = i == len(loc) - 1
-        if isinstance(shape, Section) and shape.scheduled and str(part).startswith(("tagged-union", "constrained-float", "float")):
+        if (
+            isinstance(shape, Section)
+            and shape.scheduled
+            and str(part).startswith(("tagged-union", "constrained-float", "float"))
+        ):
             branch = "schedule" if str(part).startswith("tagged-union") else "number"
-        elif isinstance(shape, Section) and str(part) in shape.tags and not (isinstance(value, Mapping) and part in value):
+        elif (
+            isinstance(shape, Section)
+            and str(part) in shape.tags
+            and not (isinstance(value, Mapping) and part in value)
+        ):
             continue
         elif isinstance(value, Mapping) and (part in value or (last and kind == "missing")):
             path.append(str(part))
-            shape = shape.field(str(part)) if isinstance(shape, Section) else shape.item if isinstance(shape, Free) else None
+            shape = (
+                shape.field(str(part))
+                if isinstance(shape, Section)
+                else shape.item
+                if isinstance(shape, Free)
+                else None
+            )
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path.append(str(part))
@@ -156,14 +233,29 @@ def _locate(model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.replace("_", "")) is not None
+    return (
+        isinstance(value, str)
+        and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.replace("_", "")) is not None
+    )
 
 
-_BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least"), "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
 _TYPES = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing_size": "a whole number", "float_type": "a number",
-    "string_type": "text", "string_unicode": "text", "bool_type": "true or false", "list_type": "a list", "dict_type": "a mapping",
-}  # fmt: skip
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "string_unicode": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+}
 
 
 def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Section | Free | None) -> tuple[str, str]:
@@ -178,19 +270,26 @@ def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Sectio
         if not words_known:
             return f"must be {context.get('expected')}", ""
         hint = did_you_mean(value, words_known) if isinstance(value, str) else ""
-        return f"must be one of {', '.join(words_known)}" if len(words_known) > 1 else f"must be {words_known[0]}", "" if hint.startswith("known") else hint
+        return f"must be one of {', '.join(words_known)}" if len(
+            words_known
+        ) > 1 else f"must be {words_known[0]}", "" if hint.startswith("known") else hint
     if kind == "value_error":
         return str(context.get("error", "is not accepted")), ""
     if kind in ("string_too_short", "too_short"):
         least = context["min_length"]
         return ("must not be empty" if least == 1 else f"must have {least} entries"), ""
     if kind in ("string_too_long", "too_long"):
-        return f"must have at most {_number(context['max_length'])} {'characters' if kind.startswith('string') else 'entries'}", ""
+        what = "characters" if kind.startswith("string") else "entries"
+        return f"must have at most {_number(context['max_length'])} {what}", ""
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}", _type_hint(kind, value)
     if kind in ("model_type", "model_attributes_type", "dict_attributes_type"):
         names = ", ".join(list(fields(section.models[0]))[:4]) if isinstance(section, Section) else ""
-        return "must be a mapping", f"write settings below it: {names}, ..." if names else ""
+        named = isinstance(section, Section) and section.short == "id"
+        return (
+            "must be a name or a mapping" if named else "must be a mapping",
+            f"its settings are {names}, ..." if names else "",
+        )
     return "is not accepted here", ""
 
 
@@ -216,6 +315,8 @@ def _type_hint(kind: str, value: Any) -> str:
         return "a list is set as a whole: [a, b]"
     if kind == "dict_type":
         return "write name: value lines below it"
+    if value is None and kind == "string_type":
+        return 'write "" for empty text'
     return "leave the line out for the default" if value is None else ""
 
 
@@ -233,25 +334,24 @@ def _unknown_hint(model: type[Settings], path: Path, values: Any) -> str:
     section: Section | Free | None = Section((model,))
     place: Any = values
     for part in path[:-1]:
-        section = section.field(part) if isinstance(section, Section) else section.item if isinstance(section, Free) else None
+        section = (
+            section.field(part) if isinstance(section, Section) else section.item if isinstance(section, Free) else None
+        )
         place = place.get(part) if isinstance(place, Mapping) else None
     here = list(fields(section.chosen(place))) if isinstance(section, Section) else []
-    everywhere = leaves(model) if model is Experiment else ()
     prefix = ".".join(path[:-1])
+    if isinstance(section, Section) and len(section.models) > 1:
+        others = [word for word, other in section.tags.items() if name in fields(other)]
+        if others:
+            return f"it is a setting of {prefix}.{section.tag}: {others[0]}"
+    same = [dotted for dotted in leaves(model) if dotted.rsplit(".", 1)[-1] == name and dotted != ".".join(path)]
+    if same and not (model is Experiment and name in ELSEWHERE):
+        return f"did you mean {same[0]!r}?"
     if name in ELSEWHERE and model is Experiment:
         return f"Tiltyard calls it {ELSEWHERE[name]}"
     near = did_you_mean(name, here)
     if near and not near.startswith("known"):
         return near.replace("'", f"'{prefix}.", 1) if prefix else near
-    same = [dotted for dotted in everywhere if dotted.rsplit(".", 1)[-1] == name]
-    if same:
-        return f"did you mean {same[0]!r}?"
-    if isinstance(section, Section) and len(section.models) > 1:
-        others = [word for word, other in section.tags.items() if name in fields(other)]
-        if others:
-            return f"it is a setting of {section.tag}: {others[0]}"
-    if "." in name and name.split(".")[0] in here:
-        return "write it nested: " + name.replace(".", ": {", 1) + ": ...}"
     return near or (f"{prefix or 'an experiment'} has: {', '.join(here)}" if here else "")
 
 
@@ -265,8 +365,3 @@ def leaves(model: type[Settings], prefix: str = "") -> tuple[str, ...]:
             for inner in shape.models:
                 found += leaves(inner, f"{prefix}{name}.")
     return tuple(dict.fromkeys(found))
-
-
-def words_of(model: type[Settings], name: str) -> tuple[Any, ...]:
-    """The words that a setting with a fixed choice takes."""
-    return get_args(model.model_fields[name].annotation)

@@ -1,22 +1,171 @@
-"""Every setting as a table and as a JSON schema for editors; both read off the settings classes, never written by hand."""
+"""Every setting as a table and as a JSON schema for editors; both read off the settings classes, never written by hand.
+
+Where a section is chosen by a word, the rows of the other choices say so: `algo.rollout (id: a2c)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Linear, Settings
+from tiltyard.config.experiment import Experiment, Settings
 from tiltyard.config.shape import Section, fields
-from tiltyard.refs import short
+from tiltyard.config.yaml_door import dump_yaml
 
 Row = tuple[str, str, str, str]
+
+# Underscores in whole numbers are text to editors that know YAML 1.2 only.
+_SPACED = {"type": "string", "pattern": "^-?[0-9]+(_[0-9]+)+$"}
+
+_CHOICE = {"id": "Chooses the settings beside it.", "kind": "Chooses the settings beside it."}
+
+
+# ------------------------------------------------------------------------------------------------ JSON schema
 
 
 def schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of an experiment file: everything optional, short forms allowed."""
-    return {}
+    made = Experiment.model_json_schema(by_alias=True)
+    definitions = made["$defs"]
+    _loosen(made, Section((Experiment,)))
+    models = {model.__name__: model for model in _models(Experiment)}
+    for name, definition in definitions.items():
+        if name in models:
+            _loosen(definition, Section((models[name],)))
+    made["properties"]["use"] = {"anyOf": [made["properties"]["use"], {"type": "string"}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "Tiltyard experiment"}
+
+
+def _loosen(definition: dict[str, Any], section: Section) -> None:
+    """Nothing is required; sections inside have their short forms; 1_000_000 is a number."""
+    definition.pop("required", None)
+    for name, shape in fields(section.models[0]).items():
+        entry = definition["properties"][name]
+        if isinstance(shape, Section) and not shape.scheduled:
+            described = {key: entry.pop(key) for key in ("description", "default") if key in entry}
+            short = [{"type": "string"}] if shape.short else []
+            definition["properties"][name] = {**described, "anyOf": [entry, *short, {"type": "null"}]}
+    for entry in definition["properties"].values():
+        _allow_spaced(entry)
+
+
+def _allow_spaced(entry: dict[str, Any]) -> None:
+    if entry.get("type") == "integer":
+        bounds = {key: entry.pop(key) for key in list(entry) if key in ("type", "minimum", "maximum")}
+        entry["anyOf"] = [bounds, _SPACED]
+    for inner in [*entry.get("anyOf", []), entry.get("items")]:
+        if isinstance(inner, dict) and inner.get("type") != "string" and "minimum" not in inner:
+            _allow_spaced(inner)
+
+
+def _models(model: type[Settings]) -> Iterator[type[Settings]]:
+    yield model
+    for shape in fields(model).values():
+        section = shape if isinstance(shape, Section) else getattr(shape, "item", None)
+        for inner in section.models if section else ():
+            yield from _models(inner)
+
+
+# ------------------------------------------------------------------------------------------------ table
 
 
 def describe() -> list[Row]:
     """(dotted name, type, default, meaning) of every setting, in the order of the file."""
-    return []
+    rows = list(_rows(Experiment, "", ""))
+    for word, schedule in _schedules().items():
+        rows += _rows(schedule, "<schedule>.", f" (kind: {word})")
+    return rows
+
+
+def _schedules() -> dict[str, type[Settings]]:
+    algo = fields(Experiment)["algo"]
+    assert isinstance(algo, Section)
+    lr = algo.field("lr")
+    assert isinstance(lr, Section)
+    return lr.tags
+
+
+def _rows(model: type[Settings], prefix: str, suffix: str) -> Iterator[Row]:
+    entries = model.model_json_schema(by_alias=True)
+    for (name, shape), info in zip(fields(model).items(), model.model_fields.values(), strict=True):
+        entry = entries["properties"][name]
+        if isinstance(shape, Section) and not shape.scheduled:
+            short = " or a name" if shape.short else ""
+            meaning = info.description or (shape.models[0].__doc__ or "" if len(shape.models) == 1 else "")
+            yield f"{prefix}{name}{suffix}", f"mapping{short}", "", meaning
+            for i, inner in enumerate(shape.models):
+                chosen = f" ({shape.tag}: {list(shape.tags)[i]})" if i else suffix
+                yield from _rows(inner, f"{prefix}{name}.", chosen)
+            continue
+        default = "required" if info.is_required() else inline(info.get_default(call_default_factory=True))
+        yield f"{prefix}{name}{suffix}", _type_text(entry), default, info.description or _CHOICE.get(name, "")
+
+
+def inline(value: Any) -> str:
+    """A default as one would write it after the colon."""
+    if isinstance(value, Settings):
+        value = value.model_dump(by_alias=True)
+    text = dump_yaml({"x": [value]})  # inside a list everything short stays on one line
+    return (
+        text.removeprefix("x:").strip().removeprefix("[").removesuffix("]") if "\n" not in text.strip() else str(value)
+    )
+
+
+def flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of every leaf of nested settings; lists and empty mappings are leaves."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _type_text(entry: dict[str, Any]) -> str:
+    """A JSON schema entry in words."""
+    options = entry.get("anyOf") or entry.get("oneOf")
+    if options:
+        schedule = any("discriminator" in each for each in options)
+        words = [_type_text(each) for each in options if "discriminator" not in each]
+        return " or ".join([*words, *(["a schedule"] if schedule else [])])
+    if "const" in entry or "enum" in entry:
+        return ", ".join(str(word) for word in entry.get("enum", [entry.get("const")]))
+    if entry.get("type") == "array":
+        return f"list of {_type_text(entry.get('items', {}))}"
+    if entry.get("type") in ("integer", "number"):
+        return ("whole number" if entry["type"] == "integer" else "number") + _bounds(entry)
+    kinds = {"string": "text", "boolean": "true or false", "null": "null", "object": "mapping"}
+    return kinds.get(str(entry.get("type")), "name or mapping" if "$ref" in entry else "anything")
+
+
+def _bounds(entry: dict[str, Any]) -> str:
+    low, above, high = entry.get("minimum"), entry.get("exclusiveMinimum"), entry.get("maximum")
+    parts = [
+        f"from {_figure(low)}" if low is not None and low > -1e15 else "",
+        f"above {_figure(above)}" if above is not None else "",
+    ]
+    parts.append(f"to {_figure(high)}" if high is not None and high < 1e15 else "")
+    return "".join(f" {part}" for part in parts if part)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def reference_page() -> str:
+    """The table as Markdown, one heading per section."""
+    lines = [
+        "# Settings",
+        "",
+        "Written by `tiltyard config reference`.",
+        "`algo.lr` is `lr` below `algo` in a file and `algo.lr=3e-4` on the command line.",
+    ]
+    section = None
+    for name, kind, default, meaning in describe():
+        top = name.split(".")[0] if "." in name or kind.startswith("mapping") else ""
+        if top != section:
+            section = top
+            title = {"": "The experiment", "<schedule>": "Schedules"}.get(top, top)
+            lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+        cells = [f"`{name}`", kind, f"`{default}`" if default else "", meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -101,13 +101,17 @@ def _bare(annotation: Any) -> Any:
 
 
 def split_key(key: str, root: Section) -> tuple[str, ...]:
-    """A dotted name as keys. Names of observations may hold dots themselves: model.encoders.camera.left.id is four keys."""
+    """A dotted name as keys. Observations' names may hold dots: model.encoders.camera.left.id is four keys."""
     parts = key.split(".")
     place: Section | Free | None = root
     for i, part in enumerate(parts):
         if isinstance(place, Free) and place.item is not None:
             rest = parts[i:]
-            ends = [j for j, word in enumerate(rest) if j > 0 and (word == "options" or (word == "id" and j == len(rest) - 1))]
+            ends = [
+                j
+                for j, word in enumerate(rest)
+                if j > 0 and (word == "options" or (word == "id" and j == len(rest) - 1))
+            ]
             end = ends[0] if ends else len(rest)
             return (*parts[:i], ".".join(rest[:end]), *rest[end:])
         place = place.field(part) if isinstance(place, Section) else None

@@ -84,7 +84,9 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
                 expanded["profiles"][name] = profile = {}
             if isinstance(profile, dict):
                 if "name" in profile:
-                    problems.append(Problem(f"profiles.{name}.name", short(profile["name"]), "is no setting", "the key is the name"))
+                    problems.append(
+                        Problem(f"profiles.{name}.name", short(profile["name"]), "is no setting", "the key is the name")
+                    )
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")
     site, wrong = validate(Site, expanded)
@@ -140,7 +142,11 @@ def _expand(value: Any, path: tuple[str, ...], problems: list[Problem]) -> Any:
         if name is None:
             return "${"
         if name not in os.environ:
-            problems.append(Problem(".".join(path), short(value), f"the environment variable {name} is not set", f"export {name}=..."))
+            problems.append(
+                Problem(
+                    ".".join(path), short(value), f"the environment variable {name} is not set", f"export {name}=..."
+                )
+            )
         return os.environ.get(name, "")
 
     return _VARIABLE.sub(replaced, value)

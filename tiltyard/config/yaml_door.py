@@ -9,6 +9,7 @@ reading: an alias counts as much as what it stands for, and a bomb is refused lo
 
 from __future__ import annotations
 
+import difflib
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -23,14 +24,13 @@ from ruamel.yaml.events import (
     AliasEvent,
     DocumentStartEvent,
     MappingEndEvent,
-    MappingStartEvent,
     ScalarEvent,
     SequenceEndEvent,
     SequenceStartEvent,
 )
 from ruamel.yaml.representer import SafeRepresenter
 
-from tiltyard.errors import UseError, did_you_mean
+from tiltyard.errors import UseError
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
@@ -41,7 +41,7 @@ _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _OTHER_BASE = re.compile(r"0o[0-7_]+|0x[0-9a-fA-F_]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"([-+]?)\.(inf|Inf|INF)")
-_WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
 _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _CORE = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
@@ -80,7 +80,9 @@ class _Reader:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise self.wrong(
-                event, f"holds more than {MAX_NODES:,} values once aliases are unfolded", "an experiment needs a few hundred"
+                event,
+                f"holds more than {MAX_NODES:,} values once aliases are unfolded",
+                "an experiment needs a few hundred",
             )
 
     def value(self, event: Any, depth: int) -> Any:
@@ -95,7 +97,9 @@ class _Reader:
         if event.tag and event.tag not in _PLAIN_TAGS:
             tag = event.tag.replace(_CORE, "!!")
             raise self.wrong(
-                event, f"the tag {tag!r} is not allowed", "leave the tag out; only plain text, numbers, lists and mappings are read"
+                event,
+                f"the tag {tag!r} is not allowed",
+                "leave the tag out; only plain text, numbers, lists and mappings are read",
             )
         if isinstance(event, ScalarEvent):
             made: Any = self.scalar(event)
@@ -113,7 +117,9 @@ class _Reader:
 
     def alias(self, event: Any) -> Any:
         if event.anchor not in self.anchors:
-            raise self.wrong(event, f"*{event.anchor} refers to nothing", f"write &{event.anchor} before the value it stands for")
+            raise self.wrong(
+                event, f"*{event.anchor} refers to nothing", f"write &{event.anchor} before the value it stands for"
+            )
         known = self.anchors[event.anchor]
         if known is None:
             raise self.wrong(event, f"*{event.anchor} stands inside the value it refers to", "write the value out")
@@ -129,7 +135,9 @@ class _Reader:
         if tag not in ("", "str", {bool: "bool", int: "int", float: "float", type(None): "null"}.get(type(value))):
             raise self.wrong(event, f"{text[:60]!r} is no !!{tag}", "leave the tag out")
         if isinstance(value, str) and event.style is None and len(value) > MAX_DIGITS and _FLOAT.fullmatch(value):
-            raise self.wrong(event, f"a number of {len(value):,} digits is too long", "write it with an exponent, as in 1e6")
+            raise self.wrong(
+                event, f"a number of {len(value):,} digits is too long", "write it with an exponent, as in 1e6"
+            )
         return value
 
     def mapping(self, depth: int) -> dict[str, Any]:
@@ -147,7 +155,9 @@ class _Reader:
                 continue
             if key in made:
                 raise self.wrong(
-                    event, f"the key {key!r} is there twice, first in line {lines[key]}", "keep the one you mean and remove the other"
+                    event,
+                    f"the key {key!r} is there twice, first in line {lines[key]}",
+                    "keep the one you mean and remove the other",
                 )
             made[key] = value
             lines[key] = event.start_mark.line + 1
@@ -169,7 +179,9 @@ def parse_yaml(text: str, source: str) -> Any:
         for event in reader.events:
             if isinstance(event, DocumentStartEvent):
                 if found:
-                    raise reader.wrong(event, "a second document starts here", "keep one document per file; remove the ---")
+                    raise reader.wrong(
+                        event, "a second document starts here", "keep one document per file; remove the ---"
+                    )
                 found.append(reader.value(next(reader.events), 0))
         return found[0] if found else None
     except UseError:
@@ -178,7 +190,9 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UseError(*_explain(error, text, source)) from None
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         # ruamel's scanner trips over some malformed texts instead of refusing them
-        raise UseError(f"{source} is not YAML ({type(error).__name__} while it was scanned)", "compare it with examples/full.yaml") from None
+        raise UseError(
+            f"{source} is not YAML ({type(error).__name__} while it was scanned)", "compare it with examples/full.yaml"
+        ) from None
 
 
 def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
@@ -193,11 +207,18 @@ def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
     shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else ""
     hint = "check quotes, brackets and indentation there" + (" or just above it" if not shown else "")
     if "mapping values are not allowed" in problem:
-        problem, hint = "a second ': ' in one line, or a line indented too far", "put text with a colon in quotes, or indent as the lines around it"
+        problem, hint = (
+            "a second ': ' in one line, or a line indented too far",
+            "put text with a colon in quotes, or indent as the lines around it",
+        )
     elif r"'\t'" in problem:
         problem, hint = "a tab where spaces belong", "indent with spaces"
     elif "stream end" in problem or "end of stream" in problem:
-        problem, hint = "the text ends inside a quote, bracket or brace", "close it"
+        opened = getattr(error, "context_mark", None) or mark
+        return (
+            f"{source}, line {min(opened.line + 1, len(lines))}: a quote, bracket or brace is opened and never closed",
+            "close it",
+        )
     return f"{source}, line {mark.line + 1}: {problem}{f' in {shown!r}' if shown else ''}", hint
 
 
@@ -212,19 +233,25 @@ def read_text(path: Path) -> str:
         if not stat.S_ISREG(kind):
             raise UseError(f"{path} is no regular file", "give a YAML file")
         if path.stat().st_size > MAX_BYTES:
-            raise UseError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}", "is this the right file?")
+            raise UseError(
+                f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}", "is this the right file?"
+            )
         raw = path.read_bytes()
     except FileNotFoundError:
         raise UseError(f"{path} does not exist", _near(path)) from None
     except (OSError, ValueError) as error:
-        raise UseError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", "check the path and its permissions") from None
+        raise UseError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", "check the path and its permissions"
+        ) from None
     if b"\0" in raw:
         raise UseError(f"{path} is a binary file, not YAML text", "is this the right file?")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UseError(f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8 text", "save the file as UTF-8") from None
+        raise UseError(
+            f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8 text", "save the file as UTF-8"
+        ) from None
 
 
 def _near(path: Path) -> str:
@@ -232,10 +259,11 @@ def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     try:
-        names = [item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml")]
+        names = {item.stem: item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml")}
     except OSError:
-        names = []
-    return did_you_mean(path.name, names) or "check the path"
+        names = {}
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    return f"did you mean {names[near[0]]!r}?" if near else "check the path"
 
 
 def as_mapping(value: Any, source: str) -> dict[str, Any]:
@@ -244,7 +272,9 @@ def as_mapping(value: Any, source: str) -> dict[str, Any]:
         raise UseError(f"{source} is empty", "write at least `env: CartPole-v1`")
     if not isinstance(value, dict):
         found = {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")
-        raise UseError(f"{source} holds {found} where `setting: value` lines are expected", "start with `env: CartPole-v1`")
+        raise UseError(
+            f"{source} holds {found} where `setting: value` lines are expected", "start with `env: CartPole-v1`"
+        )
     return value
 
 
@@ -265,7 +295,6 @@ class _Representer(SafeRepresenter):
             return self.represent_scalar(f"{_CORE}str", data, style="|")
         return self.represent_scalar(f"{_CORE}str", data, style=None if scalar(data) is data else '"')
 
-
     def represent_sequence_of(self, data: list[Any]) -> Any:
         inline = not any(isinstance(item, dict | list) and item and not _is_pair(item) for item in data)
         return self.represent_sequence(f"{_CORE}seq", data, flow_style=inline)
@@ -284,7 +313,7 @@ def dump_yaml(mapping: Mapping[str, Any]) -> str:
     """`mapping` as YAML text in its own order; short lists on one line; reads back as the same values."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
-    yaml.default_flow_style = False
+    yaml.default_flow_style = False  # type: ignore[assignment]
     yaml.sort_base_mapping_type_on_output = False
     yaml.width = 4096
     yaml.allow_unicode = True

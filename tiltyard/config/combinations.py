@@ -1,0 +1,74 @@
+"""Settings that are each fine and impossible together. Pure: asks no file system and no machine.
+
+Every sentence names all settings it is about by their dotted names; `load` relies on that to keep quiet about settings
+that are already known to be wrong by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Piecewise, Ppo, Stop
+from tiltyard.errors import Problem
+from tiltyard.refs import short
+
+
+def cross_check(experiment: Experiment) -> list[Problem]:
+    """Problems that only two settings together show."""
+    return [*_batches(experiment), *_schedules(experiment), *_ends(experiment)]
+
+
+def _batches(experiment: Experiment) -> Iterator[Problem]:
+    algo, memory, envs = experiment.algo, experiment.model.memory, experiment.engine.envs
+    recurrent = memory.kind != "none"
+    if recurrent and algo.rollout % memory.bptt:
+        near = max(1, round(algo.rollout / memory.bptt)) * memory.bptt
+        message = f"is no multiple of model.memory.bptt = {memory.bptt}"
+        yield Problem(
+            "algo.rollout", str(algo.rollout), message, f"set algo.rollout={near}, or change model.memory.bptt"
+        )
+    if not isinstance(algo, Ppo):
+        return
+    if algo.minibatch > experiment.batch:
+        batch = f"{experiment.batch} (algo.rollout {algo.rollout} x engine.envs {envs})"
+        hint = f"set algo.minibatch={experiment.batch} or less"
+        yield Problem("algo.minibatch", str(algo.minibatch), f"is more than the batch of {batch}", hint)
+    if recurrent and algo.minibatch < memory.bptt:
+        message = f"is less than model.memory.bptt = {memory.bptt}"
+        yield Problem("algo.minibatch", str(algo.minibatch), message, f"set algo.minibatch={memory.bptt} or more")
+
+
+def _schedules(experiment: Experiment) -> Iterator[Problem]:
+    for name in ("lr", "clip", "entropy", "kl"):
+        schedule, setting = getattr(experiment.algo, name, None), f"algo.{name}"
+        if isinstance(schedule, Piecewise):
+            steps = [point[0] for point in schedule.points]
+            if steps != sorted(set(steps)):
+                hint = "write [[0, 3e-4], [1000000, 0]]"
+                yield Problem(
+                    f"{setting}.points", short(schedule.points), "env steps must grow from point to point", hint
+                )
+        elif isinstance(schedule, Linear) and schedule.over is None and experiment.stop.env_steps is None:
+            yield Problem(f"{setting}.over", "", "is needed when there is no stop.env_steps", f"set {setting}.over")
+        elif isinstance(schedule, KlAdaptive):
+            if not schedule.min <= schedule.start <= schedule.max:
+                hint = f"change {setting}.min or {setting}.max"
+                message = f"lies outside [{schedule.min:g}, {schedule.max:g}]"
+                yield Problem(f"{setting}.start", str(schedule.start), message, hint)
+            if name not in ("lr", "kl"):
+                yield Problem(
+                    f"{setting}.kind", "'kl_adaptive'", "is for algo.lr and algo.kl", "use linear or piecewise"
+                )
+
+
+def _ends(experiment: Experiment) -> Iterator[Problem]:
+    stop, save = experiment.stop, experiment.save
+    if all(getattr(stop, field) is None for field in Stop.model_fields):
+        hint = "set stop.env_steps or stop.seconds"
+        yield Problem("stop", "", "has no condition: the run would never end", hint)
+    if stop.return_ is not None and experiment.eval.every == 0:
+        message = "needs evaluations, and eval.every is 0"
+        yield Problem("stop.return", str(stop.return_), message, "set eval.every=10000")
+    if save.env_steps is None and save.seconds is None and save.updates is None:
+        hint = "set save.seconds or save.env_steps"
+        yield Problem("save", "", "has no interval: a killed run would start over", hint)
