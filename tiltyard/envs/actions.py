@@ -40,15 +40,20 @@ def _grow(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[str, An
         options = np.asarray(space.nvec).reshape(-1)
         parts.extend(ActionPart("categorical", 1, int(n)) for n in options)
         start = [int(n) for n in np.asarray(space.start).reshape(-1)]
-        return {"kind": "multi_discrete", "shape": list(space.shape), "start": start, "dtype": space.dtype.name}
+        return {
+            "kind": "multi_discrete",
+            "shape": list(space.shape),
+            "start": start,
+            "dtype": np.dtype(space.dtype).name,
+        }
     if isinstance(space, gym_spaces.MultiBinary):
         parts.append(ActionPart("binary", int(np.prod(space.shape))))
-        return {"kind": "multi_binary", "shape": list(space.shape), "dtype": space.dtype.name}
+        return {"kind": "multi_binary", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
     if isinstance(space, gym_spaces.Box):
         low = tuple(float(x) for x in space.low.reshape(-1))
         high = tuple(float(x) for x in space.high.reshape(-1))
         parts.append(ActionPart("continuous", len(low), low=low, high=high))
-        return {"kind": "box", "shape": list(space.shape), "dtype": space.dtype.name}
+        return {"kind": "box", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
     if isinstance(space, gym_spaces.Tuple):
         return {"kind": "tuple", "items": [_grow(inner, parts) for inner in space.spaces]}
     if isinstance(space, gym_spaces.Dict):

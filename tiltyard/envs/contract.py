@@ -107,12 +107,12 @@ def obs_fault(leaf: Leaf, value: Any, strict: bool) -> str | None:
     return None
 
 
-def _category_fault(space: gym_spaces.Discrete, value: Any, name: str) -> str | None:
+def _category_fault(space: gym_spaces.Discrete[Any], value: Any, name: str) -> str | None:
     if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "iu":
         value = value.item()
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         return f"{name} is {shown(value)} of type {type(value).__name__} instead of an integer"
-    if not space.start <= value < space.start + space.n:
+    if not 0 <= int(value) - int(space.start) < int(space.n):
         return f"{name} is {value}, outside {space}"
     return None
 

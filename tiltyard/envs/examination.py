@@ -83,7 +83,8 @@ class Examination:
         self._refuse(reset_fault(answer), "reset")
         if first:
             self.masked = mask_in(*answer) is not None and bool(self._options)
-        return self._look(*answer, "reset", digest, ended=False)
+        obs, info = answer
+        return self._look(obs, info, "reset", digest, ended=False)
 
     def _look(self, obs: Any, info: Any, when: str, digest: Any, ended: bool) -> Array | None:
         """Check one observation; the action mask that comes with it, which at an episode's end may be anything."""

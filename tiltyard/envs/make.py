@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
         ref = refs.parse(plugin.id, BUILTIN_WRAPPERS, refs.CONVENTIONAL["wrapper"], base)
         wrapper = _callable(refs.load(ref), f"{setting}.id", plugin.id)
         _refuse(refs.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
-        made = _construct(lambda w=wrapper, o=plugin.options, inner=made: w(inner, **o), f"wrapper {plugin.id}")
+        made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
         if not isinstance(made, gymnasium.Env):
             raise UseError(
                 f"{setting}.id = {plugin.id} made a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"

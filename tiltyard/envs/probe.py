@@ -164,7 +164,28 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
         episode_limit=limit,
         comes_back=comes_back,
         renders=can_render(env, made, base),
+        env_bytes=_one_more(env, base),
         notes=tuple(notes),
     )
-    made.close()
+    made.close()  # type: ignore[no-untyped-call]
     return spec_to_json(spec)
+
+
+def _one_more(env: Env, base: Sequence[Path]) -> int:
+    """Bytes by which this process grows for a second copy of the env; 0 where the system does not tell."""
+    from tiltyard.envs.make import make_env
+
+    before = _resident()
+    second = make_env(env, base)
+    second.reset(seed=0)
+    grown = _resident() - before
+    second.close()  # type: ignore[no-untyped-call]
+    return max(0, grown)
+
+
+def _resident() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -107,9 +107,10 @@ def _walk(space: gym_spaces.Space[Any], path: tuple[str | int, ...], found: list
 def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
     """How one frame of a leaf is stored."""
     if isinstance(space, gym_spaces.Box):
-        dtype = _STORED.get(space.dtype.name, "float32")
+        declared = np.dtype(space.dtype).name
+        dtype = _STORED.get(declared, "float32")
         shape = tuple(int(n) for n in space.shape)
-        if space.dtype.name == "uint8" and len(shape) == 2 and min(shape) >= SMALLEST_GREY:
+        if declared == "uint8" and len(shape) == 2 and min(shape) >= SMALLEST_GREY:
             shape = (1, *shape)
         return ArraySpec("box", shape, dtype, image=len(shape) == 3)
     if isinstance(space, gym_spaces.Discrete):
@@ -202,7 +203,7 @@ class ObsEncoder:
 
 
 def encode_obs(space: gym_spaces.Space[Any], obs: Any, specs: Mapping[str, ArraySpec]) -> Arrays:
-    """One observation as named arrays; where `specs` asks for a stack, the frame is repeated as at an episode's start."""
+    """One observation as named arrays; for a stack the frame is repeated, as at an episode's start."""
     arrays = ObsEncoder(space).encode(obs)
     return {name: fill_stack(array, specs[name].shape) for name, array in arrays.items()}
 
@@ -235,6 +236,7 @@ def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
         "episode_limit": spec.episode_limit,
         "comes_back": spec.comes_back,
         "renders": spec.renders,
+        "env_bytes": spec.env_bytes,
         "notes": list(spec.notes),
     }
 
@@ -254,5 +256,6 @@ def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
         episode_limit=data["episode_limit"],
         comes_back=data["comes_back"],
         renders=data["renders"],
+        env_bytes=data.get("env_bytes", 0),
         notes=tuple(data["notes"]),
     )

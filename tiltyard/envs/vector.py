@@ -62,7 +62,7 @@ class EnvGroup:
     ) -> None:
         self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
         self._seed, self._role, self._seeds = seed, role, seeds
-        self._frameskip, self._render = env.frameskip, render
+        self._frameskip = env.frameskip
         self._limit = env.time_limit or spec.episode_limit
         self.comes_back = spec.comes_back
         self.codec = ActionCodec(spec.action)
@@ -90,18 +90,16 @@ class EnvGroup:
         self.length = np.zeros(rows, np.int64)  # env steps of the running episode
         self.saved_frames = np.zeros(rows, np.int64)  # frames that frameskip did not need because the episode ended
         self.total = np.zeros(rows, np.float64)  # return so far: raw rewards
-        self.frames_taken = 0  # by all rows, ever; replays may lower it, so take differences within training only
         self.seeds_now = [0] * rows
         self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
-        self.infos: list[Any] = [{}] * rows  # as the last step gave them
+        self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.filmed: int | None = None  # row whose last picture is kept in final_frame before its env is reset
         self.final_frame: Array | None = None
         self._raw: list[float] = [0.0] * rows
         self._over: list[bool] = [False] * rows
         self._cut: list[bool] = [False] * rows
-        self._final_frames: list[Array | None] = [None] * rows
         self._any_first = True
-        self._ended_frames = self._asked_frames = 0
+        self._ended_frames = 0
         self.set_countdown()
 
     def _compare(self, previous: bool) -> None:
@@ -135,7 +133,7 @@ class EnvGroup:
         )  # fmt: skip
 
     def step(self, action: Array) -> Step:
-        """Act in every row: float32 [B, columns]. Beyond the envs' own time it costs about 1 us per row and 15 us per call."""
+        """Act in every row: float32 [B, columns]. Beyond the envs' own time: about 1 us per row and 15 us per call."""
         if not all_finite(action):
             row = int(np.flatnonzero(~np.isfinite(action).all(axis=1))[0])
             raise self._diverged(f"the action is {shown(action[row])}", row, {"action": action})
@@ -224,8 +222,8 @@ class EnvGroup:
         if self._previous:
             for name in (PREVIOUS_ACTION, PREVIOUS_REWARD):
                 self.final_obs[name][row] = self.obs[name][row]
-        if self._render:
-            self._final_frames[row] = self.render_row(row)
+        if self.filmed == row:
+            self.final_frame = self.render_row(row)
         info, frames = self.infos[row], self.frames(row)
         end = EpisodeEnd(
             row=self.first_row + row,
@@ -244,12 +242,10 @@ class EnvGroup:
         """Simulator frames of a row's running episode."""
         return int(self.length[row]) * self._frameskip - int(self.saved_frames[row])
 
-    def frames_since_asked(self) -> int:
-        """Simulator frames of all rows since the last call."""
-        total = self._ended_frames + sum(self.frames(row) for row in range(self.rows))
-        new = total - self._asked_frames
-        self._asked_frames = total
-        return new
+    @property
+    def frames_taken(self) -> int:
+        """Simulator frames of all rows; a load may change it, so take differences within one life only."""
+        return self._ended_frames + int(self.length.sum()) * self._frameskip - int(self.saved_frames.sum())
 
     def set_countdown(self) -> None:
         """How many steps no row can reach the time limit: rows that begin anew meanwhile only make it longer."""
@@ -357,7 +353,6 @@ class EnvGroup:
         said = comeback.load(self, tree)
         self._any_first = True
         self.set_countdown()
-        self.frames_since_asked()
         return said
 
     def render_row(self, row: int) -> Array | None:
@@ -369,17 +364,6 @@ class EnvGroup:
         if isinstance(frame, list):
             frame = frame[-1] if frame else None
         return None if frame is None else np.asarray(frame)
-
-    def final_frame(self, row: int) -> Array | None:
-        """The last picture of the episode that ended in this row; with `render` only."""
-        return self._final_frames[row]
-
-    @property
-    def fps(self) -> float:
-        """Pictures per second at which a film of this env looks right: one picture is one env step."""
-        rate = (self.envs[0].metadata or {}).get("render_fps")
-        usable = isinstance(rate, (int, float)) and 0 < rate <= 1000
-        return max(1.0, float(rate if usable else 30) / self._frameskip)
 
     @property
     def fps(self) -> float:

@@ -1,0 +1,202 @@
+"""Small envs whose best return is known exactly: if a learner misses it, the learner is wrong. No dependencies.
+
+name       what it asks for                          best return          blind or wrong
+identity   do what the observation shows             length               length / options at random
+basic      pull the third of five levers             1                    -1 for every other lever
+memory     recall the cue of the first step          1                    0 without memory
+delay      right deeds that are paid steps later     length               length / 2 at random
+timeout    prefer a life without end to a prize      "stayed" is 1        0 if truncation counts as an end
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array
+
+Answer = tuple[Any, float, bool, bool, dict[str, Any]]
+WORDS = ("north", "south", "east", "west", "up", "down", "here", "there")
+
+
+class Identity(gymnasium.Env[Any, Any]):
+    """Every step shows one of `options` categories and pays 1 for the action of the same number. Best return: `length`.
+
+    `shows` says as what the category is seen: its number, a one-hot vector, a picture with one bright band, or words.
+    With `number` the observation is a number in [-1, 1] and the action another in [-2, 2]: paid is 1 - |difference|.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: int = 4,
+        length: int = 10,
+        shows: Literal["category", "vector", "image", "words", "number"] = "category",
+    ) -> None:
+        if shows == "words" and options > len(WORDS):
+            raise ValueError(f"there are {len(WORDS)} words and options is {options}")
+        self._options, self._length, self._shows = options, length, shows
+        self.observation_space: spaces.Space[Any]
+        self.action_space: spaces.Space[Any] = spaces.Discrete(options)
+        if shows == "category":
+            self.observation_space = spaces.Discrete(options)
+        elif shows == "vector":
+            self.observation_space = spaces.Box(0, 1, (options,), np.float32)
+        elif shows == "image":
+            self.observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
+        elif shows == "words":
+            self.observation_space = spaces.Text(60)
+        else:
+            self.observation_space = spaces.Box(-1, 1, (1,), np.float32)
+            self.action_space = spaces.Box(-2, 2, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._draw(), {}
+
+    def step(self, action: Any) -> Answer:
+        if self._shows == "number":
+            reward = 1.0 - abs(float(action[0]) - float(self._shown[0]))
+        else:
+            reward = float(action == self._wanted)
+        self._step += 1
+        return self._draw(), reward, self._step == self._length, False, {}
+
+    def _draw(self) -> Any:
+        if self._shows == "number":
+            self._shown = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+            return self._shown
+        self._wanted = int(self.np_random.integers(self._options))
+        if self._shows == "vector":
+            return np.eye(self._options, dtype=np.float32)[self._wanted]
+        if self._shows == "image":
+            image = np.zeros((1, 36, 36), np.uint8)
+            image[:, :, self._wanted * 36 // self._options : (self._wanted + 1) * 36 // self._options] = 255
+            return image
+        return f"please go {WORDS[self._wanted]} now" if self._shows == "words" else self._wanted
+
+
+class Basic(gymnasium.Env[int, int]):
+    """One step, five levers: the third pays 1, the others -1, whatever the observation says. Best return: 1."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Discrete(2)
+        self.action_space = spaces.Discrete(5)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        return int(self.np_random.integers(2)), {}
+
+    def step(self, action: int) -> Answer:
+        return 0, 1.0 if action == 2 else -1.0, True, False, {}
+
+
+class Memory(gymnasium.Env[Any, int]):
+    """The first observation shows a cue; `length` steps later, at the signal, the action must be the cue's number.
+
+    Observation: float32 [cues + 1], the cue as one-hot at the start, 1 in the last place at the signal, zeros between.
+    Paid is 1 for the cue and -1 / (cues - 1) for another, so that without memory the mean return is exactly 0.
+    """
+
+    def __init__(self, *, length: int = 4, cues: int = 2) -> None:
+        if length < 1 or cues < 2:
+            raise ValueError(f"length must be at least 1 and cues at least 2, not {length} and {cues}")
+        self._length, self._cues = length, cues
+        self.observation_space = spaces.Box(0, 1, (cues + 1,), np.float32)
+        self.action_space = spaces.Discrete(cues)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        self._cue = int(self.np_random.integers(self._cues))
+        return self._observe(), {}
+
+    def step(self, action: int) -> Answer:
+        last = self._step == self._length
+        right = action == self._cue
+        reward = 0.0 if not last else 1.0 if right else -1.0 / (self._cues - 1)
+        self._step += 1
+        return self._observe(), reward, last, False, {"recalled": float(right)} if last else {}
+
+    def _observe(self) -> Array:
+        seen = np.zeros(self._cues + 1, np.float32)
+        if self._step == 0:
+            seen[self._cue] = 1
+        elif self._step == self._length:
+            seen[-1] = 1
+        return seen
+
+
+class Delay(gymnasium.Env[Any, int]):
+    """Each of `length` steps asks for one of two actions; a right one pays 1, but `delay` steps later.
+
+    Observation: float32 [4], the wanted action as one-hot (zeros while only payments are left), the part of the
+    episode that is over, and what is still owed divided by `delay`. Best return: `length`.
+    """
+
+    def __init__(self, *, length: int = 10, delay: int = 3) -> None:
+        if length < 1 or delay < 1:
+            raise ValueError(f"length and delay must be at least 1, not {length} and {delay}")
+        self._length, self._delay = length, delay
+        self.observation_space = spaces.Box(0, 1, (4,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        self._owed = [0.0] * self._delay
+        return self._observe(), {}
+
+    def step(self, action: int) -> Answer:
+        earned = float(self._step < self._length and action == self._wanted)
+        self._owed.append(earned)
+        paid = self._owed.pop(0)
+        self._step += 1
+        return self._observe(), paid, self._step == self._length + self._delay, False, {}
+
+    def _observe(self) -> Array:
+        seen = np.zeros(4, np.float32)
+        self._wanted = int(self.np_random.integers(2))
+        if self._step < self._length:
+            seen[self._wanted] = 1
+        seen[2] = self._step / (self._length + self._delay)
+        seen[3] = sum(self._owed) / self._delay
+        return seen
+
+
+class Timeout(gymnasium.Env[int, int]):
+    """At the door (observation 0): action 0 takes `prize` and ends it all, action 1 enters the room (observation 1).
+
+    The room pays 1 per step for ever, whatever is done there; the clock cuts episodes after `limit` steps. Who knows
+    that truncation is no end values the room at 1 / (1 - gamma) and enters whenever that beats the prize (prize 5:
+    gamma > 0.8). Who takes truncation for an end sees at most `limit` there, less than the prize, and leaves.
+    Half of all episodes begin in the room, so that its value is learned whatever the door's policy is. The truth is
+    in the metric `stayed` of episodes that began at the door, 1 entered and 0 left: the return of cut episodes, at
+    most max(prize, limit), favours the wrong choice on purpose.
+    """
+
+    def __init__(self, *, prize: float = 5.0, limit: int = 4) -> None:
+        if limit < 2 or prize <= limit:
+            raise ValueError(f"limit must be at least 2 and prize more than limit, not {limit} and {prize}")
+        self._prize, self._limit = prize, limit
+        self.observation_space = spaces.Discrete(2)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        self._place = self._began = int(self.np_random.integers(2))
+        return self._place, {}
+
+    def step(self, action: int) -> Answer:
+        if self._place == 0 and action == 0:
+            return 0, self._prize, True, False, {"stayed": 0.0}
+        self._place = 1
+        self._step += 1
+        cut = self._step == self._limit
+        return 1, 1.0, False, cut, {"stayed": 1.0} if cut and self._began == 0 else {}
