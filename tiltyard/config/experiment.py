@@ -29,8 +29,9 @@ def _bare_id(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Whole, Field(ge=1, le=HUGE)]
-CountOrZero = Annotated[Whole, Field(ge=0, le=HUGE)]
+Count = Annotated[int, Field(ge=1, le=HUGE), BeforeValidator(_whole)]
+CountOrZero = Annotated[int, Field(ge=0, le=HUGE), BeforeValidator(_whole)]
+Width = Annotated[int, Field(ge=1, le=16384), BeforeValidator(_whole)]
 Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
@@ -46,7 +47,7 @@ class Plugin(Settings):
     """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` holds the conventional class."""
+    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` has the conventional class."""
     options: Options = {}
     """Keyword arguments, checked against the target's signature before anything starts."""
 
@@ -160,7 +161,7 @@ class Model(Settings):
     """Encoder for every observation: auto, mlp, simple, nature, impala, resnet, text, or an import string."""
     encoders: dict[str, PluginRef] = {}
     """Encoders for single observations by name, over `encoder`."""
-    hidden: list[Annotated[Whole, Field(ge=1, le=16384)]] = Field(default=[64, 64], max_length=64)
+    hidden: list[Width] = Field(default=[64, 64], max_length=64)
     """Widths of the layers after (or, for vectors, instead of) the encoders."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu", "leaky_relu"] = "tanh"
     """Non-linearity between layers."""

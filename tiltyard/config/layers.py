@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.shape import Free, Section, split_key
+from tiltyard.config.shape import Free, Section, inside, split_key
 from tiltyard.errors import Problem
 from tiltyard.refs import short
 
@@ -59,10 +59,9 @@ class Merged:
         if isinstance(shape, Section):
             self._make_room(lower, path, value, shape)
         for key, inner in value.items():
-            if isinstance(shape, Section):
-                below = shape.field(key)
-            else:
-                below = shape.item or (Free() if isinstance(inner, Mapping) else None)
+            below = inside(shape, key)
+            if isinstance(shape, Free) and below is None and isinstance(inner, Mapping):
+                below = Free()  # mappings inside options are merged too
             self._put(lower, (*path, key), inner, below, origin)
 
     def _make_room(
@@ -149,7 +148,7 @@ def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:
     """Add one override to the others. Another id empties nothing here: the order of overrides does not matter."""
     for key, value in layer.items():
-        below = shape.field(key) if isinstance(shape, Section) else shape.item if isinstance(shape, Free) else None
+        below = inside(shape, key)
         value = _long_form(value, below)
         if isinstance(value, Mapping):
             if not isinstance(into.get(key), dict):

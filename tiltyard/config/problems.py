@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tiltyard.config.experiment import SCHEMA, Experiment, Settings
-from tiltyard.config.shape import Free, Section, fields
+from tiltyard.config.shape import Free, Section, fields, inside
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import short
 
@@ -57,64 +57,38 @@ _ALSO = {
 }
 ELSEWHERE = {word: setting for setting, words in _ALSO.items() for word in words.split()}
 
-_NOT_YET = {
-    "dqn": "DQN",
-    "sac": "SAC",
-    "td3": "TD3",
-    "ddpg": "DDPG",
-    "appo": "APPO",
-    "impala": "IMPALA",
-    "rainbow": "Rainbow",
-}
+_NOT_YET = ("dqn", "sac", "td3", "ddpg", "appo", "impala", "rainbow")
 
 
 def special_answers(values: dict[str, Any]) -> Found:
     """Questions with an answer of their own. What is answered is taken out of `values`: nothing is said twice."""
     found: Found = []
-    for path in [("framework",), ("algo", "framework"), ("model", "framework"), ("engine", "framework")]:
-        place: Any = values
-        for name in path[:-1]:
-            place = place.get(name)
-            if not isinstance(place, dict):
-                break
+    for path in ((), ("algo",), ("model",), ("engine",)):
+        place = values.get(path[0]) if path else values
         if isinstance(place, dict) and "framework" in place:
-            word = short(place.pop("framework"))
-            found.append(
-                (
-                    path,
-                    Problem(
-                        ".".join(path),
-                        word,
-                        "is no setting: Tiltyard's models are PyTorch modules",
-                        "leave framework out",
-                    ),
-                )
-            )
+            setting, given = ".".join((*path, "framework")), short(place.pop("framework"))
+            message = "is no setting: Tiltyard's models are PyTorch modules"
+            found.append(((*path, "framework"), Problem(setting, given, message, "leave framework out")))
     algo = values.get("algo")
-    chosen = algo.get("id") if isinstance(algo, dict) else None
-    if isinstance(chosen, str) and chosen not in ("ppo", "a2c"):
-        word, shown, known = chosen, short(chosen), "known: ppo, a2c"
-        if word.lower() == "a3c":
-            problem = Problem(
-                "algo.id",
-                shown,
-                "is not offered: use a2c",
-                "a2c is the same method with its envs stepped together; write algo: a2c",
-            )
-        elif word.lower() in _NOT_YET:
-            problem = Problem("algo.id", shown, f"{_NOT_YET[word.lower()]} is not in this version", known)
-        else:
-            problem = Problem("algo.id", shown, "is no algorithm of Tiltyard", did_you_mean(word, ["ppo", "a2c"]))
-        found.append((("algo",), problem))
+    word = algo.get("id") if isinstance(algo, dict) else None
+    if isinstance(word, str) and word not in ("ppo", "a2c"):
+        found.append((("algo",), Problem("algo.id", short(word), *_algorithm(word))))
         del values["algo"]  # its other settings cannot be judged
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
-        problem = Problem(
-            "version", str(version), f"was made by a newer Tiltyard; this one knows version {SCHEMA}", "update Tiltyard"
-        )
-        found.append((("version",), problem))
+        message = f"was made by a newer Tiltyard; this one knows version {SCHEMA}"
+        found.append((("version",), Problem("version", short(version), message, "update Tiltyard")))
         del values["version"]
     return found
+
+
+def _algorithm(word: str) -> tuple[str, str]:
+    """What to say to the name of an algorithm that is not here."""
+    if word.lower() == "a3c":
+        return "is not offered: use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
+    if word.lower() in _NOT_YET:
+        return "is not in this version", "known: ppo, a2c"
+    return "is no algorithm of Tiltyard", did_you_mean(word, ["ppo", "a2c"])
 
 
 def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:
@@ -203,40 +177,26 @@ def _locate(
     shape: Section | Free | None = Section((model,))
     branch = ""
     for i, part in enumerate(loc):
-        last = i == len(loc) - 1
-        if (
-            isinstance(shape, Section)
-            and shape.scheduled
-            and str(part).startswith(("tagged-union", "constrained-float", "float"))
-        ):
-            branch = "schedule" if str(part).startswith("tagged-union") else "number"
-        elif (
-            isinstance(shape, Section)
-            and str(part) in shape.tags
-            and not (isinstance(value, Mapping) and part in value)
-        ):
+        name, there = str(part), isinstance(value, Mapping) and part in value
+        section = shape if isinstance(shape, Section) and not there else None
+        if section and section.scheduled and name.startswith(("tagged-union", "constrained-float", "float")):
+            branch = "schedule" if name.startswith("tagged-union") else "number"
+        elif section and name in section.tags:
             continue
-        elif isinstance(value, Mapping) and (part in value or (last and kind == "missing")):
-            path.append(str(part))
-            shape = (
-                shape.field(str(part))
-                if isinstance(shape, Section)
-                else shape.item
-                if isinstance(shape, Free)
-                else None
-            )
-            value = value.get(part)
+        elif isinstance(value, Mapping) and (there or (i == len(loc) - 1 and kind == "missing")):
+            path.append(name)
+            value, shape = value.get(name), inside(shape, name)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            path.append(str(part))
+            path.append(name)
             value, shape = value[part], None
     return tuple(path), value, shape, branch
 
 
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, str)
-        and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.replace("_", "")) is not None
-    )
+    return isinstance(value, str) and _NUMBER.fullmatch(value.replace("_", "")) is not None
 
 
 _BOUNDS = {
@@ -334,9 +294,7 @@ def _unknown_hint(model: type[Settings], path: Path, values: Any) -> str:
     section: Section | Free | None = Section((model,))
     place: Any = values
     for part in path[:-1]:
-        section = (
-            section.field(part) if isinstance(section, Section) else section.item if isinstance(section, Free) else None
-        )
+        section = inside(section, part)
         place = place.get(part) if isinstance(place, Mapping) else None
     here = list(fields(section.chosen(place))) if isinstance(section, Section) else []
     prefix = ".".join(path[:-1])

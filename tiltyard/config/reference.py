@@ -47,14 +47,18 @@ def _loosen(definition: dict[str, Any], section: Section) -> None:
             definition["properties"][name] = {**described, "anyOf": [entry, *short, {"type": "null"}]}
     for entry in definition["properties"].values():
         _allow_spaced(entry)
+        for key in ("items", "additionalProperties"):
+            if entry.get(key) == {"$ref": "#/$defs/Plugin"}:
+                entry[key] = {"anyOf": [entry[key], {"type": "string"}]}
 
 
 def _allow_spaced(entry: dict[str, Any]) -> None:
     if entry.get("type") == "integer":
-        bounds = {key: entry.pop(key) for key in list(entry) if key in ("type", "minimum", "maximum")}
-        entry["anyOf"] = [bounds, _SPACED]
+        number = {key: entry.pop(key) for key in ("type", "minimum", "maximum") if key in entry}
+        entry["anyOf"] = [number, _SPACED]
+        return
     for inner in [*entry.get("anyOf", []), entry.get("items")]:
-        if isinstance(inner, dict) and inner.get("type") != "string" and "minimum" not in inner:
+        if isinstance(inner, dict):
             _allow_spaced(inner)
 
 
@@ -91,7 +95,7 @@ def _rows(model: type[Settings], prefix: str, suffix: str) -> Iterator[Row]:
         entry = entries["properties"][name]
         if isinstance(shape, Section) and not shape.scheduled:
             short = " or a name" if shape.short else ""
-            meaning = info.description or (shape.models[0].__doc__ or "" if len(shape.models) == 1 else "")
+            meaning = info.description or " Or: ".join(inner.__doc__ or "" for inner in shape.models)
             yield f"{prefix}{name}{suffix}", f"mapping{short}", "", meaning
             for i, inner in enumerate(shape.models):
                 chosen = f" ({shape.tag}: {list(shape.tags)[i]})" if i else suffix

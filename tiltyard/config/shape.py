@@ -38,8 +38,8 @@ class Section:
     @property
     def short(self) -> str | None:
         """The key that plain text in place of the section stands for."""
-        fields = self.models[0].model_fields
-        return None if self.scheduled else next((name for name in ("id", "kind", "mode") if name in fields), None)
+        first = next(iter(self.models[0].model_fields))
+        return first if first in ("id", "kind", "mode") and not self.scheduled else None
 
     @property
     def tags(self) -> dict[str, type[Settings]]:
@@ -65,6 +65,13 @@ class Free:
     """A mapping with any keys, whose values are plug-in sections or anything."""
 
     item: Section | None = None
+
+
+def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
+    """The shape of what is called `name` in something of shape `shape`."""
+    if isinstance(shape, Section):
+        return shape.field(name)
+    return shape.item if isinstance(shape, Free) else None
 
 
 class Unknown:

@@ -313,8 +313,8 @@ def dump_yaml(mapping: Mapping[str, Any]) -> str:
     """`mapping` as YAML text in its own order; short lists on one line; reads back as the same values."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
-    yaml.default_flow_style = False  # type: ignore[assignment]
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 4096
     yaml.allow_unicode = True
     out = StringIO()
