@@ -1,8 +1,25 @@
-"""Shared by all tests: a runs folder of their own, and no site file but the one a test writes."""
+"""Shared by all tests: a runs folder of their own, and the command line in this process or in one of its own."""
 
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tiltyard.cli import main
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command wrote."""
+
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Said]
 
 
 @pytest.fixture
@@ -12,3 +29,27 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TILTYARD_RUNS", str(root))
     monkeypatch.chdir(tmp_path)
     return root
+
+
+@pytest.fixture
+def tiltyard(runs: Path, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command line inside this process (torch is imported once): checks the exit code, returns what was written."""
+
+    def call(*words: str, expect: int = 0) -> Said:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        said = Said(*capfd.readouterr())
+        assert ended.value.code == expect, f"exit {ended.value.code} instead of {expect}\n{said.stdout}\n{said.stderr}"
+        assert "Traceback" not in said.stderr or "raised" in said.stderr, said.stderr
+        return said
+
+    return call
+
+
+def in_own_process(*words: str, expect: int = 0, given: str | None = None) -> Said:
+    """The command line as a shell would start it."""
+    command = [sys.executable, "-m", "tiltyard", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, input=given)
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return Said(done.stdout, done.stderr)

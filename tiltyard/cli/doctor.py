@@ -111,10 +111,10 @@ def check_memory() -> Finding:
 
 
 def check_runs() -> Finding:
-    from tiltyard.config.site import load_site, runs_root
+    from tiltyard.config.site import runs_root
 
     try:
-        root = runs_root(load_site())
+        root = runs_root()
     except TiltyardError as error:
         return Finding("runs", "bad", error.message, error.hint)
     place = root

@@ -7,9 +7,9 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from tiltyard.cli.train import guard_stdout, parse_at
+from tiltyard.cli.train import data_stdout, parse_at
 from tiltyard.errors import EXIT_DONE, UseError
 
 if TYPE_CHECKING:
@@ -52,7 +52,11 @@ def run_eval(args: argparse.Namespace) -> int:
         raise UseError("--best and --at both choose a checkpoint", "give one of them")
     if args.save_info and not args.save_rollouts:
         raise UseError("--save-info needs rollout files to put it in", "add --save-rollouts DIR")
-    data = guard_stdout()
+    with data_stdout() as data:
+        return _evaluate(args, data)
+
+
+def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     from tiltyard.evaluation.measure import choose_checkpoint, evaluate
     from tiltyard.evaluation.numbers import as_json, write_files
     from tiltyard.run.folder import run_of
@@ -89,7 +93,6 @@ def run_eval(args: argparse.Namespace) -> int:
         data.write(json.dumps({**facts, **as_json(result), "files": files}) + "\n")
     else:
         data.write(summary(f"{run.id} at env step {chosen.env_steps:,}", mode, result, files))
-    data.close()
     return EXIT_DONE
 
 

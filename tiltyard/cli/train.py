@@ -8,7 +8,8 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -97,17 +98,17 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     seeds = parse_seeds(args.seeds) if args.seeds else [None]
-    data = guard_stdout()
     from tiltyard import start
 
-    prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
     code = EXIT_DONE
-    for seed in seeds:
-        run = start.begin(prepared, seed=seed)
-        result = _train_here(run, args, expectation, data)
-        code = code or result
-        if result not in (EXIT_DONE, EXIT_FAILED):  # stopped by a signal: that ends the other seeds too
-            break
+    with data_stdout() as data:
+        prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
+        for seed in seeds:
+            run = start.begin(prepared, seed=seed)
+            result = _train_here(run, args, expectation, data)
+            code = code or result
+            if result not in (EXIT_DONE, EXIT_FAILED):  # stopped by a signal: that ends the other seeds too
+                break
     return code
 
 
@@ -119,14 +120,14 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
-    data = guard_stdout()
     from tiltyard import start
     from tiltyard.run.folder import find
 
-    run = find(args.run)
-    if args.overrides:
-        start.change_settings(run, args.overrides)
-    return _train_here(run, args, expectation, data)
+    with data_stdout() as data:
+        run = find(args.run)
+        if args.overrides:
+            start.change_settings(run, args.overrides)
+        return _train_here(run, args, expectation, data)
 
 
 def configure_fork(parser: argparse.ArgumentParser) -> None:
@@ -138,11 +139,11 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
 
 def run_fork(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
-    data = guard_stdout()
     from tiltyard import start
 
-    run = start.branch(args.run, args.overrides, at=parse_at(args.at))
-    return _train_here(run, args, expectation, data)
+    with data_stdout() as data:
+        run = start.branch(args.run, args.overrides, at=parse_at(args.at))
+        return _train_here(run, args, expectation, data)
 
 
 def parse_at(text: str | None) -> int | str | None:
@@ -171,11 +172,7 @@ def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | N
     except (TiltyardError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, OSError) as error:
         if not args.pdb:
             raise _as_told(run, error) from error
-        import pdb  # noqa: T100
-        import traceback
-
-        traceback.print_exception(error)
-        pdb.post_mortem(error.__traceback__)
+        _debug(error)
         return EXIT_FAILED
     missed = expectation.missed(outcome.latest) if expectation and outcome.state == "finished" else None
     _print_outcome(run, outcome, args.json, data)
@@ -183,6 +180,17 @@ def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | N
         sys.stderr.write(f"error: {missed}\n")
         return EXIT_FAILED
     return outcome.exit_code
+
+
+def _debug(error: BaseException) -> None:
+    """The debugger where it really went wrong: in the env or model, if that is what raised."""
+    import pdb  # noqa: T100
+    import traceback
+
+    traceback.print_exception(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    pdb.post_mortem(error.__traceback__)
 
 
 def _as_told(run: Run, error: Exception) -> TiltyardError:
@@ -210,10 +218,19 @@ def _print_outcome(run: Run, outcome: Outcome, as_json: bool, data: TextIO) -> N
     data.flush()
 
 
-def guard_stdout() -> TextIO:
-    """The real stdout, for data; from now on whatever else is printed in this process, C libraries included, goes to stderr."""
+@contextmanager
+def data_stdout() -> Iterator[TextIO]:
+    """The real stdout, for data; meanwhile whatever else this process prints, C libraries included, goes to stderr."""
     sys.stdout.flush()
+    kept = os.dup(1)
     data = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return data
-
+    try:
+        with redirect_stdout(sys.stderr):
+            yield data
+        data.flush()
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        data.close()

@@ -1,0 +1,145 @@
+"""`train`, `resume` and `fork` as a user types them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command, in_own_process
+from tiltyard.run import checkpoint, metrics
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run, find
+
+TINY = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "stop.env_steps=96", "track.tensorboard=false"]
+QUICK = [*TINY, "eval.episodes=2", "eval.time_limit=50"]
+
+
+def test_train_without_a_file_prints_the_folder_and_what_to_type_next(tiltyard: Command, runs: Path) -> None:
+    done = tiltyard("train", "CartPole-v1", *QUICK)
+    run = find("last", runs)
+    assert done.stdout == f"{os.path.relpath(run.folder)}\n"
+    assert f"tiltyard eval {run.id} --video" in done.stderr
+    assert "ActorCritic (tiltyard.models.actor_critic): 9,155 parameters" in done.stderr
+    status = run.status()
+    assert (status["state"], status["reason"]) == ("finished", "stop.env_steps=96 reached (96)")
+    assert [record["env_steps"] for record in metrics.read(run.metrics_file)][-1] == 96
+
+
+def test_json_is_all_that_reaches_stdout_even_when_the_env_prints(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import os\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Loud(CartPoleEnv):\n"
+        "    def step(self, action):\n"
+        "        print('python says')\n"
+        "        os.write(1, b'the C library says\\n')\n"
+        "        return super().step(action)\n"
+    )
+    done = tiltyard("train", "loud.py:Loud", *QUICK, "env.time_limit=20", "--json")
+    outcome = json.loads(done.stdout)
+    assert outcome["state"] == "finished" and outcome["progress"]["env_steps"] == 96
+    assert "python says" in done.stderr and "prints to stdout" in done.stderr
+
+
+def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs: Path) -> None:
+    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>=5000", expect=1)
+    assert "expected return>=5000, but eval/return is" in done.stderr
+    tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>0")
+    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "no/metric>0", expect=1)
+    assert "was never recorded" in done.stderr
+    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return", expect=2)
+    assert "write --expect 'return>=475'" in done.stderr
+    assert len(list(runs.glob("*/0*"))) == 3
+
+
+def test_seeds_are_runs_one_after_another(tiltyard: Command, runs: Path) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK, "--seeds", "3-4", "eval.at_end=false")
+    assert [Run(folder).experiment().seed for folder in sorted(runs.glob("*/0*"))] == [3, 4]
+    weights = [
+        checkpoint.read_tree(next(folder.glob("checkpoints/0*")) / "policies", "main")["weights"]
+        for folder in sorted(runs.glob("*/0*"))
+    ]
+    assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
+
+
+def test_debug_makes_everything_tiny(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("env: CartPole-v1\nengine: {envs: 64}\nalgo: {rollout: 512, minibatch: 4096}\n")
+    tiltyard("train", "x.yaml", "--debug")
+    run = find("last", runs)
+    assert run.experiment().batch <= 64
+    assert run.state == "finished" and run.status()["progress"]["env_steps"] < 5000
+
+
+def test_pdb_stops_where_it_crashed(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Bad(CartPoleEnv):\n"
+        "    taken = 0\n"
+        "    def step(self, action):\n"
+        "        self.taken += 1\n"
+        "        treasure = 4242\n"
+        "        assert self.taken < 40\n"
+        "        return super().step(action)\n"
+    )
+    done = in_own_process("train", "bad.py:Bad", *TINY, "--pdb", given="p treasure\nq\n", expect=1)
+    assert "4242" in done.stderr + done.stdout
+    done = tiltyard("train", "bad.py:Bad", *TINY, expect=1)
+    assert "step() raised AssertionError" in done.stderr and "assert self.taken < 40" in done.stderr
+    assert "tiltyard/engines" not in done.stderr
+    run = find("last", runs)
+    assert run.state == "failed" and "tiltyard/engines" in (run.folder / "error.txt").read_text()
+
+
+def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK)
+    run = find("last", runs)
+    done = tiltyard("resume", "last")
+    assert "stop.env_steps=96 reached" in done.stderr
+    tiltyard("resume", "last", "stop.env_steps=2e2")
+    assert run.status()["progress"]["env_steps"] == 224
+    assert run.experiment().stop.env_steps == 200
+    assert (run.folder / "experiment.before-attempt-3.yaml").exists()
+    done = tiltyard("resume", "last", "env.frameskip=2", expect=2)
+    assert "tiltyard fork" in done.stderr
+
+
+def test_fork_starts_from_a_checkpoint_with_changed_settings_and_a_lineage(tiltyard: Command, runs: Path) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK, "save.env_steps=32", "save.last=10")
+    parent = find("last", runs)
+    tiltyard("fork", parent.id, "--at", "64", "algo.lr=0.5", "stop.env_steps=128", "name=child")
+    child = find("child", runs)
+    assert child.status()["lineage"]["run"] == parent.id and child.status()["lineage"]["env_steps"] == 64
+    first, *_ = metrics.read(child.metrics_file)
+    assert (first["env_steps"], first["metrics"]["setting/lr"]) == (96, 0.5)
+    assert parent.status()["progress"]["env_steps"] == 96
+    assert any(event["kind"] == "forked" for event in read_events(child))
+    tiltyard("fork", parent.id, "--at", "best", "name=best-child", "stop.env_steps=128")
+    done = tiltyard("fork", parent.id, "--at", "63", expect=2)
+    assert "has no checkpoint at env step 63" in done.stderr and "64" in done.stderr
+
+
+def test_model_init_takes_the_weights_that_fit_and_lists_the_rest(tiltyard: Command, runs: Path) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK, "name=source", "eval.at_end=false")
+    done = tiltyard("train", "Acrobot-v1", *QUICK, "model.init=source", "name=taker", "stop.env_steps=32", "eval.at_end=false")
+    assert "weights from" in done.stderr and "left as initialised" in done.stderr
+    source = checkpoint.read_tree(checkpoint.select(find("source", runs)).folder / "policies", "main")["weights"]
+    started = [event["sentence"] for event in read_events(find("taker", runs)) if "weights from" in event["sentence"]]
+    assert started and any(name in started[0] for name in source)
+    done = tiltyard("train", "CartPole-v1", *QUICK, "model.init=nowhere", expect=2)
+    assert "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["never", "path"])
+def test_resume_setting(tiltyard: Command, runs: Path, kind: str) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK, "name=first", "eval.at_end=false")
+    first = find("first", runs)
+    if kind == "never":
+        tiltyard("resume", "first", "resume=never", "stop.env_steps=32")
+        assert first.status()["progress"]["env_steps"] == 32
+        assert [record["env_steps"] for record in metrics.read(first.metrics_file)] == [32]
+        assert list(first.folder.glob("checkpoints.before-attempt-2/0*")), "abandoned checkpoints are kept aside"
+    else:
+        source = checkpoint.select(first).folder
+        tiltyard("train", "CartPole-v1", *QUICK, "name=second", f"resume={source}", "stop.env_steps=128")
+        assert metrics.read(find("second", runs).metrics_file)[0]["env_steps"] == 128
