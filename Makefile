@@ -11,7 +11,7 @@ WORKERS ?= 2
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # One torch thread per test process: two processes with a pool each would fight over the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
 
@@ -26,9 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time this takes a few minutes" >&2
 	@"$(PYTHON)" -m venv "$(VENV)"
 	@# torch by its pin first: resolved together with the rest, a range could bring gigabytes of GPU packages
-	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
-	@$(PIP) check
+	@$(PIP) install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@found=$$($(PIP) check 2>&1) || { echo "error: $$found" >&2; exit 1; }
 	@touch "$@"
 
 lint: $(STAMP)
@@ -50,11 +50,11 @@ demo: export TILTYARD_RUNS := demo/runs
 demo: $(STAMP)
 	@mkdir -p demo
 	$(BIN)/tiltyard train examples/cartpole.yaml stop.return=475
-	$(BIN)/tiltyard eval last --episodes 20 --video demo/cartpole.mp4
+	$(BIN)/tiltyard eval last --episodes 20 --video --out demo/evaluation
 	$(BIN)/tiltyard show last --plot demo/learning-curve.png
 	@echo
 	@echo "picture   demo/learning-curve.png"
-	@echo "video     demo/cartpole.mp4"
+	@echo "video     $$(ls -t demo/evaluation/*.mp4 | head -n 1)"
 	@echo "run       $$(ls -d demo/runs/cartpole/[0-9]* | tail -n 1)"
 	@echo
 	@echo "type next"

@@ -107,7 +107,7 @@ def curve(
 
 def progress_bar(fraction: float, width: int) -> Text:
     """A bar filled to an eighth of a character."""
-    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
+    eighths = int(min(1.0, max(0.0, fraction)) * width * 8)  # full only when done
     full, part = divmod(eighths, 8)
     filled = "█" * full + (_BLOCKS[part] if part else "")
     return Text().append(filled, style="green").append("░" * (width - len(filled)), style="dim")

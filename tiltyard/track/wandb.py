@@ -59,25 +59,17 @@ class WandbMirror:
 
         self._wandb = wandb
         self.id = _stored_id(run_folder)
-        older = sorted((run_folder / "wandb").glob(f"offline-run-*-{self.id}"))
+        older = sorted(
+            (run_folder / "wandb").glob(f"offline-run-*-{self.id}*")
+        )  # a second one within a second ends in -1
         history = run_folder / "metrics.jsonl"
         anew = settings.mode == "offline" and not any(list(segment.glob("*.synced")) for segment in older)
         with _environment(_private_folders(run_folder)):
-            self._run = wandb.init(
-                id=self.id,
-                resume="allow" if settings.mode == "online" else None,
-                mode="online" if settings.mode == "online" else "offline",
-                dir=str(run_folder),
-                entity=settings.entity,
-                project=settings.project,
-                group=settings.group or experiment.env.id,
-                job_type=settings.job_type,
-                tags=list(dict.fromkeys([*experiment.tags, *settings.tags])),
-                notes=experiment.notes or None,
-                name="/".join(run_folder.absolute().parts[-2:]),
-                config=experiment.model_dump(mode="json"),
-                settings=_settings(wandb),
-            )
+            try:
+                self._run = _open(wandb, self.id, run_folder, experiment, settings)
+            except Exception:
+                wandb.teardown()  # ends the helper process, which would hold up the end of training
+                raise
         self._run.define_metric("env_steps")
         self._run.define_metric("*", step_metric="env_steps")
         # Lines of every kind, superseded ones too: never fewer than the records that any attempt has sent.
@@ -105,6 +97,24 @@ class WandbMirror:
         self._run.log({**counters, **numbers}, step=number, commit=True)
 
 
+def _open(wandb: Any, run_id: str, run_folder: Path, experiment: Experiment, settings: Wandb) -> Any:
+    return wandb.init(
+        id=run_id,
+        resume="allow" if settings.mode == "online" else None,
+        mode=settings.mode,
+        dir=str(run_folder),
+        entity=settings.entity,
+        project=settings.project,
+        group=settings.group or experiment.env.id,
+        job_type=settings.job_type,
+        tags=list(dict.fromkeys([*experiment.tags, *settings.tags])),
+        notes=experiment.notes or None,
+        name="/".join(run_folder.absolute().parts[-2:]),
+        config=experiment.model_dump(mode="json"),
+        settings=_settings(wandb),
+    )
+
+
 def _stored_id(run_folder: Path) -> str:
     """The id of this run's W&B run, made and kept in track.json the first time."""
     file = run_folder / "track.json"
@@ -125,7 +135,7 @@ def _lines(file: Path) -> int:
 
 
 def _settings(wandb: Any) -> Any:
-    """Quiet, bounded in time, and telling nothing of this machine; only what this version of wandb knows."""
+    """Quiet, bounded in time, and telling nothing of this machine; what the user set in the environment stays."""
     wanted = {
         "console": "off",
         "disable_code": True,
@@ -138,7 +148,8 @@ def _settings(wandb: Any) -> Any:
         "x_disable_meta": True,
         "x_disable_stats": True,
     }
-    return wandb.Settings(**{name: value for name, value in wanted.items() if name in wandb.Settings.model_fields})
+    known = [name for name in wanted if name in wandb.Settings.model_fields]  # older versions have fewer
+    return wandb.Settings(**{name: wanted[name] for name in known if f"WANDB_{name.upper()}" not in os.environ})
 
 
 def _private_folders(run_folder: Path) -> dict[str, str]:

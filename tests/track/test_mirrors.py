@@ -1,0 +1,126 @@
+"""Mirrors cannot stop training: whatever breaks is said once, and the others go on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.track.wandb_file import history
+from tiltyard.config.experiment import Experiment
+from tiltyard.errors import UseError
+from tiltyard.run import metrics
+from tiltyard.track.mirrors import Mirrors, check
+
+
+def experiment(tensorboard=True, wandb="off"):
+    return Experiment.model_validate(
+        {"env": "CartPole-v1", "track": {"tensorboard": tensorboard, "wandb": {"mode": wandb}}}
+    )
+
+
+def record(env_steps):
+    return {
+        "env_steps": env_steps,
+        "frames": env_steps,
+        "updates": 1,
+        "episodes": 1,
+        "seconds": 1.0,
+        "metrics": {"x": 1.0},
+    }
+
+
+def told(folder, mirrors, steps):
+    """What training does per record; returns everything that was said."""
+    said = []
+    for step in steps:
+        metrics.append(folder, record(step))
+        said += mirrors.record(record(step))
+    return said
+
+
+def tensorboard_steps(folder):
+    events = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.step for event in events.Scalars("x")]
+
+
+def test_only_what_was_asked_for_is_made(tmp_path):
+    mirrors = Mirrors(tmp_path, experiment(tensorboard=False), 0)
+    assert told(tmp_path, mirrors, [1, 2]) + mirrors.close() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_both_mirror_the_truth_across_a_resume(tmp_path):
+    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 0)
+    assert told(tmp_path, mirrors, range(100, 600, 100)) + mirrors.close() == []
+    metrics.rewind(tmp_path, 300, 2)
+    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 300)
+    assert told(tmp_path, mirrors, range(400, 900, 100)) + mirrors.close() == []
+    truth = [line["env_steps"] for line in metrics.read(tmp_path)]
+    assert truth == list(range(100, 900, 100))
+    assert tensorboard_steps(tmp_path) == truth
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [row["env_steps"] for row in history(file)] == truth
+
+
+def test_a_run_that_starts_over_supersedes_everything(tmp_path):
+    mirrors = Mirrors(tmp_path, experiment(), 0)
+    told(tmp_path, mirrors, [100, 200])
+    mirrors.close()
+    mirrors = Mirrors(tmp_path, experiment(), 0)
+    told(tmp_path, mirrors, [50, 150])
+    mirrors.close()
+    assert tensorboard_steps(tmp_path) == [50, 150]
+
+
+def test_a_mirror_that_cannot_open_is_said_once_and_the_other_goes_on(tmp_path):
+    (tmp_path / "wandb").write_text("in the way")
+    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 0)
+    said = told(tmp_path, mirrors, [1, 2, 3]) + mirrors.close()
+    assert len(said) == 1
+    assert said[0].startswith("W&B is off for the rest of this attempt (FileExistsError: ")
+    assert tensorboard_steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_mirror_that_breaks_while_training_is_said_once_and_training_goes_on(tmp_path):
+    mirrors = Mirrors(tmp_path, experiment(), 0)
+    assert told(tmp_path, mirrors, [1]) == []
+    mirrors._open["TensorBoard"]._file.close()  # as a file system that was unmounted
+    said = told(tmp_path, mirrors, [2, 3]) + mirrors.close()
+    assert len(said) == 1
+    assert "TensorBoard is off" in said[0] and "training goes on" in said[0]
+    assert len(metrics.read(tmp_path)) == 3
+
+
+def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch):
+    server = socket.create_server(("127.0.0.1", 0))
+    held = []
+
+    def accept() -> None:
+        while True:
+            try:
+                held.append(server.accept())
+            except OSError:
+                return
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mirrors = Mirrors(tmp_path, experiment(wandb="online"), 0)
+    said = told(tmp_path, mirrors, [1, 2]) + mirrors.close()
+    server.close()
+    assert len(said) == 1 and said[0].startswith("W&B is off")
+    assert tensorboard_steps(tmp_path) == [1, 2]
+
+
+def test_check_refuses_before_a_folder_exists(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    check(experiment(wandb="offline").track)
+    with pytest.raises(UseError, match=r"track\.wandb\.mode = online needs a W&B login"):
+        check(experiment(wandb="online").track)
