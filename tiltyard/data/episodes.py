@@ -1,0 +1,260 @@
+"""Recorded episodes on disk: one Parquet file per episode, committed as it ends, and a manifest that vouches for each.
+
+    DIR/episode-000000.parquet   T + 1 rows: step, obs.NAME..., action, reward, terminated, truncated[, info]
+    DIR/manifest.jsonl           {"file", "rows", "bytes", "sha256", "seed", "return", "terminated", "truncated"}
+
+Arrays are fixed-size binary; shapes and dtypes are in the file's own metadata. The last row holds the final
+observation and no action. Page checksums guard the data and the manifest's digest guards the rest of the file.
+One writer per folder; what a killed writer left is taken up or cleared away by the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tiltyard.envs.spaces import spec_to_json
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.types import EnvSpec, Episode
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array
+
+SCHEMA = 1
+MANIFEST = "manifest.jsonl"
+ROW_GROUP = 64  # env steps: a window of 16 is read in under a millisecond
+_KEY = b"tiltyard"
+_FILE = re.compile(r"episode-(\d{6,})\.parquet")
+
+
+class EpisodeWriter:
+    """Adds episodes to a folder. `meta` is kept with every episode: policy, run, env id, whatever JSON holds."""
+
+    def __init__(self, folder: Path, spec: EnvSpec, meta: Mapping[str, Any], *, save_info: bool = False) -> None:
+        self.folder, self._spec, self._meta, self._save_info = folder, spec_to_json(spec), dict(meta), save_info
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._take_up()
+        except OSError as error:
+            reason = error.strerror or error
+            raise UseError(f"episodes cannot be written to {folder}: {reason}", "name another folder") from error
+
+    def _take_up(self) -> None:
+        """Continue a folder: clear unfinished files, cut a torn manifest line, list files committed but not listed."""
+        for leftover in self.folder.glob(".tmp-*"):
+            leftover.unlink()
+        manifest = self.folder / MANIFEST
+        if manifest.exists():
+            text = manifest.read_bytes()
+            if not text.endswith(b"\n"):
+                os.truncate(manifest, text.rfind(b"\n") + 1)
+        listed = {line["file"] for line in read_manifest(self.folder)} if manifest.exists() else set()
+        found = sorted(path for path in self.folder.iterdir() if _FILE.fullmatch(path.name))
+        for path in found:
+            if path.name not in listed:
+                self._list(path, _read(path))
+        numbers = [int(match[1]) for path in found if (match := _FILE.fullmatch(path.name))]
+        self._next = max(numbers, default=-1) + 1
+
+    def write(self, episode: Episode) -> Path:
+        """Commit one episode: it is either wholly there or not at all. Returns its file."""
+        path = self.folder / f"episode-{self._next:06d}.parquet"
+        temporary = self.folder / f".tmp-{path.name}"
+        table = _table(episode, self._spec, {**self._meta, **episode.meta}, self._save_info)
+        try:
+            with temporary.open("wb") as file:
+                pq.write_table(
+                    table,
+                    file,
+                    row_group_size=ROW_GROUP,
+                    compression="zstd",
+                    compression_level=1,
+                    use_dictionary=False,
+                    write_statistics=False,
+                    write_page_checksum=True,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(path)
+            self._list(path, episode)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            reason = error.strerror or error
+            raise TiltyardError(
+                f"{path} could not be written: {reason}", "the episodes before it are intact"
+            ) from error
+        self._next += 1
+        return path
+
+    def _list(self, path: Path, episode: Episode) -> None:
+        """One manifest line, durable before the next episode begins."""
+        content = path.read_bytes()
+        line = {
+            "file": path.name,
+            "rows": len(episode.action) + 1,
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "seed": episode.seed,
+            "return": math.fsum(np.asarray(episode.reward, np.float64).tolist()),
+            "terminated": episode.terminated,
+            "truncated": episode.truncated,
+        }
+        with (self.folder / MANIFEST).open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], save_info: bool) -> pa.Table:
+    steps = len(episode.action)
+    for name, array in episode.obs.items():
+        if len(array) != steps + 1:
+            raise TiltyardError(f"observation {name!r} has {len(array)} entries and {steps} actions need {steps + 1}")
+    ends = np.zeros((2, steps + 1), bool)
+    if steps:
+        ends[:, steps - 1] = episode.terminated, episode.truncated
+    columns: dict[str, pa.Array] = {"step": pa.array(np.arange(steps + 1, dtype=np.int32))}
+    columns |= {f"obs.{name}": _binary(array, len(array)) for name, array in episode.obs.items()}
+    columns["action"] = _binary(episode.action, steps + 1)
+    columns["reward"] = pa.array([*np.asarray(episode.reward, np.float64).tolist(), None], pa.float64())
+    columns["terminated"], columns["truncated"] = pa.array(ends[0]), pa.array(ends[1])
+    if save_info:
+        infos = [*episode.info, *([{}] * (steps + 1 - len(episode.info)))][: steps + 1]
+        columns["info"] = pa.array([json.dumps(_plain(info)) for info in infos], pa.string())
+    arrays = {"action": episode.action, **{f"obs.{name}": array for name, array in episode.obs.items()}}
+    about = {
+        "schema": SCHEMA,
+        "arrays": {name: {"shape": list(array.shape[1:]), "dtype": array.dtype.name} for name, array in arrays.items()},
+        "reward": np.asarray(episode.reward).dtype.name,
+        "seed": episode.seed,
+        "terminated": episode.terminated,
+        "truncated": episode.truncated,
+        "spec": spec,
+        "meta": _plain(meta),
+    }
+    return pa.table(columns).replace_schema_metadata({_KEY: json.dumps(about).encode()})
+
+
+def _binary(array: Array, rows: int) -> pa.Array:
+    """Row after row as fixed-size binary; rows beyond the array are null."""
+    width = int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize
+    data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    missing = rows - len(array)
+    bits = None
+    if missing:
+        present = np.concatenate([np.ones(len(array), bool), np.zeros(missing, bool)])
+        bits = pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
+        data += bytes(width * missing)
+    return pa.Array.from_buffers(pa.binary(width), rows, [bits, pa.py_buffer(data)], null_count=missing)
+
+
+def _plain(value: Any) -> Any:
+    """Any info as JSON: arrays as lists, NaN and infinity as words, the rest as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def read_manifest(folder: Path) -> list[dict[str, Any]]:
+    """The manifest's lines. A torn last line is an episode that was never committed."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UseError(
+            f"{folder} holds no recorded episodes: {MANIFEST}: {reason}", "name a folder of episodes"
+        ) from error
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
+        try:
+            entry = json.loads(line)
+            if not _FILE.fullmatch(entry["file"]):  # a name that leads elsewhere is no name of ours
+                raise ValueError(entry["file"])
+            found.append(entry)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TiltyardError(f"{folder / MANIFEST}, line {number}, is damaged", "restore it from a copy") from error
+    return found
+
+
+def read_episodes(folder: str | Path) -> Iterator[Episode]:
+    """All episodes in the order they were recorded, each checked against the manifest before it is given out."""
+    folder = Path(folder)
+    for line in read_manifest(folder):
+        path = folder / line["file"]
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            reason = error.strerror or error
+            raise TiltyardError(f"{path} is in the manifest and cannot be read: {reason}", "restore it") from error
+        if hashlib.sha256(content).hexdigest() != line["sha256"]:
+            wrong = (
+                f"its size is {len(content)} instead of {line['bytes']}"
+                if len(content) != line["bytes"]
+                else "its content"
+            )
+            raise TiltyardError(f"{path} is damaged: {wrong} differs from the manifest", "restore it from a copy")
+        yield _read(path)
+
+
+def _read(path: Path) -> Episode:
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        table = file.read()
+        about = json.loads((table.schema.metadata or {})[_KEY])
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        raise TiltyardError(f"{path} is no readable episode: {error}", "delete it or restore it from a copy") from error
+    if about["schema"] > SCHEMA:
+        raise UseError(f"{path} was written by a newer Tiltyard (schema {about['schema']})", "update Tiltyard")
+    steps = table.num_rows - 1
+
+    def array(name: str, rows: int) -> Array:
+        kept = about["arrays"][name]
+        column = table.column(name).slice(0, rows).combine_chunks()
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        data = b"".join(_bytes(chunk) for chunk in chunks)
+        return (
+            np.frombuffer(data, np.dtype(kept["dtype"]).newbyteorder("<"))
+            .reshape(rows, *kept["shape"])
+            .astype(kept["dtype"])
+        )
+
+    return Episode(
+        obs={name[4:]: array(name, steps + 1) for name in about["arrays"] if name.startswith("obs.")},
+        action=array("action", steps),
+        reward=np.asarray(table.column("reward").to_pylist()[:steps], np.dtype(about["reward"])),
+        terminated=about["terminated"],
+        truncated=about["truncated"],
+        seed=about["seed"],
+        info=[json.loads(text) for text in table.column("info").to_pylist()[:steps]]
+        if "info" in table.column_names
+        else [],
+        meta=about["meta"],
+    )
+
+
+def _bytes(chunk: pa.Array) -> bytes:
+    width, buffer = chunk.type.byte_width, chunk.buffers()[1]
+    if buffer is None or not len(chunk):
+        return b""
+    return bytes(memoryview(buffer)[chunk.offset * width : (chunk.offset + len(chunk)) * width])
