@@ -64,8 +64,10 @@ class Adam:
             self.gradient.mul_(scale)
         self.first.lerp_(self.gradient, 1 - BETA1)
         self.second.mul_(BETA2).addcmul_(self.gradient, self.gradient, value=1 - BETA2)
-        spread = self.second.sqrt().div_(math.sqrt(1 - BETA2**self.steps)).add_(self.eps)
-        self.vector.addcdiv_(self.first, spread, value=-lr / (1 - BETA1**self.steps))
+        # m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), the corrections gathered into two numbers.
+        unbias = math.sqrt(1 - BETA2**self.steps)
+        spread = self.second.sqrt().add_(self.eps * unbias)
+        self.vector.addcdiv_(self.first, spread, value=-lr * unbias / (1 - BETA1**self.steps))
 
     def save(self) -> Tree:
         return {"steps": self.steps, "first": self._named(self.first), "second": self._named(self.second)}

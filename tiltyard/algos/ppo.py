@@ -52,7 +52,8 @@ class Chunks:
     first: Tensor
     mask: Tensor | None
     action: Tensor
-    numbers: Tensor  # [bptt, N, 5]: log_prob, advantage, target, value, valid; the middle two in normalised units
+    numbers: Tensor  # [4, bptt, N]: log_prob, advantage, target, value; the last two in normalised units
+    valid: Tensor | None  # None when every sample is
 
     def take(self, chosen: Tensor) -> Chunks:
         """The chunks with these indices."""
@@ -62,7 +63,8 @@ class Chunks:
             self.first.index_select(1, chosen),
             None if self.mask is None else self.mask.index_select(1, chosen),
             self.action.index_select(1, chosen),
-            self.numbers.index_select(1, chosen),
+            self.numbers.index_select(2, chosen),
+            None if self.valid is None else self.valid.index_select(1, chosen),
         )
 
 
@@ -100,55 +102,59 @@ class Ppo:
         self.net.observe_returns(torch.as_tensor(returns[rollout.valid]))
         chunks = self._chunks(rollout, advantage, returns)
 
-        epochs = 0
-        epoch = _EpochSums()
+        epochs, kl = 0, 0.0
+        epoch = _Epoch()
         for _ in range(self.algo.epochs):
-            epoch = _EpochSums()
+            epoch = _Epoch()
             for chosen in self._minibatches(chunks):
                 self._gradient_step(chunks.take(chosen), now, epoch)
             epochs += 1
-            if self.algo.kl_stop is not None and epoch.mean("loss/kl") > self.algo.kl_stop:
+            kl = epoch.kl()
+            if self.algo.kl_stop is not None and kl > self.algo.kl_stop:
                 break
 
         # Only now: with other statistics the net would not be the policy that acted, and ratios would not start at 1.
         self.net.observe(rollout.obs, rollout.valid)
         for value in self.values.values():
-            value.observe_kl(epoch.mean("loss/kl"))
+            value.observe_kl(kl)
         return {
             **epoch.means(),
+            "loss/kl": kl,
+            "learn/clip_fraction": epoch.beyond(now["clip"]),
             "learn/epochs": float(epochs),
             "learn/explained_variance": _explained_variance(rollout.value[rollout.valid], returns[rollout.valid]),
             **{f"setting/{name}": now[name] for name in ("lr", "clip", "entropy", "kl")},
         }
 
-    def _gradient_step(self, batch: Chunks, now: dict[str, float], epoch: _EpochSums) -> None:
+    def _gradient_step(self, batch: Chunks, now: dict[str, float], epoch: _Epoch) -> None:
         """One minibatch: the loss, its gradient, Adam."""
-        old_log_prob, advantage, target, old_value, valid = batch.numbers.unbind(-1)
-        weight = valid / valid.sum()  # the mean over valid samples is the sum under this weight
+        old_log_prob, advantage, target, old_value = batch.numbers.unbind()
+        # Means are over valid samples: sums under this weight where some are not.
+        weight = None if batch.valid is None else batch.valid / batch.valid.sum()
         if self.algo.normalise_advantage:
             advantage = _normalise(advantage, weight)
 
         dist, value = self.net.unroll(batch.obs, batch.state0, batch.first, batch.mask, prepared=True)
-        log_ratio = (dist.log_prob(batch.action) - old_log_prob) * valid
+        log_ratio = dist.log_prob(batch.action) - old_log_prob
+        if weight is not None:
+            log_ratio = torch.where(weight > 0, log_ratio, 0.0)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - now["clip"], 1 + now["clip"])
-        policy_loss = -(torch.minimum(ratio * advantage, clipped * advantage) * weight).sum()
+        policy_loss = -_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
 
         error = (value - target).square()
         if self.algo.value_clip is not None:
             moved = old_value + (value - old_value).clamp(-self.algo.value_clip, self.algo.value_clip)
             error = torch.maximum(error, (moved - target).square())
-        value_loss = 0.5 * (error * weight).sum()
-
-        entropy = (dist.entropy() * weight).sum()
-        # Unbiased, never negative and low in variance: E over the old policy of r - 1 - log r is KL(old || new).
-        kl = ((ratio - 1 - log_ratio) * weight).sum()
-
+        value_loss = 0.5 * _mean(error, weight)
         loss = policy_loss + now["value_coef"] * value_loss
+
+        with torch.set_grad_enabled(now["entropy"] > 0):
+            entropy = _mean(dist.entropy(), weight)
         if now["entropy"]:
             loss = loss - now["entropy"] * entropy
         if now["kl"]:
-            loss = loss + now["kl"] * kl
+            loss = loss + now["kl"] * _mean(_divergence(log_ratio), weight)
 
         norm = self.adam.differentiate(loss)
         if not math.isfinite(norm) or not math.isfinite(loss.item()):
@@ -157,10 +163,7 @@ class Ppo:
             )
         most = self.algo.max_grad_norm
         self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
-
-        with torch.no_grad():
-            outside = (((ratio - 1).abs() > now["clip"]) * weight).sum()
-            epoch.add(torch.stack((policy_loss, value_loss, entropy, kl, outside)), norm)
+        epoch.add(policy_loss, value_loss, entropy, norm, log_ratio, batch.valid)
 
     def _advantages(self, rollout: Rollout, gamma: float, lam: float) -> tuple[Array, Array]:
         """[T, B] advantages and returns, in units of reward, by the method set."""
@@ -176,7 +179,7 @@ class Ppo:
         nothing = np.zeros_like(rollout.reward)
         chunks = self._chunks(rollout, nothing, nothing)
         dist, _ = self.net.unroll(chunks.obs, chunks.state0, chunks.first, chunks.mask, prepared=True)
-        ratio = (dist.log_prob(chunks.action) - chunks.numbers[..., 0]).exp()
+        ratio = (dist.log_prob(chunks.action) - chunks.numbers[0]).exp()
         length, rows = rollout.reward.shape
         split = ratio.view(self.bptt, length // self.bptt, rows).transpose(0, 1)
         return split.reshape(length, rows).cpu().numpy()
@@ -200,7 +203,6 @@ class Ppo:
             cut(advantage),
             normalise(cut(returns)),
             normalise(cut(rollout.value)),
-            cut(rollout.valid).to(torch.float32),
         )
         return Chunks(
             {name: cut(x) for name, x in self.net.prepare(rollout.obs).items()},
@@ -208,13 +210,15 @@ class Ppo:
             cut(rollout.first),
             None if rollout.mask is None else cut(rollout.mask),
             cut(rollout.action),
-            torch.stack(numbers, -1),
+            torch.stack(numbers),
+            None if rollout.valid.all() else cut(rollout.valid).to(torch.float32),
         )
 
     def _minibatches(self, chunks: Chunks) -> Iterator[Tensor]:
         """Indices of chunks: all that hold a decision, shuffled, in parts of about `minibatch` env steps each."""
-        useful = torch.nonzero(chunks.numbers[..., 4].any(0)).flatten()
-        order = useful[torch.from_numpy(self.shuffling.permutation(len(useful))).to(useful.device)]
+        order = torch.from_numpy(self.shuffling.permutation(chunks.first.shape[1])).to(chunks.first.device)
+        if chunks.valid is not None:
+            order = order[chunks.valid.any(0)[order]]
         parts = math.ceil(len(order) * self.bptt / self.algo.minibatch)
         return iter(torch.tensor_split(order, max(1, parts))) if len(order) else iter(())
 
@@ -256,41 +260,59 @@ class Ppo:
         if bad is None:
             parts = zip(self.adam.names, self.adam.gradient_parts(), strict=True)
             bad = next((f"gradient of {name}" for name, part in parts if not bool(part.isfinite().all())), "gradient")
-        names = ("log_prob", "advantage", "target", "value", "valid")
+        names = ("log_prob", "advantage", "target", "value")
         arrays: dict[str, object] = {f"obs.{name}": x.cpu().numpy() for name, x in batch.obs.items()}
         arrays |= {f"state0.{name}": x.cpu().numpy() for name, x in batch.state0.items()}
-        arrays |= {name: x.cpu().numpy() for name, x in zip(names, batch.numbers.unbind(-1), strict=True)}
+        arrays |= {name: x.cpu().numpy() for name, x in zip(names, batch.numbers.unbind(), strict=True)}
         arrays |= {"action": batch.action.cpu().numpy(), "first": batch.first.cpu().numpy()}
         return DivergedError(f"the {bad} is not a finite number (gradient norm {norm})", CALMER, arrays)
 
 
-class _EpochSums:
-    """Means over the gradient steps of one epoch."""
-
-    names = ("loss/policy", "loss/value", "loss/entropy", "loss/kl", "learn/clip_fraction")
+class _Epoch:
+    """What the gradient steps of one epoch left for metrics; worked out once, at its end."""
 
     def __init__(self) -> None:
-        self.rows: list[Tensor] = []
+        self.losses: list[tuple[Tensor, Tensor, Tensor]] = []
         self.norms: list[float] = []
+        self.log_ratios: list[Tensor] = []  # of valid samples, each before its gradient step
 
-    def add(self, row: Tensor, norm: float) -> None:
-        self.rows.append(row)
+    def add(
+        self, policy: Tensor, value: Tensor, entropy: Tensor, norm: float, log_ratio: Tensor, valid: Tensor | None
+    ) -> None:
+        self.losses.append((policy.detach(), value.detach(), entropy.detach()))
         self.norms.append(norm)
+        ratios = log_ratio.detach()
+        self.log_ratios.append(ratios.flatten() if valid is None else ratios[valid > 0])
+
+    def kl(self) -> float:
+        """KL divergence of the policy from the one that acted, over the epoch's samples."""
+        return float(_divergence(torch.cat(self.log_ratios)).mean()) if self.log_ratios else 0.0
+
+    def beyond(self, clip: float) -> float:
+        """Share of samples whose ratio the clip cuts."""
+        return float(((torch.cat(self.log_ratios).exp() - 1).abs() > clip).float().mean()) if self.log_ratios else 0.0
 
     def means(self) -> dict[str, float]:
-        if not self.rows:
+        if not self.losses:
             return {}
-        means = torch.stack(self.rows).mean(0).tolist()
-        return {**dict(zip(self.names, means, strict=True)), "learn/gradient_norm": sum(self.norms) / len(self.norms)}
-
-    def mean(self, name: str) -> float:
-        return self.means().get(name, 0.0)
+        policy, value, entropy = (float(sum(column)) / len(self.losses) for column in zip(*self.losses, strict=True))
+        norm = sum(self.norms) / len(self.norms)
+        return {"loss/policy": policy, "loss/value": value, "loss/entropy": entropy, "learn/gradient_norm": norm}
 
 
-def _normalise(advantage: Tensor, weight: Tensor) -> Tensor:
+def _mean(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x.mean() if weight is None else (x * weight).sum()
+
+
+def _divergence(log_ratio: Tensor) -> Tensor:
+    """Its mean over samples of the old policy is KL(old || new): unbiased, never negative, low in variance."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _normalise(advantage: Tensor, weight: Tensor | None) -> Tensor:
     """Mean 0 and variance 1 over valid samples."""
-    centred = advantage - (advantage * weight).sum()
-    return centred / ((centred.square() * weight).sum().sqrt() + 1e-8)
+    centred = advantage - _mean(advantage, weight)
+    return centred / (_mean(centred.square(), weight).sqrt() + 1e-8)
 
 
 def _explained_variance(value: Array, returns: Array) -> float:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tiltyard import refs
-from tiltyard.config.experiment import Model, PluginRef
+from tiltyard.config.experiment import Model, Plugin
 from tiltyard.errors import ConfigError, UseError, did_you_mean
-from tiltyard.models.encoders import BUILTIN_ENCODERS, Mlp
+from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp
 from tiltyard.models.memory import Core, State
 from tiltyard.types import ArraySpec, EnvSpec
 
@@ -27,7 +27,7 @@ POLICY_GAIN = 0.01  # nearly uniform first actions
 VALUE_GAIN = 1.0
 
 
-def build_encoder(plugin: PluginRef, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
+def build_encoder(plugin: Plugin, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
     """The encoder that a setting names, its options checked first."""
     target = refs.load(refs.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
     problems = refs.check_options(target, plugin.options, 1, f"{setting}.options")
@@ -41,6 +41,16 @@ def build_encoder(plugin: PluginRef, spec: ArraySpec, base: Sequence[Path], sett
     return encoder
 
 
+def chosen_encoder(name: str, spec: EnvSpec, settings: Model) -> Plugin:
+    """The observation's own encoder, else the one for all. One for images or words leaves other kinds to `auto`."""
+    if name in settings.encoders:
+        return settings.encoders[name]
+    suited = {"text": [key for key, item in spec.obs.items() if item.kind == "text"]}
+    suited |= dict.fromkeys(IMAGE_ENCODERS, [key for key, item in spec.obs.items() if item.image])
+    keys = suited.get(settings.encoder.id)
+    return Plugin(id="auto") if keys and name not in keys else settings.encoder
+
+
 class Tower(nn.Module):
     """Observations -> features [N, size], with a memory of its own where asked for."""
 
@@ -49,10 +59,12 @@ class Tower(nn.Module):
         self.names = tuple(spec.obs)
         self.encoders = nn.ModuleList()
         for name in self.names:
-            own = settings.encoders.get(name)
-            setting = "model.encoder" if own is None else f"model.encoders.{name}"
-            self.encoders.append(build_encoder(own or settings.encoder, spec.obs[name], base, setting))
+            setting = f"model.encoders.{name}" if name in settings.encoders else "model.encoder"
+            self.encoders.append(build_encoder(chosen_encoder(name, spec, settings), spec.obs[name], base, setting))
         widths = sum(int(encoder.size) for encoder in self.encoders)  # type: ignore[arg-type, misc]
+        # The usual case, one vector of numbers, needs no encoder and is spared the call: it is made at every env step.
+        bare = len(self.names) == 1 and isinstance(self.encoders[0], Flat) and self.encoders[0].passes
+        self.plain = self.names[0] if bare else None
         self.hidden = Mlp([widths, *settings.hidden], settings.activation)
         self.size = self.hidden.size
         self.core: Core | None = None
@@ -62,8 +74,10 @@ class Tower(nn.Module):
 
     def features(self, obs: Mapping[str, Tensor]) -> Tensor:
         """[N, ...] -> [N, features before the memory]."""
+        if self.plain is not None:
+            return self.hidden.forward(obs[self.plain])
         parts = [encoder(obs[name]) for name, encoder in zip(self.names, self.encoders, strict=True)]
-        return torch.as_tensor(self.hidden(parts[0] if len(parts) == 1 else torch.cat(parts, -1)))
+        return self.hidden.forward(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
 
 class ActorCritic(nn.Module):
@@ -98,12 +112,12 @@ class ActorCritic(nn.Module):
         x = self.actor.features(obs)
         y = x if self.critic is None else self.critic.features(obs)
         if state is None or first is None:
-            return self.policy_head(x), self.value_head(y).squeeze(-1)
+            return self.policy_head.forward(x), self.value_head.forward(y).squeeze(-1)
         x, after = self._remember("actor", self.actor, x, state, first)
         if self.critic is None:
-            return self.policy_head(x), self.value_head(x).squeeze(-1), after
+            return self.policy_head.forward(x), self.value_head.forward(x).squeeze(-1), after
         y, more = self._remember("critic", self.critic, y, state, first)
-        return self.policy_head(x), self.value_head(y).squeeze(-1), after | more
+        return self.policy_head.forward(x), self.value_head.forward(y).squeeze(-1), after | more
 
     def unroll(self, obs: Mapping[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
         """With memory, a chunk: obs [T, B, ...], first [T, B] -> parameters [T, B, outputs], value [T, B]."""
@@ -114,7 +128,7 @@ class ActorCritic(nn.Module):
         if self.critic is not None:
             features = self.critic.features(flat).view(steps, rows, -1)
             y, _ = self._remember("critic", self.critic, features, state, first)
-        return self.policy_head(x), self.value_head(y).squeeze(-1)
+        return self.policy_head.forward(x), self.value_head.forward(y).squeeze(-1)
 
     def _remember(self, prefix: str, tower: Tower, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """x through the tower's memory: one step when first is [B], a chunk when it is [T, B]."""

@@ -31,6 +31,7 @@ BUILTIN_ENCODERS = {
     "resnet": "tiltyard.models.encoders:ResNet",
     "text": "tiltyard.models.encoders:Text",
 }
+IMAGE_ENCODERS = ("simple", "nature", "impala", "resnet")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -89,12 +90,17 @@ class Mlp(nn.Module):
 class Flat(nn.Module):
     """Numbers end to end; a category as a one-hot vector, or a learned one when there are very many."""
 
+    starts: Tensor
+
     def __init__(self, spec: ArraySpec) -> None:
         super().__init__()
+        if spec.kind == "text":
+            raise UseError("words cannot be taken as plain numbers", "use the encoder text or auto")
         self.elements = math.prod(spec.shape)
         self.categories: tuple[int, ...] = ()
         self.table: nn.Embedding | None = None
         self.size = self.elements
+        self.passes = spec.kind not in ("discrete", "multi_discrete") and len(spec.shape) == 1
         if spec.kind in ("discrete", "multi_discrete"):
             options = spec.options if len(spec.options) == self.elements else spec.options[:1] * self.elements
             self.categories = options
@@ -107,10 +113,10 @@ class Flat(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.categories:
-            return x if x.dim() == 2 else x.reshape(x.shape[0], self.elements)
+            return x if self.passes else x.reshape(x.shape[0], self.elements)
         places = x.reshape(x.shape[0], self.elements) + self.starts  # [N, elements]: each element has its own range
         if self.table is not None:
-            return torch.as_tensor(self.table(places)).flatten(1)
+            return F.embedding(places, self.table.weight).flatten(1)
         hot = torch.zeros(x.shape[0], self.size, device=x.device)
         return hot.scatter_(1, places, 1.0)
 
@@ -129,7 +135,7 @@ class MlpEncoder(nn.Module):
         self.size = hidden[-1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.layers(self.flat(x)))
+        return self.layers.forward(self.flat.forward(x))
 
 
 # ------------------------------------------------------------------------------------------------- images
@@ -227,7 +233,8 @@ class ResNet(nn.Module):
         x = x if self.channels_first else x.permute(0, 3, 1, 2)
         act = self.activation
         for stage in self.stages:
-            enter, one, two, three, four = stage  # type: ignore[misc]
+            assert isinstance(stage, nn.ModuleList)
+            enter, one, two, three, four = stage
             x = F.max_pool2d(enter(x), 3, stride=2, padding=1)
             x = x + two(act(one(act(x))))
             x = x + four(act(three(act(x))))
@@ -252,7 +259,7 @@ class Text(nn.Module):
         out, _ = self.core(self.table(x))  # [N, words, size]
         length = (x != 0).sum(1)
         last = (length - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, self.size)
-        return out.gather(1, last).squeeze(1) * (length > 0).unsqueeze(1)
+        return torch.gather(out, 1, last).squeeze(1) * (length > 0).unsqueeze(1)
 
 
 def auto(spec: ArraySpec) -> nn.Module:

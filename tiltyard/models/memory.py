@@ -37,19 +37,18 @@ class Core(nn.Module):
         return ("h", "c") if self.kind == "lstm" else ("h",)
 
     def initial_state(self, rows: int) -> State:
-        device = self.layer.weight_ih_l0.device
+        device = self.layer.all_weights[0][0].device
         return {name: torch.zeros(rows, self.size, device=device) for name in self.names}
 
     def forward(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """One step: x [B, inputs], first [B] bool -> [B, size] and the memory after it."""
         keep = (~first).to(x.dtype).unsqueeze(-1)
-        layer = self.layer
-        weights = (layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0)
+        into, across, bias_into, bias_across = self.layer.all_weights[0]
         h = state["h"] * keep
         if self.kind == "lstm":
-            h, c = torch.lstm_cell(x, (h, state["c"] * keep), *weights)
+            h, c = torch.lstm_cell(x, (h, state["c"] * keep), into, across, bias_into, bias_across)
             return h, {"h": h, "c": c}
-        h = torch.gru_cell(x, h, *weights)
+        h = torch.gru_cell(x, h, into, across, bias_into, bias_across)
         return h, {"h": h}
 
     def unroll(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:

@@ -220,7 +220,6 @@ class PolicyNet(nn.Module):
 
     # ------------------------------------------------------------------------------------------ units
 
-    @torch.no_grad()
     def prepare(self, obs: ObsIn) -> dict[str, Tensor]:
         """What models see: numbers as float32 (bytes as 0..1, statistics applied), categories and words as int64."""
         ready = {

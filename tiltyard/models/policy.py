@@ -214,7 +214,7 @@ class Policy:
         }
 
     def _push(self, name: str, frame: Array) -> None:
-        """Newest frame last, along the axis that stacking lengthens; an episode starts with its first frame repeated."""
+        """Newest frame last, along the axis that stacking lengthens; at an episode's start the first frame repeated."""
         shape = self.spec.obs[name].shape
         if self._stack > 1 and not self._first:
             old = self._frames[name]
