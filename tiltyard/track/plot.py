@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def learning_curve(run_folder: Path, out: Path) -> Path:
         figure.savefig(part, format=kind)
         part.replace(out)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise TiltyardError(f"{out} could not be written: {error.strerror}", "choose another place") from error
     return out
 
@@ -63,8 +65,12 @@ def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[d
     figure = Figure(figsize=(8.0, 4.5), dpi=160, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     if training:
-        steps, returns = zip(*training, strict=True)
-        axes.plot(steps, returns, color=_TRAINING, linewidth=1.8, label="training, mean of the last 100 episodes")
+        axes.plot(
+            *zip(*training, strict=True),
+            color=_TRAINING,
+            linewidth=1.8,
+            label="training, mean of the last 100 episodes",
+        )
     if evaluated:
         steps = [record["env_steps"] for record in evaluated]
         found = [record["metrics"] for record in evaluated]
@@ -84,11 +90,10 @@ def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[d
         axes.axhline(experiment.stop.return_, color=_SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
             f"goal {experiment.stop.return_:g}",
-            (1, experiment.stop.return_),
+            (0, experiment.stop.return_),  # on the left, where a curve that learns has not come up yet
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 4),
+            xytext=(4, 4),
             textcoords="offset points",
-            ha="right",
             color=_SOFT,
             fontsize=9,
         )
