@@ -94,7 +94,8 @@ def test_the_end_is_told_with_the_lines_given(tmp_path):
     console.start([])
     console.update(Progress(100, 100, 1, 1, 1.0), {}, {})
     console.finish("finished: stop.return reached", ["next  tiltyard eval last"])
-    assert stream.getvalue().splitlines()[-2:] == [
+    assert stream.getvalue().splitlines() == [
+        "        100 env steps   0% | 0:00:01",
         "finished: stop.return reached after 100 env steps in 0:00:01",
         "next  tiltyard eval last",
     ]

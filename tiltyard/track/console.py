@@ -128,6 +128,7 @@ class Console:
         self._clock = _Clock()
         self._told = time.monotonic()  # when progress last came
         self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
+        self._line_told = 0  # env steps of the last plain line
         self._gone = False
         self._rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
         self._screen: Live | None = None
@@ -170,6 +171,7 @@ class Console:
             self.evaluations.append((progress.env_steps, float(metrics["eval/return"])))
         if self._screen is None and (evaluated or self._line_is_due()):
             self._lines_at = (time.monotonic(), nearest_budget(self.experiment.stop, progress)[2])
+            self._line_told = progress.env_steps
             self._write(self.plain_line(evaluated=evaluated))
 
     def say(self, sentence: str) -> None:
@@ -187,7 +189,7 @@ class Console:
 
     def finish(self, state: str, lines: Sequence[str]) -> None:
         """Close the live screen and print how the run ended."""
-        if self._screen is None and self.progress.env_steps:
+        if self._screen is None and self.progress.env_steps != self._line_told:
             self._write(self.plain_line())
         self.close()
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
