@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +28,34 @@ POLICY_GAIN = 0.01  # nearly uniform first actions
 VALUE_GAIN = 1.0
 
 
-def build_encoder(plugin: Plugin, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
-    """The encoder that a setting names, its options checked first."""
-    target = refs.load(refs.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
-    problems = refs.check_options(target, plugin.options, 1, f"{setting}.options")
+def build_module(
+    plugin: Plugin | Model, target: Any, given: tuple[Any, ...], setting: str, id_setting: str
+) -> nn.Module:
+    """target(*given, **options) with the options checked first; what goes wrong in it is told as the plug-in's."""
+    problems = refs.check_options(target, plugin.options, len(given), f"{setting}.options")
     if problems:
-        raise ConfigError(problems, plugin.id)
-    encoder = target(spec, **plugin.options)
-    if not isinstance(encoder, nn.Module) or not isinstance(getattr(encoder, "size", None), int):
+        raise ConfigError(problems)
+    try:
+        module = target(*given, **plugin.options)
+    except UseError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
         raise UseError(
-            f"{setting} {plugin.id!r} is no encoder", "an encoder is an nn.Module with an int attribute `size`"
-        )
+            f"{id_setting} = {plugin.id}: its constructor raised {type(error).__name__}: {error}",
+            f"check {setting}.options and the constructor",
+            refs.user_traceback(error),
+        ) from None
+    if not isinstance(module, nn.Module):
+        raise UseError(f"{id_setting} = {plugin.id} makes no torch.nn.Module", "derive the class from nn.Module")
+    return module.float()
+
+
+def build_encoder(plugin: Plugin, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
+    """The encoder that a setting names."""
+    target = refs.load(refs.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
+    encoder = build_module(plugin, target, (spec,), setting, setting)
+    if not isinstance(getattr(encoder, "size", None), int):
+        raise UseError(f"{setting} = {plugin.id} has no `size`", "set self.size to the width of what forward returns")
     return encoder
 
 
@@ -45,10 +63,12 @@ def chosen_encoder(name: str, spec: EnvSpec, settings: Model) -> Plugin:
     """The observation's own encoder, else the one for all. One for images or words leaves other kinds to `auto`."""
     if name in settings.encoders:
         return settings.encoders[name]
-    suited = {"text": [key for key, item in spec.obs.items() if item.kind == "text"]}
-    suited |= dict.fromkeys(IMAGE_ENCODERS, [key for key, item in spec.obs.items() if item.image])
-    keys = suited.get(settings.encoder.id)
-    return Plugin(id="auto") if keys and name not in keys else settings.encoder
+    suited: set[str] = set()
+    if settings.encoder.id in IMAGE_ENCODERS:
+        suited = {key for key, item in spec.obs.items() if item.image}
+    elif settings.encoder.id == "text":
+        suited = {key for key, item in spec.obs.items() if item.kind == "text"}
+    return Plugin(id="auto") if suited and name not in suited else settings.encoder
 
 
 class Tower(nn.Module):

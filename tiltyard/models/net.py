@@ -24,7 +24,7 @@ from tiltyard import refs
 from tiltyard.config.experiment import Model
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.models import heads
-from tiltyard.models.actor_critic import ActorCritic
+from tiltyard.models.actor_critic import ActorCritic, build_module
 from tiltyard.models.memory import State
 from tiltyard.types import ArraySpec, EnvSpec
 
@@ -87,8 +87,7 @@ class RunningStats(nn.Module):
 
 def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: int) -> nn.Module:
     """The built-in model, or the user's, its options checked against the constructor."""
-    ref = refs.parse(settings.id, BUILTIN_MODELS, "CustomModel", base)
-    target = refs.load(ref)
+    target = refs.load(refs.parse(settings.id, BUILTIN_MODELS, "CustomModel", base))
     if target is ActorCritic:
         if settings.options:
             problem = Problem(
@@ -96,15 +95,7 @@ def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: 
             )
             raise ConfigError([problem])
         return ActorCritic(spec, outputs, settings=settings, base=base)
-    problems = refs.check_options(target, settings.options, 2, "model.options")
-    if problems:
-        raise ConfigError(problems)
-    model = target(spec, outputs, **settings.options)
-    if not isinstance(model, nn.Module):
-        raise UseError(
-            f"model.id = {settings.id}: {ref.attribute} is no torch.nn.Module", "derive the class from nn.Module"
-        )
-    return model.float()
+    return build_module(settings, target, (spec, outputs), "model", "model.id")
 
 
 class PolicyNet(nn.Module):

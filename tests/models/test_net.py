@@ -1,0 +1,279 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations, vector
+from tiltyard.config.experiment import Memory, Model, Normalise, Plugin
+from tiltyard.errors import ConfigError, UseError
+from tiltyard.models.net import PolicyNet, RunningStats
+from tiltyard.types import ArraySpec
+
+KITCHEN = {
+    "arm.0.angle": vector(3),
+    "eye": ArraySpec("box", (12, 12, 3), "uint8", image=True),
+    "bytes": ArraySpec("box", (4,), "uint8"),
+    "room": ArraySpec("discrete", (), "int64", (5,)),
+    "dice": ArraySpec("multi_discrete", (2,), "int64", (6, 6)),
+    "switches": ArraySpec("multi_binary", (3,), "uint8"),
+    "words": ArraySpec("text", (32,), "int32", (4096,)),
+}
+SPECS = {
+    "categorical": env(CATEGORICAL),
+    "binary": env(BINARY),
+    "continuous": env(CONTINUOUS),
+    "mixed": env(CATEGORICAL, CONTINUOUS, BINARY),
+    "kitchen": env(CATEGORICAL, CONTINUOUS, **KITCHEN),
+}
+MODELS = {
+    "plain": Model(),
+    "shared": Model(critic="shared", hidden=[32], activation="relu"),
+    "lstm": Model(memory=Memory(kind="lstm", size=8)),
+    "gru": Model(memory=Memory(kind="gru", size=8), critic="shared"),
+    "normalised": Model(normalise=Normalise(obs=True, returns=True)),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_what_was_acted_is_what_is_learned_from(spec, model):
+    """Step by step acting and the learner's unroll give the same log probabilities and values."""
+    net = PolicyNet(spec, model, (), seed=3)
+    steps, rows = 5, 4
+    obs = observations(spec, steps, rows)
+    first = np.random.default_rng(0).random((steps, rows)) < 0.3
+    net.observe(obs, np.ones((steps, rows), bool))
+    net.observe_returns(torch.tensor([3.0, 9.0]))
+    state = state0 = net.initial_state(rows)
+    acted = []
+    generator = torch.Generator().manual_seed(0)
+    for t in range(steps):
+        row_obs = {name: x[t] for name, x in obs.items()}
+        acted.append(net.act(row_obs, state, first[t], None, greedy=False, generator=generator))
+        torch.testing.assert_close(net.value(row_obs, state, first[t]), acted[-1].value)
+        state = acted[-1].state
+    action = torch.stack([one.action for one in acted])
+    assert action.shape == (steps, rows, spec.action.columns)
+    assert action.dtype == torch.float32
+    dist, value = net.unroll(obs, state0, torch.from_numpy(first), None)
+    torch.testing.assert_close(
+        dist.log_prob(action), torch.stack([one.log_prob for one in acted]), atol=1e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(net.in_rewards(value), torch.stack([one.value for one in acted]), atol=1e-5, rtol=1e-4)
+    assert not acted[0].log_prob.requires_grad
+    assert value.requires_grad
+
+
+def test_masks_are_obeyed_when_acting():
+    spec = env(CATEGORICAL, masked=True)
+    net = PolicyNet(spec, Model(), (), seed=0)
+    mask = np.tile([True, False, True], (5000, 1))
+    for greedy in (True, False):
+        acted = net.act(observations(spec, 5000), {}, np.zeros(5000, bool), mask, greedy=greedy)
+        assert 1.0 not in acted.action.flatten().tolist()
+
+
+def test_first_actions_are_nearly_uniform_and_seeds_decide_the_weights():
+    spec = env(CATEGORICAL)
+    before = torch.random.get_rng_state()
+    one, same, other = (PolicyNet(spec, Model(), (), seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert "weight" not in name or not torch.equal(a, c), name
+    dist, _ = one.unroll(observations(spec, 1, 50), {}, torch.zeros(1, 50, dtype=torch.bool), None)
+    assert dist.entropy().min() > 0.999 * math.log(3)
+
+
+def test_the_log_standard_deviation_starts_where_it_is_set():
+    net = PolicyNet(env(CATEGORICAL, CONTINUOUS), Model(log_std=-0.5), (), seed=0)
+    assert net.log_std.tolist() == [-0.5, -0.5]
+    assert net.log_std.requires_grad
+
+
+def test_running_statistics_are_those_of_everything_seen():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(1e4, 3, (n, 2)) for n in (1, 5, 0, 200)]
+    stats = RunningStats((2,))
+    for part in parts:
+        stats.observe(torch.from_numpy(part))
+    everything = np.concatenate(parts)
+    np.testing.assert_allclose(stats.mean, everything.mean(0))
+    np.testing.assert_allclose(stats.scale, everything.std(0), rtol=1e-5)
+    assert float(stats.count) == 206
+
+
+def test_observations_are_normalised_and_images_are_not():
+    spec = env(obs=vector(2), eye=KITCHEN["eye"], bytes=KITCHEN["bytes"])
+    net = PolicyNet(spec, Model(normalise=Normalise(obs=True)), (), seed=0)
+    obs = observations(spec, 50, 8)
+    obs["obs"] = obs["obs"] * 100 + 7
+    valid = np.ones((50, 8), bool)
+    valid[0] = False
+    obs["obs"][0] = 1e9  # a row that carries no decision does not count
+    assert net.prepare(obs)["obs"][1:].abs().max() == 10  # statistics that know nothing only clip
+    net.observe(obs, valid)
+    ready = net.prepare(obs)
+    assert abs(float(ready["obs"][1:].mean())) < 1e-4
+    assert abs(float(ready["obs"][1:].std()) - 1) < 1e-2
+    assert abs(float(ready["bytes"].mean())) < 0.1
+    assert ready["eye"].min() >= 0 and ready["eye"].max() <= 1
+    assert ready["obs"][0].max() == 10
+
+
+def test_values_come_back_in_units_of_reward():
+    net = PolicyNet(env(), Model(normalise=Normalise(returns=True)), (), seed=0)
+    net.observe_returns(torch.tensor([90.0, 110.0]))
+    torch.testing.assert_close(net.normalise_value(torch.tensor([110.0])), torch.tensor([1.0]))
+    torch.testing.assert_close(net.in_rewards(torch.tensor([-1.0])), torch.tensor([90.0]))
+
+
+def test_arrays_hold_everything_a_policy_needs():
+    spec = env()
+    settings = Model(normalise=Normalise(obs=True, returns=True), memory=Memory(kind="gru", size=8))
+    net, other = PolicyNet(spec, settings, (), seed=0), PolicyNet(spec, settings, (), seed=9)
+    net.observe({"obs": observations(spec, 9, 9)["obs"] * 5 + 3}, np.ones((9, 9), bool))
+    net.observe_returns(torch.tensor([5.0, 8.0]))
+    other.load_arrays(net.arrays())
+    obs, first = observations(spec, 6), np.ones(6, bool)
+    a, b = (one.act(obs, one.initial_state(6), first, None, greedy=True) for one in (net, other))
+    assert torch.equal(a.action, b.action) and torch.equal(a.value, b.value) and torch.equal(a.log_prob, b.log_prob)
+    taken = net.arrays()
+    taken["log_std"] = np.zeros(0, np.float32)
+    next(iter(taken.values()))[...] = 77
+    assert not any((array == 77).any() for array in net.arrays().values())  # arrays are copies
+
+
+def test_weights_of_another_model_are_refused_with_both_shapes():
+    net = PolicyNet(env(), Model(hidden=[64]), (), seed=0)
+    wide = PolicyNet(env(), Model(hidden=[32]), (), seed=0)
+    with pytest.raises(UseError, match=r"\(32, 4\) there, \(64, 4\) here"):
+        net.load_arrays(wide.arrays())
+
+
+def test_encoders_are_chosen_by_name_and_the_rest_is_merged():
+    spec = env(**KITCHEN)
+    net = PolicyNet(spec, Model(encoders={"eye": Plugin(id="resnet", options={"size": 11})}), (), seed=0)
+    sizes = {name: part.size for name, part in zip(net.model.actor.names, net.model.actor.encoders, strict=True)}
+    assert sizes == {"arm.0.angle": 3, "eye": 11, "bytes": 4, "room": 5, "dice": 12, "switches": 3, "words": 64}
+    for_images = PolicyNet(spec, Model(encoder=Plugin(id="simple", options={"size": 13})), (), seed=0)
+    assert [part.size for part in for_images.model.actor.encoders] == [3, 13, 4, 5, 12, 3, 64]
+    with pytest.raises(UseError, match="'eyes'") as error:
+        PolicyNet(spec, Model(encoders={"eyes": Plugin(id="simple")}), (), seed=0)
+    assert "'eye'" in error.value.hint
+    with pytest.raises(ConfigError) as wrong:
+        PolicyNet(spec, Model(encoder=Plugin(id="simple", options={"sice": 3})), (), seed=0)
+    assert "model.encoder.options" in wrong.value.details and "size" in wrong.value.details
+
+
+def test_the_line_about_the_model_names_class_and_size():
+    net = PolicyNet(env(obs=vector(4)), Model(), (), seed=0)
+    count = sum(p.numel() for p in net.parameters())
+    assert net.describe() == f"ActorCritic (tiltyard.models.actor_critic): {count:,} parameters"
+    assert count == 2 * (4 * 64 + 64 + 64 * 64 + 64) + 64 * 3 + 3 + 64 + 1
+
+
+# ------------------------------------------------------------------------------------------------ models of the user's
+
+CUSTOM = """
+import torch
+from torch import nn
+
+class CustomModel(nn.Module):
+    def __init__(self, spec, outputs, *, width=8, bias=0.0):
+        super().__init__()
+        size = spec.obs["obs"].shape[0]
+        self.body = nn.Linear(size, width)
+        self.heads = nn.Linear(width, outputs + 1)
+        self.bias = bias
+
+    def forward(self, obs):
+        out = self.heads(torch.relu(self.body(obs["obs"])))
+        return out[:, 1:], out[:, 0] + self.bias
+
+class Remembering(nn.Module):
+    def __init__(self, spec, outputs):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 6)
+        self.heads = nn.Linear(6, outputs + 1)
+
+    def initial_state(self, rows):
+        return {"memory": torch.full((rows, 6), 0.5)}
+
+    def forward(self, obs, state, first):
+        memory = self.cell(obs["obs"], state["memory"])
+        out = self.heads(memory)
+        return out[:, 1:], out[:, 0], {"memory": memory}
+
+class Column(CustomModel):
+    def forward(self, obs):
+        params, value = super().forward(obs)
+        return params, value[:, None]
+
+def nothing(spec, outputs):
+    return {}
+
+class Broken(CustomModel):
+    def forward(self, obs):
+        return self.body(obs["no such thing"])
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> Path:
+    (tmp_path / "custom.py").write_text(CUSTOM)
+    return tmp_path
+
+
+def test_a_model_file_is_used_and_its_options_arrive(nets):
+    net = PolicyNet(env(), Model(id="custom.py", options={"width": 5, "bias": 1000.0}), (nets,), seed=0)
+    acted = net.act(observations(env(), 3), {}, np.zeros(3, bool), None, greedy=True)
+    assert (acted.value > 990).all()  # only the file's own forward adds its bias
+    assert net.describe() == f"CustomModel (custom.py): {4 * 5 + 5 + 5 * 4 + 4} parameters"
+
+
+def test_a_model_with_memory_is_unrolled_and_forgets_without_its_help(nets):
+    net = PolicyNet(env(), Model(id="custom.py:Remembering"), (nets,), seed=0)
+    assert net.recurrent
+    obs = observations(env(), 4, 2)
+    first = torch.tensor([[True, True], [False, False], [True, False], [False, False]])
+    _, value = net.unroll(obs, {"memory": torch.randn(2, 6)}, first, None)
+    _, again = net.unroll({"obs": obs["obs"][2:]}, {"memory": torch.randn(2, 6)}, first[2:], None)
+    torch.testing.assert_close(value[2:, 0], again[:, 0])  # row 0 starts afresh at step 2
+    assert not torch.allclose(value[2:, 1], again[:, 1])
+
+
+def test_mistakes_in_a_model_are_told_in_a_sentence(nets):
+    def build(**settings):
+        return PolicyNet(env(), Model(**settings), (nets,), seed=0)
+
+    with pytest.raises(ConfigError) as wrong:
+        build(id="custom.py", options={"widht": 3})
+    assert "model.options" in wrong.value.details and "width" in wrong.value.details
+    with pytest.raises(UseError, match=r"value \(2,\).*\(2, 1\)"):
+        build(id="custom.py:Column")
+    with pytest.raises(UseError, match="Broken raised KeyError") as error:
+        build(id="custom.py:Broken")
+    assert "no such thing" in error.value.details and "net.py" not in error.value.details
+    with pytest.raises(UseError, match=r"makes no torch"):
+        build(id="custom.py:nothing")
+    with pytest.raises(UseError, match="constructor raised TypeError"):
+        build(id="custom.py", options={"width": "wide"})
+    with pytest.raises(ConfigError):
+        build(options={"width": 3})
+
+
+def test_an_encoder_of_the_user_is_used_and_must_say_its_size(nets):
+    code = "from torch import nn\nclass CustomEncoder(nn.Module):\n    def __init__(self, spec, *, size=3):\n"
+    (nets / "encoder.py").write_text(
+        code + "        super().__init__()\n        self.size = size\n"
+        "    def forward(self, x):\n        return x[:, :1].repeat(1, self.size) * 1e6\n"
+    )
+    (nets / "sizeless.py").write_text(code + "        super().__init__()\n")
+    net = PolicyNet(env(), Model(encoder=Plugin(id="encoder.py"), hidden=[]), (nets,), seed=0)
+    values = net.value({"obs": np.ones((1, 4), np.float32)}, {}, np.zeros(1, bool))
+    assert values.abs().max() > 1e3
+    with pytest.raises(UseError, match="has no `size`"):
+        PolicyNet(env(), Model(encoder=Plugin(id="sizeless.py")), (nets,), seed=0)
