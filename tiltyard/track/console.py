@@ -243,7 +243,8 @@ class Console:
 
     def render(self) -> Panel:
         """The panel as it is now; called by the refreshing thread, so it only reads."""
-        width = max(30, min(110, self._rich.width) - 4)
+        # Four columns stay free for the ^C that terminals echo: one that wraps would shift every later redraw.
+        width = max(30, min(110, self._rich.width - 4) - 4)
         height = max(3, min(8, self._rich.height - 9))
         rows: list[Text] = [*self._progress_rows(width), Text()]
         rows += curve(list(self.returns), list(self.evaluations), width, height)
