@@ -40,6 +40,11 @@ class Merged:
                 return self.origins[path[:length]]
         return "default"
 
+    def drop(self, name: str) -> None:
+        """As if no layer had said anything about a top-level setting."""
+        self.values.pop(name, None)
+        self._forget((name,))
+
     def _put(
         self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str
     ) -> None:

@@ -100,7 +100,7 @@ def load(
             merged.add({"algo": {"id": asked["id"]}}, COMMAND_LINE)
         merged.add(_tiny(merged.values["algo"]), "preset debug")
     merged.add(from_command, COMMAND_LINE)
-    merged.values.pop("use", None)
+    merged.drop("use")  # applied
     for origin, values in used:
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")

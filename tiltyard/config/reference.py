@@ -37,11 +37,15 @@ def schema() -> dict[str, Any]:
 
 
 def _loosen(definition: dict[str, Any], section: Section) -> None:
-    """Nothing is required; sections inside have their short forms; 1_000_000 is a number."""
+    """Nothing is required but a schedule's kind; sections inside have their short forms; 1_000_000 is a number."""
     definition.pop("required", None)
+    if section.models[0] in _schedules().values():
+        definition["required"] = ["kind"]
     for name, shape in fields(section.models[0]).items():
         entry = definition["properties"][name]
         if isinstance(shape, Section) and not shape.scheduled:
+            if "oneOf" in entry:  # several fit as long as the word that chooses is left out
+                entry["anyOf"] = entry.pop("oneOf")
             described = {key: entry.pop(key) for key in ("description", "default") if key in entry}
             short = [{"type": "string"}] if shape.short else []
             definition["properties"][name] = {**described, "anyOf": [entry, *short, {"type": "null"}]}

@@ -291,9 +291,13 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_text(self, data: str) -> Any:
-        if "\n" in data:
-            return self.represent_scalar(f"{_CORE}str", data, style="|")
-        return self.represent_scalar(f"{_CORE}str", data, style=None if scalar(data) is data else '"')
+        if not data.replace("\n", "").isprintable():
+            style: str | None = '"'  # only escapes keep control characters and other line ends
+        elif "\n" in data:
+            style = "|"
+        else:
+            style = None if scalar(data) is data else '"'
+        return self.represent_scalar(f"{_CORE}str", data, style=style)
 
     def represent_sequence_of(self, data: list[Any]) -> Any:
         inline = not any(isinstance(item, dict | list) and item and not _is_pair(item) for item in data)
