@@ -206,7 +206,7 @@ class Lock:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         # The folder may have been moved to the trash by `remove`: then there is nothing to give back.
-        with contextlib.suppress(OSError), self._guard():
+        with contextlib.suppress(OSError, UseError), self._guard():
             if self._is_mine():
                 (self.run.folder / LOCK).unlink()
 

@@ -17,28 +17,36 @@ MASK = "***"
 # Shorter values are words like `yes` and `1`, which would be masked all over a text.
 SHORTEST = 6
 
-_SECRET_WORDS = r"passw(?:or)?d|passphrase|secret|token|(?:api|access|private|auth|license)[_-]?key|credential|jwt"
-_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|(?:^|[_.-])(?:key|pass|pwd|pw|auth)(?:$|[_.-])|apikey")
+# Every repetition below has a bound: a diff is a megabyte that anybody may have written, and must be read in no time.
+_SECRET_WORDS = (
+    r"(?:passw(?:or)?d|passphrase|secret|token(?!i[sz])|(?:api|access|private|auth|license)[_-]?key|credential|jwt"
+    r"|(?<![a-z])(?:pass|pwd)(?![a-z]))"
+)
+_SECRET_NAME = re.compile(rf"(?i){_SECRET_WORDS}|(?:^|[_.-])(?:key|pw|auth)(?:$|[_.-])")
 
 _SHAPES = re.compile(
     r"\b(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{30,}"
-    r"|(?:sk|pk|rk)[-_](?:[A-Za-z]+[-_])*[A-Za-z0-9_-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}|xox[a-z]-[\w-]{8,}"
-    r"|AIza[\w-]{30,}|wandb_v\d_\w{16,}|pypi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|[spr]k[-_][A-Za-z0-9_-]{16,}|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{16}|xox[a-z]-[\w-]{8,}|AIza[\w-]{30,}"
+    r"|wandb_v\d_\w{16,}|pypi-[\w-]{16,}|eyJ[\w-]{8,2000}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 _KEY_BLOCK = re.compile(
-    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----|\Z)", re.S
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----.*?"
+    r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----|\Z)",
+    re.S,
 )
 # The middle of a key block, of which a diff may show nothing else: a line of base64 and nothing more.
 _KEY_LINE = re.compile(r"(?m)^([ +-]?)[A-Za-z0-9+/]{64}$")
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s\"'<>]+@")
-_AUTHORIZATION = re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token|digest)\s+)?)[^\s\"']+")
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_USERINFO = re.compile(r"://[^/\s\"'<>]{1,300}@")
+_AUTHORIZATION = re.compile(
+    r"(?i)(authorization[\"']?[ \t]{0,8}[:=][ \t]{0,8}[\"']?(?:(?:basic|bearer|token|digest)[ \t]{1,8})?)[^\s\"']+"
+)
+_BEARER = re.compile(r"(?i)\b(bearer[ \t]{1,8})[\w.~+/=-]{8,}")
 _HEX_KEY = re.compile(r"(?i)((?:wandb|key|token|login)[^\n]{0,40}?)\b[0-9a-f]{40}\b")
 _ASSIGNED = re.compile(
-    rf"(?i)([\w.-]*(?:{_SECRET_WORDS}|(?<![a-z])(?:pass|pwd))[\w.-]*[\"']?\]?\s*(?::=|=>|[:=])\s*)"
-    r"(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|[^\s\"']\S*)"
+    rf"(?i)({_SECRET_WORDS}[\w.-]{{0,60}}[\"']?\]?[ \t]{{0,8}}(?::=|=>|[:=])[ \t]{{0,8}})"
+    r"(\"(?:\\.|[^\"\\\n]){0,2000}\"|'(?:\\.|[^'\\\n]){0,2000}'|\S+)"
 )
-_FLAG = re.compile(rf"(?i)((?:^|\s)--?[\w-]*(?:{_SECRET_WORDS}|-key|-pass)[\w-]*\s+)([^\s-]\S*)")
+_FLAG = re.compile(rf"(?i)((?:^|\s)--?[\w-]{{0,40}}?(?:{_SECRET_WORDS}|-key)[\w-]{{0,40}}[ \t]{{1,8}})([^\s-]\S*)")
 _NO_SECRET = re.compile(r"(?i)[\"']?(?:none|null|true|false|str|int|bool|float|bytes|any|object)?[\"']?[,;)}\]]*")
 
 
@@ -55,7 +63,7 @@ def mask_secrets(text: str, environment: Mapping[str, str] | None = None) -> str
     text = _KEY_LINE.sub(rf"\1{MASK}", text)
     text = _AUTHORIZATION.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1{MASK}", text)
-    text = _USERINFO.sub(rf"\1{MASK}@", text)
+    text = _USERINFO.sub(f"://{MASK}@", text)
     text = _SHAPES.sub(MASK, text)
     text = _HEX_KEY.sub(rf"\1{MASK}", text)
     text = _FLAG.sub(rf"\1{MASK}", text)

@@ -1,0 +1,215 @@
+"""One writer per run: races, dead owners, restarted jobs, other machines."""
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.counts import count
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run.events import read_events
+from tiltyard.run.lock import Lock, life, myself, read_owner, seems_alive
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tiltyard.run.folder import Lock, Run
+with Lock(Run(Path(sys.argv[1])), period=float(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.readline()
+print("released", flush=True)
+"""
+
+
+def plant(run, **changes):
+    """A lock file as another process would have left it."""
+    owner = {**myself(), "heartbeat": 3, "period": 0.05, "mark": "theirs", **changes}
+    (run.folder / "lock.json").write_text(json.dumps(owner))
+    return owner
+
+
+def test_held_then_given_back(bare_run):
+    with Lock(bare_run) as lock:
+        owner = read_owner(bare_run.folder)
+        assert owner["pid"] == os.getpid() and owner["host"] == socket.gethostname() and lock.held
+        assert life(owner) == "alive" and seems_alive(bare_run.folder)
+        lock.check()
+    assert read_owner(bare_run.folder) is None and not seems_alive(bare_run.folder)
+    lock.release()
+    assert not bare_run.events_file.exists()  # nothing was taken over
+
+
+def test_acquire_gives_a_held_lock_that_is_a_context_manager(bare_run):
+    with Lock.acquire(bare_run) as lock:
+        assert lock.held
+        with pytest.raises(UseError, match=f"pid {os.getpid()}"):
+            Lock.acquire(bare_run)
+    assert not lock.held
+
+
+def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
+    owner = child(HOLDER, bare_run.folder, 10)
+    assert owner.stdout.readline() == "held\n"
+    with pytest.raises(UseError) as caught:
+        Lock.acquire(bare_run)
+    assert caught.value.message == f"run toy/0001-brisk-otter is being written by pid {owner.pid} on host {socket.gethostname()}"
+    assert "tiltyard stop" in caught.value.hint and caught.value.exit_code == 2
+    owner.kill()
+    # Not reaped yet: a zombie is as dead as it will get.
+    for _ in range(500):
+        if life(read_owner(bare_run.folder)) == "dead":
+            break
+        time.sleep(0.01)
+    with Lock.acquire(bare_run):
+        (event,) = read_events(bare_run)
+        assert event["kind"] == "recovered" and f"pid {owner.pid}" in event["sentence"]
+
+
+def test_a_number_given_to_another_process_does_not_count_as_the_owner(bare_run):
+    plant(bare_run, started="1")
+    with Lock.acquire(bare_run):
+        assert read_owner(bare_run.folder)["mark"] != "theirs"
+
+
+def test_an_earlier_boot_is_dead(bare_run):
+    plant(bare_run, boot="another")
+    with Lock.acquire(bare_run):
+        assert "is gone" in read_events(bare_run)[0]["sentence"]
+
+
+def test_the_same_job_restarted_takes_over_at_once(bare_run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    plant(bare_run, host="node9", job="77", restart=1, period=3600)  # watching it would take three hours
+    with Lock.acquire(bare_run):
+        assert "job 77 was restarted" in read_events(bare_run)[0]["sentence"]
+
+
+@pytest.mark.parametrize("owner", [{"job": "77", "restart": 2}, {"job": "78", "restart": 0}, {"job": "", "restart": 0}])
+def test_other_jobs_and_equal_restarts_must_stand_still_first(bare_run, monkeypatch, owner):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    plant(bare_run, host="node9", **owner)
+    with Lock.acquire(bare_run, period=0.05):
+        assert "stood still for 3 periods" in read_events(bare_run)[0]["sentence"]
+
+
+def test_an_owner_elsewhere_whose_heart_beats_is_refused(bare_run):
+    plant(bare_run, host="node9", period=0.2)
+    stop = threading.Event()
+
+    def beat():
+        number = 10
+        while not stop.wait(0.02):
+            number += 1
+            plant(bare_run, host="node9", period=0.2, heartbeat=number)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UseError, match="on host node9"):
+            Lock.acquire(bare_run, period=0.2)
+    finally:
+        stop.set()
+        thread.join()
+    assert read_owner(bare_run.folder)["mark"] == "theirs"
+
+
+def test_an_owner_elsewhere_that_lets_go_is_not_waited_for(bare_run):
+    plant(bare_run, host="node9", period=3600)
+    threading.Timer(0.1, (bare_run.folder / "lock.json").unlink).start()
+    with Lock.acquire(bare_run, period=0.05):
+        assert read_events(bare_run) == []
+
+
+def test_a_container_with_our_host_name_is_judged_by_its_heartbeat(bare_run):
+    assert life(plant(bare_run, pids="pid:[1]")) == "unknown"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"pid": "x"}', '{"host": 3, "pid": -1}'])
+def test_a_lock_file_that_says_nothing_is_watched_and_then_replaced(bare_run, content, monkeypatch):
+    (bare_run.folder / "lock.json").write_text(content)
+    monkeypatch.setattr("tiltyard.run.lock.STILL_PERIODS", 0.001)  # its period is unknown: ten seconds, three times
+    with Lock.acquire(bare_run, period=0.02):
+        assert read_owner(bare_run.folder)["pid"] == os.getpid()
+
+
+def test_the_heartbeat_moves(bare_run):
+    with Lock(bare_run, period=0.02):
+        seen = set()
+        while len(seen) < 4:  # the test's own time limit is the judge
+            seen.add(read_owner(bare_run.folder)["heartbeat"])
+    assert seen <= set(range(10_000))
+
+
+def test_whoever_was_taken_over_learns_it_and_leaves_the_successor_alone(bare_run):
+    lock = Lock.acquire(bare_run, period=0.02)
+    plant(bare_run, host="node9")
+    with pytest.raises(TiltyardError, match="taken over by pid .* on host node9"):
+        while True:
+            lock.check()
+    lock.release()
+    assert read_owner(bare_run.folder)["mark"] == "theirs"
+
+
+def test_of_many_that_race_exactly_one_wins(bare_run, child):
+    code = """
+import sys
+from pathlib import Path
+from tiltyard.errors import UseError
+from tiltyard.run.folder import Lock, Run
+run = Run(Path(sys.argv[1]))
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "go\\n":
+        try:
+            lock = Lock.acquire(run)
+            print("won", flush=True)
+        except UseError as error:
+            lock = None
+            print("lost", flush=True)
+    elif lock is not None:
+        lock.release()
+"""
+    racers = [child(code, bare_run.folder) for _ in range(4)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n", racer.stderr.read()
+    for race in range(count(300)):
+        if race % 2:
+            plant(bare_run, pid=2**22 + 1)  # there is a dead owner to take over from, too
+        for line in ("go\n", "end\n"):
+            for racer in racers:
+                racer.stdin.write(line)
+                racer.stdin.flush()
+            if line == "go\n":
+                results = [racer.stdout.readline() for racer in racers]
+                assert sorted(results) == ["lost\n"] * 3 + ["won\n"], race
+        while read_owner(bare_run.folder) is not None:
+            time.sleep(0.001)
+    taken = [event for event in read_events(bare_run) if event["kind"] == "recovered"]
+    assert len(taken) == count(300) // 2
+
+
+def test_a_read_only_folder_is_one_sentence(small_disk):
+    import subprocess
+
+    from tiltyard.run.folder import Run
+
+    run = Run(small_disk / "toy" / "0001-brisk-otter")
+    run.folder.mkdir(parents=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(UseError) as caught:
+        Lock.acquire(run)
+    assert "toy/0001-brisk-otter cannot be written" in caught.value.message and "Read-only" in caught.value.message
+
+
+def test_the_period_is_a_setting_of_the_environment(bare_run, monkeypatch):
+    monkeypatch.setenv("TILTYARD_HEARTBEAT", "0.5")
+    assert Lock(bare_run).period == 0.5
+    for wrong in ("soon", "nan", "inf", "-1", "0", ""):
+        monkeypatch.setenv("TILTYARD_HEARTBEAT", wrong)
+        with pytest.raises(UseError, match="TILTYARD_HEARTBEAT"):
+            Lock(bare_run)

@@ -1,0 +1,146 @@
+"""metrics.jsonl is the truth: rewinds, torn lines, numbers that are none, full disks, killed writers."""
+
+import json
+import math
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.counts import count
+from tiltyard.errors import TiltyardError
+from tiltyard.run import metrics
+
+
+def record(steps, **values):
+    return {"env_steps": steps, "frames": steps, "updates": 1, "episodes": 0, "seconds": 0.5, "attempt": 1, "metrics": values}
+
+
+def steps_of(records):
+    return [one["env_steps"] for one in records]
+
+
+def test_append_and_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert metrics.read(path) == []
+    metrics.append(path, record(10, **{"train/return": 1.5}))
+    metrics.append(path, {**record(20), "metrics": {"train/return": np.float32(2.5), "n": np.int64(3), "eval/return": 9}})
+    records = metrics.read(path)
+    assert steps_of(records) == [10, 20] and records[0]["time"] > 0
+    assert metrics.series(records, "train/return") == ([10, 20], [1.5, 2.5])
+    assert metrics.series(records, "eval/return") == ([20], [9.0]) and metrics.series(records, "nothing") == ([], [])
+    assert metrics.latest(records, "n") == 3.0 and metrics.latest(records, "nothing") is None
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_run_its_folder_and_the_file_are_one_place(bare_run):
+    metrics.append(bare_run, record(1))
+    metrics.append(bare_run.folder, record(2))
+    metrics.append(bare_run.metrics_file, record(3))
+    assert steps_of(metrics.read(bare_run)) == steps_of(metrics.read(bare_run.folder)) == [1, 2, 3]
+
+
+def test_numbers_that_are_none_stay_json_and_come_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.append(path, record(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float32("nan"), e=1e308))
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    found = metrics.read(path)[0]["metrics"]
+    assert math.isnan(found["a"]) and found["b"] == math.inf and found["c"] == -math.inf and math.isnan(found["d"])
+
+
+def test_rewinds_void_what_lies_beyond_and_nothing_else(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for steps in (10, 20, 30, 40):
+        metrics.append(path, record(steps, x=1))
+    metrics.rewind(path, 20, 2)
+    for steps in (30, 50):
+        metrics.append(path, record(steps, x=2))
+    assert metrics.series(metrics.read(path), "x") == ([10, 20, 30, 50], [1, 1, 2, 2])
+    metrics.rewind(path, 30, 3)
+    assert steps_of(metrics.read(path)) == [10, 20, 30]
+    metrics.rewind(path, 0, 4)
+    assert metrics.read(path) == []
+    assert len(path.read_text().splitlines()) == 9  # nothing is ever taken out of the file
+
+
+def test_a_torn_last_line_is_left_out_and_the_next_record_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.append(path, record(10, x=1))
+    whole = path.read_bytes()
+    metrics.append(path, record(20, x=2))
+    second = path.read_bytes()[len(whole) :]
+    for cut in range(len(second)):
+        path.write_bytes(whole + second[:cut])
+        # All but the line's end had reached the disk: that record is whole.
+        expected = [10, 20] if cut == len(second) - 1 else [10]
+        assert steps_of(metrics.read(path)) == expected, cut
+        metrics.append(path, record(30, x=3))
+        metrics.rewind(path, 100, 2)
+        assert steps_of(metrics.read(path)) == [*expected, 30], cut
+        assert len(metrics.broken_lines(path)) == (0 if cut == 0 or len(expected) == 2 else 1)
+
+
+def test_damage_anywhere_costs_only_the_damaged_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for steps in range(1, 21):
+        metrics.append(path, record(steps, x=steps))
+    lines = path.read_bytes().splitlines(True)
+    for seed in range(count(1000)):
+        rng = random.Random(seed)
+        victim = rng.randrange(len(lines))
+        garbage = rng.choice([b"\0" * 80 + b"\n", b"\xff\xfe\n", b"[1]\n", b'"text"\n', b"12\n", b"{}\n", b'{"env_steps": "x"}\n',
+                              b'{"rewind_to": "x"}\n', b"[" * 100_000 + b"\n", rng.randbytes(50).replace(b"\n", b"") + b"\n"])  # fmt: skip
+        path.write_bytes(b"".join([*lines[:victim], garbage, *lines[victim + 1 :]]))
+        assert steps_of(metrics.read(path)) == [steps for steps in range(1, 21) if steps != victim + 1], (seed, garbage[:40])
+
+
+def test_a_full_disk_is_named_and_the_next_record_is_whole(small_disk):
+    path = small_disk / "metrics.jsonl"
+    metrics.append(path, record(1))
+    (small_disk / "ballast").write_bytes(bytes(512 * 1024 - 8192))
+    with pytest.raises(TiltyardError, match=r"metrics\.jsonl could not be written: No space left on device"):
+        for steps in range(2, 2000):
+            metrics.append(path, record(steps))
+    before = len(metrics.read(path))
+    (small_disk / "ballast").unlink()
+    metrics.append(path, record(5000))
+    assert len(metrics.read(path)) == before + 1
+
+
+def test_a_killed_writer_tears_at_most_one_line(tmp_path, child):
+    code = """
+import sys
+from pathlib import Path
+from tiltyard.run import metrics
+path, step = Path(sys.argv[1]), 0
+print("ready", flush=True)
+while True:
+    step += 1
+    metrics.append(path, {"env_steps": step, "metrics": {f"name/{i}": i / 7 for i in range(200)}})
+"""
+    path = tmp_path / "metrics.jsonl"
+    for kill in range(count(50)):
+        writer = child(code, path)
+        writer.stdout.readline()
+        time.sleep(random.Random(kill).uniform(0, 0.03))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        found = steps_of(metrics.read(path))
+        assert found == list(range(1, len(found) + 1)) and len(metrics.broken_lines(path)) <= 1
+        path.unlink(missing_ok=True)
+
+
+def test_every_name_has_one_meaning():
+    names = [metric.name for metric in metrics.METRICS]
+    assert len(set(names)) == len(names) and all(metric.meaning.endswith(".") for metric in metrics.METRICS)
+    assert metrics.describe("train/return").unit == "reward"
+    assert metrics.describe("episode/health").name == "episode/<name>"
+    assert metrics.describe("my/own") is None
+    page = metrics.reference_page()
+    assert all(f"`{name}`" in page for name in names) and len(page.splitlines()) == len(names) + 2
