@@ -5,17 +5,19 @@
 
 Arrays are fixed-size binary; shapes and dtypes are in the file's own metadata. The last row holds the final
 observation and no action. Page checksums guard the data and the manifest's digest guards the rest of the file.
-One writer per folder; what a killed writer left is taken up or cleared away by the next.
+Several processes may write to one folder; what a killed one left is taken up or cleared away by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +44,27 @@ class EpisodeWriter:
 
     def __init__(self, folder: Path, spec: EnvSpec, meta: Mapping[str, Any], *, save_info: bool = False) -> None:
         self.folder, self._spec, self._meta, self._save_info = folder, spec_to_json(spec), dict(meta), save_info
+        self._next = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._take_up()
+            with self._alone():
+                self._take_up()
         except OSError as error:
             reason = error.strerror or error
             raise UseError(f"episodes cannot be written to {folder}: {reason}", "name another folder") from error
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Numbers and the manifest belong to one process at a time."""
+        with (self.folder / ".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def _take_up(self) -> None:
-        """Continue a folder: clear unfinished files, cut a torn manifest line, list files committed but not listed."""
+        """Clear what dead writers left unfinished, cut a torn manifest line, list files committed but not listed."""
         for leftover in self.folder.glob(".tmp-*"):
-            leftover.unlink()
+            if not _alive(int(leftover.name.split("-")[1])):
+                leftover.unlink()
         manifest = self.folder / MANIFEST
         if manifest.exists():
             text = manifest.read_bytes()
@@ -63,13 +75,11 @@ class EpisodeWriter:
         for path in found:
             if path.name not in listed:
                 self._list(path, _read(path))
-        numbers = [int(match[1]) for path in found if (match := _FILE.fullmatch(path.name))]
-        self._next = max(numbers, default=-1) + 1
+        self._next = max((int(path.stem.split("-")[1]) for path in found), default=-1) + 1
 
     def write(self, episode: Episode) -> Path:
         """Commit one episode: it is either wholly there or not at all. Returns its file."""
-        path = self.folder / f"episode-{self._next:06d}.parquet"
-        temporary = self.folder / f".tmp-{path.name}"
+        temporary = self.folder / f".tmp-{os.getpid()}-{id(self)}"
         table = _table(episode, self._spec, {**self._meta, **episode.meta}, self._save_info)
         try:
             with temporary.open("wb") as file:
@@ -85,15 +95,16 @@ class EpisodeWriter:
                 )
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.rename(path)
-            self._list(path, episode)
+            with self._alone():
+                while (path := self.folder / f"episode-{self._next:06d}.parquet").exists():
+                    self._next += 1
+                temporary.rename(path)
+                self._list(path, episode)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             reason = error.strerror or error
-            raise TiltyardError(
-                f"{path} could not be written: {reason}", "the episodes before it are intact"
-            ) from error
-        self._next += 1
+            what = f"an episode could not be written to {self.folder}: {reason}"
+            raise TiltyardError(what, "the episodes before it are intact") from error
         return path
 
     def _list(self, path: Path, episode: Episode) -> None:
@@ -113,6 +124,16 @@ class EpisodeWriter:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], save_info: bool) -> pa.Table:

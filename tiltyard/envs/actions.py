@@ -163,8 +163,11 @@ class _Bounds:
         self.low, self.high = np.asarray(part.low, np.float64), np.asarray(part.high, np.float64)
         self.finite = np.isfinite(self.low) & np.isfinite(self.high)
         self.all_finite = bool(self.finite.all())
-        self.middle = np.where(self.finite, self.low / 2 + self.high / 2, 0.0)
-        self.half = np.where(self.finite, self.high / 2 - self.low / 2, 1.0)
+        low, high = np.where(self.finite, self.low, -1.0), np.where(self.finite, self.high, 1.0)
+        self.middle, self.half = (
+            low / 2 + high / 2,
+            high / 2 - low / 2,
+        )  # halves first: bounds may be the largest floats
 
     def to_env(self, flat: Array, dtype: np.dtype[Any]) -> Array:
         values = flat.astype(np.float64)

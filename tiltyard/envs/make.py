@@ -115,7 +115,8 @@ def _registered(name: str) -> Registered:
         versions = sorted(id_ for id_ in known if id_.rsplit("-v", 1)[0].lower() == stem.lower())
         hint = f"did you mean {versions[-1]!r}?" if versions else did_you_mean(name, known)
         fallback = "a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class is needed"
-        raise UseError(f"env.id = {name} is no env that is known here", hint or fallback) from error
+        shown = name if name.isprintable() else repr(name)
+        raise UseError(f"env.id = {shown} is no env that is known here", hint or fallback) from error
 
 
 def registered_limit(env: Env) -> int | None:

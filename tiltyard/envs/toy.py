@@ -10,6 +10,7 @@ timeout    prefer a life without end to a prize      "stayed" is 1        0 if t
 
 from __future__ import annotations
 
+import string
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -49,7 +50,7 @@ class Identity(gymnasium.Env[Any, Any]):
         elif shows == "image":
             self.observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
         elif shows == "words":
-            self.observation_space = spaces.Text(60)
+            self.observation_space = spaces.Text(60, charset=frozenset(string.ascii_lowercase + " "))
         else:
             self.observation_space = spaces.Box(-1, 1, (1,), np.float32)
             self.action_space = spaces.Box(-2, 2, (1,), np.float32)

@@ -1,0 +1,164 @@
+"""Running episodes saved, loaded into fresh envs and continued to the bit; what does not come back is said."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.comeback import History
+from tiltyard.envs.probe import examine
+from tiltyard.envs.spaces import spec_from_json
+from tiltyard.envs.vector import EnvGroup
+from tiltyard.errors import UseError
+from tiltyard.run.checkpoint import read_tree, write_tree
+
+BASE = [Path(__file__).parent]
+
+CASES = [
+    Env(id="CartPole-v1"),
+    Env(id="CartPole-v1", frame_stack=3, frameskip=2, time_limit=9, reward_scale=0.1),
+    Env(id="Pendulum-v1", time_limit=30),
+    Env(id="CarPass-v0"),
+    Env(id="CarPass-v0", comes_back="replay"),
+    Env(id="memory"),
+    Env(id="delay"),
+    Env(id="timeout"),
+    Env(id="masked"),
+    Env(id="kitchen_sink", frame_stack=2),
+    Env(
+        id="identity",
+        options={"shows": "image"},
+        wrappers=[{"id": "resize_image", "options": {"height": 9, "width": 9}}],
+    ),
+]
+
+
+def group_of(env: Env, rows: int = 3, previous: bool = True, seed: int = 3) -> EnvGroup:
+    spec = spec_from_json(examine(env, BASE, previous))
+    return EnvGroup(env, spec, rows, seed, base=BASE, previous=previous)
+
+
+def act(group: EnvGroup, index: int) -> Any:
+    return group.codec.random_rows(np.random.default_rng(index), group.rows, group.mask)
+
+
+def assert_same(one: Any, two: Any) -> None:
+    for name, array in one.obs.items():
+        assert np.array_equal(array, two.obs[name]), name
+    for name in ("reward", "terminated", "truncated", "first", "mask"):
+        assert np.array_equal(getattr(one, name), getattr(two, name)), name
+    for row in np.flatnonzero(one.first):
+        for name, array in one.final_obs.items():
+            assert np.array_equal(array[row], two.final_obs[name][row]), name
+    assert one.episodes == two.episodes
+
+
+@pytest.mark.parametrize("env", CASES, ids=lambda env: f"{env.id}-{env.frame_stack}-{env.comes_back}")
+def test_three_interruptions_change_nothing(env: Env, tmp_path: Path) -> None:
+    steady, broken = group_of(env), group_of(env)
+    steady.reset()
+    broken.reset()
+    for index in range(75):
+        if index in (1, 20, 50):
+            write_tree(tmp_path, f"envs{index}", broken.save())
+            broken.close()
+            broken = group_of(env)
+            assert broken.load(read_tree(tmp_path, f"envs{index}")) == []
+            now = broken.current()
+            assert all(np.array_equal(array, now.obs[name]) for name, array in steady.obs.items())
+            assert np.array_equal(now.first, steady.first)
+        action = act(steady, index)
+        assert_same(steady.step(action), broken.step(action.copy()))
+
+
+def test_saving_does_not_disturb_the_episodes() -> None:
+    env = Env(id="CartPole-v1")
+    one, two = group_of(env), group_of(env)
+    one.reset()
+    two.reset()
+    for index in range(60):
+        one.save()
+        action = act(one, index)
+        assert_same(one.step(action), two.step(action))
+
+
+def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
+    env = Env(id="bad_envs.py:Unrepeatable")
+    group = group_of(env)
+    assert group.comes_back == "replay"
+    group.reset()
+    for index in range(25):
+        group.step(act(group, index))
+    fresh = group_of(env)
+    (sentence,) = fresh.load(group.save())
+    assert "does not replay exactly: 3 of 3 running episodes were cut" in sentence
+    now = fresh.current()
+    assert now.first.all() and not now.obs["obs"].any() and fresh.number.tolist() == [1, 1, 1]
+    assert not fresh.length.any() and not now.obs["previous.reward"].any()
+    assert fresh.save()["comes_back"] == "fresh" and "actions" not in fresh.save()
+    fresh.step(act(fresh, 0))
+    (again,) = group_of(env).load(fresh.save())
+    assert "3 of 3 running episodes were cut" in again
+
+
+def test_fresh_envs_say_what_was_cut() -> None:
+    env = Env(id="CartPole-v1", comes_back="fresh")
+    group = group_of(env)
+    group.reset()
+    assert group_of(env).load(group.save()) == []
+    group.step(act(group, 0))
+    other = group_of(env)
+    assert other.load(group.save()) == [
+        "env CartPole-v1 begins new episodes after a resume: 3 of 3 running episodes were cut"
+    ]
+    assert other.current().first.all()
+
+
+def test_an_unseeded_env_is_fresh_from_the_start() -> None:
+    spec = spec_from_json(examine(Env(id="bad_envs.py:BadEnv", options={"fault": "unseeded"}), BASE, False))
+    assert spec.comes_back == "fresh" and "behaves differently" in spec.notes[0]
+
+
+def test_rows_may_become_more_or_fewer() -> None:
+    env = Env(id="CartPole-v1")
+    group = group_of(env, rows=3)
+    group.reset()
+    for index in range(5):
+        group.step(act(group, index))
+    tree = group.save()
+    fewer, more = group_of(env, rows=2), group_of(env, rows=5)
+    assert "1 rows of the checkpoint" in fewer.load(tree)[0]
+    assert np.array_equal(fewer.obs["obs"], group.obs["obs"][:2])
+    assert more.load(tree) == []
+    assert np.array_equal(more.obs["obs"][:3], group.obs["obs"]) and more.first.tolist()[3:] == [True, True]
+    more.step(act(more, 9))
+
+
+def test_a_checkpoint_of_another_env_is_refused_with_both_shapes() -> None:
+    group = group_of(Env(id="CartPole-v1"))
+    group.reset()
+    with pytest.raises(UseError, match=r"\[4\].*\[3\]"):
+        group_of(Env(id="Pendulum-v1")).load(group.save())
+
+
+def test_state_asked_for_and_not_there_is_refused() -> None:
+    with pytest.raises(UseError, match="get_state"):
+        examine(Env(id="CartPole-v1", comes_back="state"), BASE, False)
+
+
+def test_history_keeps_each_rows_running_episode() -> None:
+    history, rng = History(3, 2), np.random.default_rng(0)
+    kept: list[list[np.ndarray]] = [[], [], []]
+    for _ in range(3000):
+        for row in range(3):
+            if rng.random() < (0.02, 0.0005, 0.2)[row]:
+                history.restart(row)
+                kept[row] = []
+        action = rng.normal(size=(3, 2)).astype(np.float32)
+        history.append(action)
+        for row in range(3):
+            kept[row].append(action[row])
+    for row in range(3):
+        assert np.array_equal(history.of(row), np.stack(kept[row]))

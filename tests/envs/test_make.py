@@ -1,0 +1,173 @@
+"""Envs from settings: every kind of name, options, wrappers, and one sentence for each thing that can be wrong."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.make import BUILTIN_ENVS, BUILTIN_WRAPPERS, make_env
+from tiltyard.envs.wrappers import FlattenMultiDiscrete, GreyImage, ResizeImage
+from tiltyard.errors import ConfigError, UseError
+
+BASE = [Path(__file__).parent]
+
+
+@pytest.mark.parametrize("name", BUILTIN_ENVS)
+def test_every_builtin_can_be_made_and_reset(name: str) -> None:
+    env = make_env(Env(id=name), BASE)
+    obs, _ = env.reset(seed=0)
+    assert env.observation_space.contains(obs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CartPole-v1", "bad_envs.py:BadEnv", "tiltyard.envs.toy:Basic", "gymnasium.envs.classic_control:CartPoleEnv"],
+)
+def test_every_kind_of_name(name: str) -> None:
+    assert isinstance(make_env(Env(id=name), BASE), gymnasium.Env)
+
+
+def test_no_time_limit_of_gymnasiums_own() -> None:
+    layer: Any = make_env(Env(id="CartPole-v1"), BASE)
+    while isinstance(layer, gymnasium.Wrapper):
+        assert not isinstance(layer, gymnasium.wrappers.TimeLimit)
+        layer = layer.env
+
+
+def test_rendering_is_asked_for_by_render() -> None:
+    assert make_env(Env(id="CartPole-v1"), BASE, render=True).render_mode == "rgb_array"
+    assert make_env(Env(id="CarPass-v0"), BASE, render=True).render_mode == "rgb_array"
+    assert make_env(Env(id="CarPass-v0"), BASE).render_mode is None
+    assert isinstance(make_env(Env(id="basic"), BASE, render=True), gymnasium.Env)
+
+
+@pytest.mark.parametrize(
+    ("env", "said", "hint"),
+    [
+        (Env(id="CartPoel-v1"), "CartPoel-v1", "CartPole-v1"),
+        (Env(id="CartPole-v7"), "CartPole-v7", "CartPole-v1"),
+        (Env(id="cartpole-v1"), "cartpole-v1", "CartPole-v1"),
+        (Env(id="identitty"), "identitty", "identity"),
+        (Env(id="no_such_file.py:Maze"), "no_such_file.py", ""),
+        (Env(id="bad_envs.py:BadEvn"), "BadEvn", "BadEnv"),
+        (Env(id="bad_envs.py:NotAnEnv"), "no gymnasium.Env", "derive"),
+        (Env(id="bad_envs.py:BadEnv", options={"fault": "constructor"}), "RuntimeError: no licence found", ""),
+        (Env(id="no_such_package_here:Env-v0"), "no_such_package_here", "pip install"),
+        (Env(id="LunarLander-v3"), "LunarLander-v3", "pip install"),
+        (Env(id="a\nb"), "a", ""),
+        (Env(id="memory", options={"length": 0}), "length must be at least 1", ""),
+        (Env(id="CartPole-v1", wrappers=["no_wrapper"]), "no_wrapper", "known"),
+        (Env(id="CartPole-v1", wrappers=["flatten_multi_discrete"]), "MultiDiscrete", "leave"),
+        (Env(id="CartPole-v1", wrappers=["resize_image"]), "", ""),
+    ],
+)
+def test_wrong_names_are_one_sentence(env: Env, said: str, hint: str) -> None:
+    if env.id == "LunarLander-v3":
+        if importlib.util.find_spec("Box2D"):
+            pytest.skip("Box2D is installed here")
+    with pytest.raises(UseError) as caught:
+        make_env(env, BASE)
+    assert said in caught.value.message and hint in caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("env", "setting", "hint"),
+    [
+        (
+            Env(id="CartPole-v1", options={"suton_barto_reward": True}),
+            "env.options.suton_barto_reward",
+            "sutton_barto_reward",
+        ),
+        (Env(id="memory", options={"lenght": 3}), "env.options.lenght", "length"),
+        (Env(id="CartPole-v1", options={"max_episode_steps": 3}), "env.options.max_episode_steps", "env.time_limit=3"),
+        (
+            Env(id="CartPole-v1", wrappers=[{"id": "gymnasium.wrappers:FlattenObservation", "options": {"x": 1}}]),
+            "env.wrappers.0.options.x",
+            "",
+        ),
+    ],
+)
+def test_options_are_checked_against_the_constructor(env: Env, setting: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_env(env, BASE)
+    assert caught.value.problems[0].setting == setting and hint in caught.value.problems[0].hint
+
+
+def test_options_reach_the_constructor() -> None:
+    made = make_env(Env(id="CartPole-v1", options={"sutton_barto_reward": True}), BASE)
+    made.reset(seed=0)
+    assert made.step(0)[1] == 0.0
+
+
+# ---------------------------------------------------------------------------------------------- wrappers
+
+
+class Levers(gymnasium.Env):
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (6, 8, 3), np.uint8)
+        self.action_space = gymnasium.spaces.MultiDiscrete([2, 3], start=[1, 0])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        image = np.zeros((6, 8, 3), np.uint8)
+        image[:, :4] = (255, 0, 0)
+        image[:, 4:] = 255
+        return image, {}
+
+    def step(self, action: Any) -> Any:
+        self.got = action
+        return self.reset()[0], 0.0, False, False, {}
+
+
+def test_builtin_wrappers_are_all_tested_here() -> None:
+    assert {target.split(":")[1] for target in BUILTIN_WRAPPERS.values()} == {
+        "FlattenMultiDiscrete",
+        "GreyImage",
+        "ResizeImage",
+    }
+
+
+def test_flatten_multi_discrete_reaches_every_combination() -> None:
+    inner = Levers()
+    env = FlattenMultiDiscrete(inner)
+    assert env.action_space == gymnasium.spaces.Discrete(6)
+    env.reset()
+    seen = []
+    for action in range(6):
+        env.step(action)
+        assert inner.action_space.contains(inner.got)
+        seen.append(tuple(inner.got.tolist()))
+    assert seen == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+
+
+def test_grey_image_weighs_colours() -> None:
+    env = GreyImage(Levers())
+    obs, _ = env.reset()
+    assert env.observation_space.contains(obs) and obs.shape == (1, 6, 8)
+    assert obs[0, 0, 0] == 255 * 77 // 256 and obs[0, 0, 7] == 255
+
+
+def test_resize_image_averages_areas() -> None:
+    env = ResizeImage(Levers(), height=3, width=2)
+    obs, _ = env.reset()
+    assert env.observation_space.contains(obs) and obs[:, 0].tolist() == [[255, 0, 0]] * 3 and (obs[:, 1] == 255).all()
+    grey = ResizeImage(GreyImage(Levers()), height=2, width=1)
+    assert grey.reset()[0].shape == (1, 2, 1)
+
+
+def test_wrappers_apply_innermost_first() -> None:
+    env = Env(
+        id="identity",
+        options={"shows": "image"},
+        wrappers=[
+            "gymnasium.wrappers:FlattenObservation",
+            {"id": "gymnasium.wrappers:RescaleObservation", "options": {"min_obs": 0, "max_obs": 1}},
+        ],
+    )
+    made = make_env(env, BASE)
+    assert made.observation_space.shape == (36 * 36,)
+    assert type(made).__name__ == "RescaleObservation"

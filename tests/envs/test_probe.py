@@ -1,0 +1,123 @@
+"""Probing: what is found out about good envs, and what is said about bad ones, also when the child dies or hangs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.probe import examine, probe
+from tiltyard.errors import ConfigError, UseError
+from tiltyard.testing import check_env
+
+BASE = [Path(__file__).parent]
+BAD = "bad_envs.py:BadEnv"
+
+
+def test_cartpole() -> None:
+    spec = probe(Env(id="CartPole-v1"), base=BASE, previous=True)
+    assert {name: array.shape for name, array in spec.obs.items()} == {
+        "obs": (4,),
+        "previous.action": (1,),
+        "previous.reward": (1,),
+    }
+    assert spec.action.parts[0].options == 2 and spec.episode_limit == 500
+    assert spec.comes_back == "replay" and spec.renders and not spec.masked and not spec.notes
+
+
+def test_car_pass_has_a_state() -> None:
+    spec = probe(Env(id="CarPass-v0", time_limit=11, frameskip=2), base=BASE)
+    assert spec.comes_back == "state" and spec.renders and spec.episode_limit == 11 and spec.frameskip == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("float64", "step 3: observation 'obs' has dtype float64 and its space declares float32"),
+        ("list", "is a list instead of a numpy array"),
+        ("nan", "observation 'obs' holds NaN"),
+        ("inf", "observation 'obs' holds infinity"),
+        ("shape", "has shape [3] and its space declares [2]"),
+        ("reward_nan", "the reward is nan"),
+        ("reward_array", "instead of a number"),
+        ("old_reset", "reset() returned one ndarray instead of (obs, info)"),
+        ("old_step", "step() returned a tuple of 4 instead of"),
+        ("flag", "terminated = 'no' of type str instead of a bool"),
+        ("sequence_space", "Sequence"),
+        ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
+    ],
+)
+def test_broken_contracts_are_named(fault: str, said: str) -> None:
+    with pytest.raises(UseError) as caught:
+        examine(Env(id=BAD, options={"fault": fault}), BASE, False)
+    assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("segv", "was killed by SIGSEGV"),
+        ("exit", "ended its process with exit code 3"),
+        ("raise", "the wheel came off"),
+    ],
+)
+def test_a_child_that_dies_is_an_answer_too(fault: str, said: str) -> None:
+    with pytest.raises(UseError) as caught:
+        probe(Env(id=BAD, options={"fault": fault}), base=BASE)
+    assert said in caught.value.message
+    if fault == "raise":
+        assert "bad_envs.py" in caught.value.details and "probe.py" not in caught.value.details
+
+
+def test_a_hang_ends_at_the_start_timeout() -> None:
+    with pytest.raises(UseError, match=r"within 2 s \(env.start_timeout\)"):
+        probe(Env(id=BAD, options={"fault": "hang"}, start_timeout=2.0), base=BASE)
+
+
+def test_problems_with_options_come_through_as_problems() -> None:
+    with pytest.raises(ConfigError) as caught:
+        probe(Env(id=BAD, options={"falt": "x"}), base=BASE)
+    assert caught.value.problems[0].setting == "env.options.falt" and "fault" in caught.value.problems[0].hint
+
+
+def test_printing_to_stdout_is_noted_and_kept_out(capfd: pytest.CaptureFixture[str]) -> None:
+    spec = probe(Env(id=BAD, options={"fault": "prints"}), base=BASE)
+    assert "prints to stdout ('hello from the simulator')" in spec.notes[0]
+    assert capfd.readouterr().out == ""
+
+
+def test_without_strict_a_cast_is_noted() -> None:
+    spec = probe(Env(id=BAD, options={"fault": "list", "at": 0}, strict=False), base=BASE)
+    assert spec.obs["obs"].dtype == "float32"
+    (note,) = spec.notes
+    assert "is a list" in note and "cast because env.strict is off" in note
+
+
+def test_a_plugin_that_raises_while_imported_shows_its_own_traceback(tmp_path: Path) -> None:
+    (tmp_path / "maze.py").write_text("def deep():\n    raise ImportError('no maze engine')\n\ndeep()\n")
+    with pytest.raises(UseError) as caught:
+        probe(Env(id="maze.py"), base=[tmp_path])
+    assert "no maze engine" in caught.value.message
+    assert "in deep" in caught.value.details and "importlib" not in caught.value.details
+
+
+def test_the_child_imports_no_torch() -> None:
+    code = (
+        "import sys; from pathlib import Path; from tiltyard.config.experiment import Env; "
+        "from tiltyard.envs.probe import examine; examine(Env(id='kitchen_sink'), [Path('.')], True); "
+        "import tiltyard.envs.vector; print([m for m in ('torch', 'ray', 'pyarrow', 'pygame') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "CarPass-v0", "kitchen_sink", "Taxi-v3", "Blackjack-v1"])
+def test_good_envs_pass_the_contract(name: str) -> None:
+    spec = check_env(name, base=BASE, steps=60)
+    assert spec.comes_back in ("state", "replay")
+
+
+def test_the_contract_finds_what_the_probe_cannot() -> None:
+    with pytest.raises(Exception, match=r"differs between copies|did not come back"):
+        check_env("bad_envs.py:Unrepeatable", base=BASE, steps=60)
