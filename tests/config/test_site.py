@@ -1,0 +1,117 @@
+"""The site file: where it is found, what is expanded, what it may not say, and where runs go."""
+
+from pathlib import Path
+
+import pytest
+
+from tiltyard.config.load import load
+from tiltyard.config.site import Profile, Site, find_site, load_site, pick_profile, runs_root
+from tiltyard.errors import ConfigError, UseError
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder of our own, the current folder two levels below it, and none of the variables set."""
+    for name in ("TILTYARD_SITE", "TILTYARD_RUNS", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    (home / "project" / "sub").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "project" / "sub")
+    return home
+
+
+def site_at(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_a_site_file(home):
+    assert load_site() == (Site(), None)
+    assert runs_root() == Path.cwd() / "runs"
+
+
+def test_the_nearest_site_file_counts(home, tmp_path, monkeypatch):
+    site_at(tmp_path / "tiltyard.yaml", "runs: never")  # above the home folder
+    assert find_site() is None
+    user = site_at(home / ".config" / "tiltyard" / "tiltyard.yaml", "runs: user")
+    assert find_site() == user
+    at_home = site_at(home / "tiltyard.yaml", "runs: at_home")
+    assert find_site() == at_home
+    project = site_at(home / "project" / "tiltyard.yaml", "runs: out")
+    assert find_site() == project
+    assert find_site(home) == at_home
+    assert runs_root() == home / "project" / "out"
+    other = site_at(tmp_path / "other.yaml", "runs: ../elsewhere")
+    monkeypatch.setenv("TILTYARD_SITE", str(other))
+    assert runs_root() == tmp_path.parent / "elsewhere"
+    monkeypatch.setenv("TILTYARD_RUNS", str(tmp_path / "first"))
+    assert runs_root() == tmp_path / "first"
+
+
+def test_xdg_config_home(home, tmp_path, monkeypatch):
+    user = site_at(tmp_path / "xdg" / "tiltyard" / "tiltyard.yaml", "runs: /scratch/runs")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    assert find_site() == user
+    assert runs_root() == Path("/scratch/runs")
+
+
+def test_a_named_site_file_must_exist(home, monkeypatch):
+    monkeypatch.setenv("TILTYARD_SITE", "none.yaml")
+    with pytest.raises(UseError, match="TILTYARD_SITE names none.yaml"):
+        load_site()
+
+
+def test_variables_are_expanded_in_every_string(home, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    text = "runs: ${SCRATCH}/runs\nprofiles:\n  big:\n    environment: {A: 'x${SCRATCH}', B: '$${SCRATCH}', C: $SCRATCH}\n"
+    site_at(Path("tiltyard.yaml"), text + "    set: {track.wandb.project: '${SCRATCH}'}\n")
+    site, path = load_site()
+    assert site.runs == "/scratch/me/runs"
+    assert path == Path.cwd() / "tiltyard.yaml"
+    assert site.profiles["big"].environment == {"A": "x/scratch/me", "B": "${SCRATCH}", "C": "$SCRATCH"}
+    assert site.profiles["big"].set == {"track.wandb.project": "/scratch/me"}
+
+
+def test_an_empty_site_file_says_nothing(home):
+    site_at(Path("tiltyard.yaml"), "# nothing yet\n")
+    assert load_site()[0] == Site()
+    site_at(Path("tiltyard.yaml"), "profiles:\n  here:\n")
+    assert load_site()[0].profiles == {"here": Profile(name="here")}
+
+
+def test_all_problems_of_a_site_file_at_once(home):
+    site_at(
+        Path("tiltyard.yaml"),
+        "run: x\nruns: ${NOT_SET_ANYWHERE}/runs\nprofiles:\n  a: {launcher: slurmm, name: b}\n"
+        "  b: {set: {algo.lr: 3, engine.envs: 4, env: X}, environment: {A: 3}}\n",
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_site()
+    assert sorted(problem.setting for problem in caught.value.problems) == [
+        "profiles.a.launcher", "profiles.a.name", "profiles.b.environment.A", "profiles.b.set.algo.lr", "profiles.b.set.env", "run", "runs",
+    ]  # fmt: skip
+    for words in ("NOT_SET_ANYWHERE is not set", "a profile may set engine, save and track", "must be local", "did you mean 'runs'?"):
+        assert words in caught.value.details
+
+
+def test_profiles_are_picked_by_name_and_applied(home):
+    site_at(Path("tiltyard.yaml"), "profiles:\n  cluster: {set: {engine: {envs: 32}, save.seconds: 60}}\n")
+    site, path = load_site()
+    profile = pick_profile(site, "cluster", path)
+    loaded = load("CartPole-v1", ["save.seconds=30"], profile=profile)
+    assert (loaded.experiment.engine.envs, loaded.experiment.save.seconds) == (32, 30)
+    assert loaded.origins["engine.envs"] == "profile cluster"
+    with pytest.raises(UseError) as caught:
+        pick_profile(site, "clustr", path)
+    assert caught.value.hint == "did you mean 'cluster'?"
+    with pytest.raises(UseError, match="there is no site file"):
+        pick_profile(Site(), "x")
+
+
+def test_a_wrong_value_of_a_profile_names_the_profile(home):
+    with pytest.raises(ConfigError) as caught:
+        load("CartPole-v1", profile=Profile(name="big", set={"engine.envs": 0, "engine.workers": 3}))
+    assert "engine.envs = 0: must be at least 1 (profile big)" in caught.value.details
+    assert "engine.workers = 3: is no setting (profile big)" in caught.value.details

@@ -1,0 +1,286 @@
+"""Names to objects: what a name means, that plug-in code really runs, and how its failures and options are told."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiltyard import refs
+from tiltyard.config.load import load as load_experiment
+from tiltyard.errors import UseError
+
+BUILTINS = {"mlp": "collections:OrderedDict", "nature": "pathlib:Path"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def file_at(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def loaded(text: str, base: Path, conventional: str = "CustomModel"):
+    return refs.load(refs.parse(text, {}, conventional, [base]))
+
+
+# ------------------------------------------------------------------------------------------------ parse
+
+
+def test_three_kinds(here):
+    path = file_at(here / "nets" / "net.py", "raise SystemExit('parse executes nothing')")
+    assert refs.parse("mlp", BUILTINS, None, [here]) == refs.Ref("mlp", "builtin", None, "collections", "OrderedDict")
+    assert refs.parse("a.b:C.d", {}, None, [here]) == refs.Ref("a.b:C.d", "module", None, "a.b", "C.d")
+    assert refs.parse("nets/net.py:Net", {}, None, [here]) == refs.Ref("nets/net.py:Net", "file", path, None, "Net")
+    assert refs.parse("nets/net.py", {}, "CustomModel", [here]).attribute == "CustomModel"
+    assert refs.parse(str(path), {}, "CustomModel", []).path == path
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("CartPole-v1", None), ("ALE/Pong-v5", None), ("pkg:Env-v0", None), ("mlp", "builtin"), ("a:b", "module"), ("a.py", "file"), ("", None)],
+)
+def test_kind_by_shape(text, kind):
+    assert refs.kind_of(text, BUILTINS) == kind
+
+
+def test_files_are_looked_for_in_order(here):
+    first = file_at(here / "one" / "net.py", "")
+    file_at(here / "two" / "net.py", "")
+    file_at(here / "two" / "only.py", "")
+    base = [here / "one", here / "two"]
+    assert refs.parse("net.py:A", {}, None, base).path == first
+    assert refs.parse("only.py:A", {}, None, base).path == here / "two" / "only.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nets/nett.py", "there is no file nets/nett.py (looked in {here}/nets)"),
+        ("nets/net.py:", "does not say which class"),
+        ("nets/net.py:3x", "does not say which class"),
+        ("nope", "is no built-in name"),
+        ("", "is no built-in name"),
+        ("x\0.py", "there is no file"),
+        ("x" * 300 + ".py", "there is no file"),
+        ("nets", "is no built-in name"),
+    ],
+)
+def test_names_that_mean_nothing(here, text, words):
+    file_at(here / "nets" / "net.py", "")
+    with pytest.raises(UseError) as caught:
+        refs.parse(text, BUILTINS, "CustomModel", [here])
+    assert words.format(here=here) in caught.value.message
+    assert caught.value.hint
+    if text.endswith("nett.py"):
+        assert caught.value.hint == "did you mean 'net.py'?"
+
+
+def test_a_typo_of_a_builtin_is_answered():
+    with pytest.raises(UseError) as caught:
+        refs.parse("natur", BUILTINS, None, [])
+    assert caught.value.hint == "did you mean 'nature'?"
+
+
+# ------------------------------------------------------------------------------------------------ load
+
+
+def test_plugin_code_really_runs_and_only_once(here):
+    file_at(here / "net.py", "from pathlib import Path\nwith open('ran', 'a') as f: f.write('x')\nclass CustomModel:\n    answer = 42\n")
+    assert loaded("net.py", here).answer == 42
+    assert loaded("net.py:CustomModel", here) is loaded("net.py", here)
+    assert (here / "ran").read_text() == "x"
+
+
+def test_builtins_and_modules(here):
+    assert refs.load(refs.parse("nature", BUILTINS, None, [])) is Path
+    file_at(here / "own_package_of_a_test.py", "class Outer:\n    class Inner: pass\n")
+    assert refs.load(refs.parse("own_package_of_a_test:Outer.Inner", {}, None, [])).__name__ == "Inner"
+
+
+def test_an_edited_file_is_another_module(here):
+    file_at(here / "net.py", "class CustomModel: size = 1\n")
+    old = loaded("net.py", here)
+    file_at(here / "net.py", "class CustomModel: size = 2\n")
+    assert (old.size, loaded("net.py", here).size) == (1, 2)
+
+
+def test_neighbours_are_importable_and_folders_do_not_mix(here):
+    for name in ("a", "b"):
+        file_at(here / name / "layers.py", f"WHERE = '{name}'\n")
+        file_at(here / name / "parts" / "__init__.py", f"from parts.deep import WHERE\n")
+        file_at(here / name / "parts" / "deep.py", f"WHERE = '{name}'\n")
+        for net in ("net", "other"):
+            file_at(here / name / f"{net}.py", "import layers\nfrom parts import WHERE\nclass CustomModel: where = layers.WHERE + WHERE\n")
+    before = list(sys.path)
+    found = [loaded(f"{name}/{net}.py", here).where for name in "abab" for net in ("net", "other")]
+    assert found == ["aa", "aa", "bb", "bb"] * 2
+    assert sys.path == before
+
+
+def test_dataclasses_in_plugins_work(here):
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass CustomModel:\n    x: int = 3\n"
+    file_at(here / "net.py", text)
+    assert loaded("net.py", here)().x == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "shown"),
+    [
+        ("import not_a_module_at_all\n", "net.py raised ModuleNotFoundError while imported: No module named", 'net.py", line 1'),
+        ("def f():\n    raise ValueError('my own')\nf()\n", "net.py raised ValueError while imported: my own", "in f"),
+        ("class X:\n  y = [\n", "net.py raised SyntaxError while imported", "line 2"),
+        ("import sys\nsys.exit(3)\n", "net.py raised SystemExit while imported: 3", "line 2"),
+        ("try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError('b') from e\n", "net.py raised KeyError", "ZeroDivisionError"),
+        ("\xff".encode("latin-1").decode("latin-1") + " = (", "net.py raised SyntaxError", ""),
+    ],
+)
+def test_a_plugin_that_raises_shows_its_own_traceback_only(here, source, message, shown):
+    file_at(here / "net.py", source)
+    with pytest.raises(UseError) as caught:
+        loaded("net.py", here)
+    assert caught.value.message.startswith(message)
+    assert shown in caught.value.details
+    assert "importlib" not in caught.value.details
+    assert os.sep + "refs.py" not in caught.value.details
+    file_at(here / "net.py", "class CustomModel: pass")
+    assert loaded("net.py", here).__name__ == "CustomModel"
+
+
+def test_missing_attributes_and_modules(here):
+    file_at(here / "net.py", "from collections import OrderedDict\nclass CustomModle: pass\n")
+    with pytest.raises(UseError, match=r"net\.py has no 'CustomModel'") as caught:
+        loaded("net.py", here)
+    assert caught.value.hint == "did you mean 'CustomModle'?"
+    with pytest.raises(UseError, match="there is no module 'no_such_package'"):
+        loaded("no_such_package.nets:Net", here)
+    file_at(here / "broken_of_a_test.py", "import no_such_package\n")
+    with pytest.raises(UseError, match="broken_of_a_test:X raised ModuleNotFoundError while imported") as caught:
+        loaded("broken_of_a_test:X", here)
+    assert "broken_of_a_test.py" in caught.value.details
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+class Takes:
+    def __init__(self, spec, outputs, width, *, depth=2, gate): ...
+
+
+class TakesAll:
+    def __init__(self, spec, /, **options): ...
+
+
+def test_options_against_a_signature():
+    problems = refs.check_options(Takes, {"widht": 3, "gate": True, "spec": 1}, 2, "model.options")
+    assert [str(problem) for problem in problems] == [
+        "model.options.widht = 3: Takes takes no option 'widht'\n   hint: did you mean 'width'?",
+        "model.options.spec = 1: Takes is given 'spec' by Tiltyard\n   hint: leave it out",
+        "model.options.width: is missing: Takes needs it\n   hint: set model.options.width=...",
+    ]
+    assert refs.check_options(Takes, {"width": 1, "gate": 0}, 2, "model.options") == []
+    assert refs.check_options(TakesAll, {"anything": 1}, 1, "x") == []
+
+
+def test_options_of_functions_and_of_what_has_no_signature():
+    assert refs.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it takes no options"
+    assert refs.check_options(dict, {"a": 1}, 0, "x") == []
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "null"), (True, "true"), ("a", "'a'"), (10**50, "about 1e50"), (1e-5, "1e-05")])
+def test_short_values(value, text):
+    assert refs.short(value) == text
+    assert len(refs.short("x" * 1000)) == 60
+
+
+# ------------------------------------------------------------------------------------------------ frozen copies
+
+
+def experiment(here, text: str):
+    file_at(here / "x.yaml", text)
+    found = load_experiment(here / "x.yaml")
+    return found.experiment, found.base
+
+
+def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory):
+    into = tmp_path_factory.mktemp("run")
+    file_at(here / "nets" / "net.py", "import layers, numpy\nfrom pack.inner import x\nclass CustomModel: pass\n")
+    file_at(here / "nets" / "layers.py", "def f():\n    import late\n")
+    file_at(here / "nets" / "late.py", "import net\n")
+    file_at(here / "nets" / "unused.py", "")
+    file_at(here / "nets" / "pack" / "__init__.py", "")
+    file_at(here / "nets" / "pack" / "inner.py", "from . import data\nx = 1\n")
+    file_at(here / "nets" / "pack" / "data.json", "{}")
+    file_at(here / "nets" / "pack" / "__pycache__" / "x.pyc", "")
+    file_at(here / "env.py", "class Mine: pass\n")
+    file_at(here / "wrap.py", "class CustomWrapper: pass\nclass B: pass\n")
+    file_at(here / "enc.py", "class CustomEncoder: pass\n")
+    text = "env: {id: env.py:Mine, wrappers: [wrap.py, {id: wrap.py:B, options: {a: 1}}, 'm:W']}\n"
+    text += "model: {id: ./nets/net.py, encoder: enc.py, encoders: {cam.left: enc.py, x: mlp}}\n"
+    before, base = experiment(here, text)
+    assert [setting for setting, _ in refs.plugin_files(before, base)] == [
+        "env.id", "env.wrappers.0.id", "env.wrappers.1.id", "model.id", "model.encoder.id", "model.encoders.cam.left.id",
+    ]  # fmt: skip
+    after = refs.freeze(before, base, into)
+    assert after.env.id == "plugins/env.py:Mine"
+    assert [wrapper.id for wrapper in after.env.wrappers] == ["plugins/wrap.py:CustomWrapper", "plugins/wrap.py:B", "m:W"]
+    assert after.env.wrappers[1].options == {"a": 1}
+    assert after.model.id == "plugins/nets/net.py:CustomModel"
+    assert after.model.encoder.id == "plugins/enc.py:CustomEncoder"
+    assert {name: encoder.id for name, encoder in after.model.encoders.items()} == {"cam.left": "plugins/enc.py:CustomEncoder", "x": "mlp"}
+    copied = sorted(str(path.relative_to(into)) for path in into.rglob("*") if path.is_file())
+    assert copied == sorted(
+        "plugins/" + name
+        for name in ("env.py", "wrap.py", "enc.py", "nets/net.py", "nets/layers.py", "nets/late.py", "nets/pack/__init__.py", "nets/pack/inner.py", "nets/pack/data.json")
+    )
+    # the copy is what runs, whatever happens to the original
+    file_at(here / "env.py", "raise SystemExit\n")
+    assert loaded(after.env.id, into).__name__ == "Mine"
+
+
+def test_a_frozen_experiment_freezes_to_the_same_ids(here, tmp_path_factory):
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    file_at(here / "nets" / "net.py", "import layers\nclass CustomModel: pass\n")
+    file_at(here / "nets" / "layers.py", "")
+    before, base = experiment(here, "env: CartPole-v1\nmodel: nets/net.py\n")
+    once = refs.freeze(before, base, first)
+    twice = refs.freeze(once, [first], second)
+    assert twice == once
+    assert (second / "plugins" / "nets" / "layers.py").is_file()
+
+
+def test_files_outside_and_files_of_one_name(here, tmp_path_factory):
+    outside, into = tmp_path_factory.mktemp("outside"), tmp_path_factory.mktemp("run")
+    file_at(outside / "env.py", "import part\nclass CustomEnv: pass\n")
+    file_at(outside / "part.py", "A = 1\n")
+    file_at(here / "exp" / "net.py", "class CustomModel: a = 1\n")
+    file_at(here / "net.py", "class CustomEncoder: a = 2\n")
+    file_at(here / "exp" / "x.yaml", f"env: {outside}/env.py\nmodel: {{id: net.py, encoder: {here}/net.py}}\n")
+    found = load_experiment(here / "exp" / "x.yaml")
+    after = refs.freeze(found.experiment, found.base, into)
+    assert after.env.id == "plugins/outside/0/env.py:CustomEnv"
+    assert (into / "plugins" / "outside" / "0" / "part.py").is_file()
+    assert after.model.id == "plugins/net.py:CustomModel"
+    assert after.model.encoder.id != "plugins/net.py:CustomEncoder"
+    assert loaded(after.model.id, into).a == 1
+    assert loaded(after.model.encoder.id, into).a == 2
+
+
+def test_nothing_to_freeze_writes_nothing(here, tmp_path_factory):
+    into = tmp_path_factory.mktemp("run")
+    before = load_experiment("CartPole-v1").experiment
+    assert refs.freeze(before, [here], into) is before
+    assert list(into.iterdir()) == []
+
+
+def test_a_file_that_is_no_python_is_copied_as_it_is(here, tmp_path_factory):
+    into = tmp_path_factory.mktemp("run")
+    file_at(here / "net.py", "class (\n")
+    before, base = experiment(here, "env: CartPole-v1\nmodel: net.py\n")
+    refs.freeze(before, base, into)
+    assert (into / "plugins" / "net.py").read_text() == "class (\n"
