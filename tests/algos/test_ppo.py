@@ -1,0 +1,354 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations
+from tiltyard.algos.ppo import Ppo
+from tiltyard.algos.returns import gae
+from tiltyard.config.experiment import A2c, KlAdaptive, Linear, Memory, Model, Normalise
+from tiltyard.config.experiment import Ppo as Settings
+from tiltyard.errors import DivergedError, UseError
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import EnvSpec, Rollout
+
+ROWS = 4
+
+
+def act_out(net: PolicyNet, spec: EnvSpec, steps: int, bptt: int = 16, seed: int = 0, valid: float = 1.0) -> Rollout:
+    """A rollout of the net on random observations, rewards and episode ends."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    obs = observations(spec, steps, ROWS, seed=seed)
+    terminated = rng.random((steps, ROWS)) < 0.1
+    truncated = (rng.random((steps, ROWS)) < 0.1) & ~terminated
+    first = np.concatenate([np.ones((1, ROWS), bool), (terminated | truncated)[:-1]])
+    mask = None
+    if spec.masked:
+        mask = rng.random((steps, ROWS, spec.action.mask_size)) < 0.7
+        mask[..., 0] = True
+    state = net.initial_state(ROWS)
+    state0 = {name: np.zeros((-(-steps // bptt), *item.shape), np.float32) for name, item in state.items()}
+    acted = []
+    for t in range(steps):
+        if t % bptt == 0:
+            for name, item in state.items():
+                state0[name][t // bptt] = item
+        row_obs = {name: x[t] for name, x in obs.items()}
+        row_mask = None if mask is None else mask[t]
+        acted.append(net.act(row_obs, state, first[t], row_mask, greedy=False, generator=generator))
+        state = acted[-1].state
+    return Rollout(
+        obs=obs,
+        first=first,
+        action=torch.stack([one.action for one in acted]).numpy(),
+        mask=mask,
+        log_prob=torch.stack([one.log_prob for one in acted]).numpy(),
+        value=torch.stack([one.value for one in acted]).numpy(),
+        reward=rng.normal(1, 2, (steps, ROWS)).astype(np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        bootstrap=rng.normal(size=(steps, ROWS)).astype(np.float32),
+        valid=rng.random((steps, ROWS)) < valid,
+        state0=state0,
+        policy_version=np.zeros((steps, ROWS), np.int64),
+    )
+
+
+def learner(algo=None, model=None, spec=None, seed=0, bptt=16, total=100_000):
+    spec = spec or env()
+    net = PolicyNet(spec, model or Model(hidden=[16]), (), seed=seed)
+    return Ppo(algo or Settings(rollout=16, minibatch=64, epochs=1), net, bptt, total, seed), net, spec
+
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
+
+
+# ------------------------------------------------------------------------------------------------ the gradient
+
+
+@pytest.mark.parametrize("parts", [(CATEGORICAL,), (BINARY,), (CONTINUOUS,), (CATEGORICAL, CONTINUOUS)], ids=str)
+def test_the_first_gradient_is_the_policy_gradient(parts):
+    """At ratio 1 the clipped objective has the gradient of log pi times advantage (and no other terms are on)."""
+    spec = env(*parts)
+    settings = Settings(rollout=16, minibatch=64, epochs=1, normalise_advantage=False, value_coef=0.0)
+    ppo, net, _ = learner(settings, spec=spec)
+    rollout = act_out(net, spec, 16)
+    advantage, _ = gae(
+        rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated, 0.99, 0.95
+    )
+    dist, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first), None)
+    objective = -(dist.log_prob(torch.from_numpy(rollout.action)) * torch.from_numpy(advantage)).mean()
+    expected = torch.autograd.grad(objective, net.parameters(), allow_unused=True, materialize_grads=True)
+    metrics = ppo.update(rollout, 0)
+    for found, wanted in zip(ppo.adam.gradient_parts(), expected, strict=True):
+        scale = min(1.0, 0.5 / metrics["learn/gradient_norm"])  # max_grad_norm
+        torch.testing.assert_close(found, wanted * scale, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["none", "lstm", "gru"])
+def test_ratios_start_at_one_also_with_normalisers_and_memory(kind):
+    model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
+    ppo, net, spec = learner(model=model, bptt=4)
+    for update in range(3):  # normalisers change in every update, and the next rollout acts with the new ones
+        metrics = ppo.update(act_out(net, spec, 16, bptt=4, seed=update), 0)
+        assert metrics["loss/kl"] == pytest.approx(0, abs=1e-6)
+        assert metrics["learn/clip_fraction"] == 0
+        assert abs(metrics["loss/policy"]) < 1e-5  # mean of normalised advantages at ratio 1
+
+
+def test_a_samples_gradient_is_cut_once_its_ratio_leaves_the_clip():
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, value_coef=0.0, normalise_advantage=False))
+    rollout = act_out(net, spec, 16)
+    rollout.log_prob -= 1.0  # every ratio is e: beyond the clip
+    rollout.reward[:] = 100.0  # and every advantage positive: nothing more to gain
+    rollout.bootstrap[:] = 0
+    metrics = ppo.update(rollout, 0)
+    assert metrics["learn/gradient_norm"] == 0
+    assert metrics["learn/clip_fraction"] == 1
+    rollout.reward[:] = -100.0  # negative: the way back is open
+    assert ppo.update(rollout, 0)["learn/gradient_norm"] > 0
+
+
+def test_masked_options_keep_probability_zero_through_updates():
+    spec = env(CATEGORICAL, masked=True)
+    ppo, net, _ = learner(Settings(rollout=16, minibatch=16, epochs=4, entropy=0.01, lr=1e-2), spec=spec)
+    for update in range(5):
+        rollout = act_out(net, spec, 16, seed=update)
+        allowed = np.take_along_axis(rollout.mask, rollout.action.astype(int), -1)
+        assert allowed.all()
+        assert all(math.isfinite(x) for x in ppo.update(rollout, 0).values())
+
+
+def test_a2c_is_ppo_with_one_epoch_of_everything_and_no_clip():
+    same = {"rollout": 16, "lr": 1e-2, "gamma": 0.9, "gae_lambda": 0.8, "entropy": 0.01, "normalise_advantage": True}
+    one, a2c_net, spec = learner(A2c(id="a2c", **same))
+    two, ppo_net, _ = learner(Settings(**same, minibatch=64, epochs=1, clip=1e9))
+    for update in range(3):
+        found = one.update(act_out(a2c_net, spec, 16, seed=update), 0)
+        wanted = two.update(act_out(ppo_net, spec, 16, seed=update), 0)
+        assert found["loss/policy"] == wanted["loss/policy"] and found["learn/epochs"] == 1
+    assert torch.equal(weights(a2c_net), weights(ppo_net))
+
+
+# ------------------------------------------------------------------------------------------------ what it learns
+
+
+def test_truncation_is_worth_its_bootstrap_and_termination_nothing():
+    """The critic's targets: 1 step, reward 0, a bootstrap of 100 that counts only where the end is a cut."""
+    found = {}
+    for kind in ("terminated", "truncated"):
+        model = Model(hidden=[16], critic="separate")
+        ppo, net, spec = learner(Settings(rollout=1, minibatch=4, epochs=1, lr=3e-2, gamma=0.9), model=model)
+        for update in range(100):
+            rollout = act_out(net, spec, 1, seed=update)
+            rollout.obs["obs"][:] = 1.0
+            rollout.value[:] = net.value({"obs": rollout.obs["obs"][0]}, {}, rollout.first[0])
+            rollout.reward[:] = 0.0
+            rollout.bootstrap[:] = 10.0
+            rollout.terminated[:], rollout.truncated[:] = kind == "terminated", kind == "truncated"
+            ppo.update(rollout, 0)
+        found[kind] = float(net.value({"obs": np.ones((1, 4), np.float32)}, {}, np.zeros(1, bool))[0])
+    assert found["terminated"] == pytest.approx(0, abs=0.5)
+    assert found["truncated"] == pytest.approx(9, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "kind"), [("gae", "none"), ("vtrace", "none"), ("clipped_gae", "none"), ("vtrace", "lstm")]
+)
+def test_a_bandit_is_learned(advantage, kind):
+    """Reward 1 for option 2, whatever is observed."""
+    model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4))
+    settings = Settings(rollout=16, minibatch=32, epochs=2, lr=2e-2, advantage=advantage)
+    ppo, net, spec = learner(settings, model=model, bptt=4)
+    for update in range(25):
+        rollout = act_out(net, spec, 16, bptt=4, seed=update)
+        rollout.reward[:] = rollout.action[..., 0] == 2
+        rollout.terminated[:], rollout.truncated[:] = True, False
+        ppo.update(rollout, 0)
+    final = act_out(net, spec, 16, bptt=4, seed=99)
+    assert (final.action == 2).mean() > 0.9
+
+
+def test_older_samples_are_weighed_by_their_ratios():
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, advantage="vtrace"))
+    rollout = act_out(net, spec, 16)
+    np.testing.assert_allclose(ppo._ratios(rollout), 1, atol=1e-5)
+    rollout.log_prob[3, 1] -= math.log(2)
+    ratios = ppo._ratios(rollout)
+    assert ratios[3, 1] == pytest.approx(2, rel=1e-4)
+    assert np.delete(ratios.ravel(), 3 * ROWS + 1) == pytest.approx(1, abs=1e-4)
+
+
+def test_ratios_of_chunks_come_back_in_the_rollouts_order():
+    model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
+    ppo, net, spec = learner(model=model, bptt=4)
+    rollout = act_out(net, spec, 16, bptt=4)
+    shift = np.linspace(-1, 1, 16 * ROWS, dtype=np.float32).reshape(16, ROWS)
+    rollout.log_prob += shift
+    np.testing.assert_allclose(ppo._ratios(rollout), np.exp(-shift), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "gru"])
+def test_rows_without_a_decision_teach_nothing(kind):
+    model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
+    found = []
+    for garbage in (0.0, 1e3):
+        ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=3), model=model, bptt=4)
+        rollout = act_out(net, spec, 16, bptt=4, valid=0.7)
+        rollout.first[:] = True  # so that memory does not carry an invalid row's observation on
+        rollout.terminated[:] = True  # nor advantages its reward
+        bad = ~rollout.valid
+        for array in (rollout.reward, rollout.value, rollout.bootstrap, rollout.log_prob, rollout.obs["obs"]):
+            array[bad] = garbage
+        ppo.update(rollout, 0)
+        found.append(weights(net))
+    assert torch.equal(*found)
+
+
+def test_every_sample_is_used_once_per_epoch_in_minibatches_of_about_the_size_set():
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=24, epochs=1))
+    chunks = ppo._chunks(act_out(net, spec, 16), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
+    parts = [part.tolist() for part in ppo._minibatches(chunks)]
+    assert sorted(len(part) for part in parts) == [21, 21, 22]
+    order = [at for part in parts for at in part]
+    assert sorted(order) == list(range(64))
+    assert order != list(range(64))
+
+
+def test_chunks_keep_steps_in_order_and_start_from_the_memory_kept():
+    model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=1), model=model, bptt=4)
+    rollout = act_out(net, spec, 16, bptt=4)
+    chunks = ppo._chunks(rollout, np.zeros((16, ROWS)), np.zeros((16, ROWS)))
+    picked = chunks.take(torch.tensor([2 * ROWS + 3]))  # chunk 2 of row 3
+    np.testing.assert_array_equal(picked.obs["obs"][:, 0], rollout.obs["obs"][8:12, 3])
+    np.testing.assert_array_equal(picked.numbers[0, :, 0], rollout.log_prob[8:12, 3])
+    np.testing.assert_array_equal(picked.state0["actor.h"][0], rollout.state0["actor.h"][2, 3])
+    with pytest.raises(UseError, match=r"algo\.rollout = 16"):
+        learner(model=model, bptt=5)
+
+
+# ------------------------------------------------------------------------------------------------ schedules and stops
+
+
+def test_schedules_count_env_steps_and_are_reported():
+    algo = Settings(rollout=16, minibatch=64, epochs=1, lr=Linear(kind="linear", start=1e-3), entropy=0.02)
+    ppo, net, spec = learner(algo, total=1000)
+    rollout = act_out(net, spec, 16)
+    assert ppo.update(rollout, 0)["setting/lr"] == 1e-3
+    before = weights(net)
+    metrics = ppo.update(rollout, 1000)
+    assert metrics["setting/lr"] == 0 and metrics["setting/entropy"] == 0.02
+    assert torch.equal(weights(net), before)
+
+
+def test_the_learning_rate_adapts_to_the_divergence():
+    lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-5, factor=2.0)
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=4, lr=lr))
+    for update in range(4):
+        ppo.update(act_out(net, spec, 16, seed=update), 0)
+    assert ppo.settings_in_force()["lr"] == pytest.approx(1e-2 / 16)
+
+
+def test_a_divergence_too_large_ends_the_update():
+    free, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=10, lr=1e-2))
+    assert free.update(act_out(net, spec, 16), 0)["learn/epochs"] == 10
+    held, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=10, lr=1e-2, kl_stop=1e-6))
+    assert held.update(act_out(net, spec, 16), 0)["learn/epochs"] < 3
+
+
+def test_a_penalty_holds_the_policy_back():
+    found = []
+    for penalty in (0.0, 10.0):
+        ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=10, lr=1e-2, kl=penalty))
+        found.append(ppo.update(act_out(net, spec, 16), 0)["loss/kl"])
+    assert found[1] < found[0] / 2
+
+
+def test_entropy_is_held_up_by_its_bonus():
+    found = []
+    for bonus in (0.0, 1.0):
+        ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=20, lr=1e-2, entropy=bonus))
+        with torch.no_grad():
+            net.model.policy_head.get_submodule("0").bias.copy_(torch.tensor([3.0, 0, 0]))
+        found.append(ppo.update(act_out(net, spec, 16), 0)["loss/entropy"])
+    assert found[1] > found[0] + 0.05
+
+
+def test_a_clipped_value_moves_no_further_than_set():
+    found = []
+    for clip in (None, 0.01):
+        ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=30, lr=1e-2, value_clip=clip))
+        rollout = act_out(net, spec, 16)
+        rollout.reward[:] = 50.0
+        ppo.update(rollout, 0)
+        now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
+        found.append(float((now - torch.from_numpy(rollout.value).flatten()).abs().mean()))
+    assert found[1] < found[0] / 3
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+@pytest.mark.parametrize("kind", ["none", "lstm"])
+def test_saved_and_loaded_it_continues_bit_for_bit(kind):
+    lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-4)
+    model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
+    algo = Settings(rollout=16, minibatch=16, epochs=3, lr=lr, entropy=Linear(kind="linear", start=0.1))
+
+    one, net, spec = learner(algo, model, bptt=4)
+    for update in range(3):
+        one.update(act_out(net, spec, 16, bptt=4, seed=update), 64 * update)
+    kept, arrays = one.save(), net.arrays()
+    two, other, _ = learner(algo, model, seed=77, bptt=4)
+    other.load_arrays(arrays)
+    two.load(kept)
+    assert two.settings_in_force() == one.settings_in_force()
+    for update in range(3, 6):
+        a = one.update(act_out(net, spec, 16, bptt=4, seed=update), 64 * update)
+        b = two.update(act_out(other, spec, 16, bptt=4, seed=update), 64 * update)
+        assert a == b
+    assert all((x == y).all() for x, y in zip(net.arrays().values(), other.arrays().values(), strict=True))
+
+
+def test_settings_change_between_updates():
+    ppo, _, _ = learner()
+    ppo.change({"lr": 0.5, "gamma": 0.5})
+    assert ppo.settings_in_force() | {"lr": 0.5, "gamma": 0.5} == ppo.settings_in_force()
+    with pytest.raises(UseError, match=r"algo\.rolout"):
+        ppo.change({"rolout": 3})
+    with pytest.raises(UseError, match="cannot become nan"):
+        ppo.change({"clip": 0.9, "lr": math.nan})
+    assert ppo.settings_in_force()["clip"] == 0.2  # all or nothing
+    again, _, _ = learner()
+    again.load(ppo.save())
+    assert again.settings_in_force()["lr"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------ divergence
+
+
+@pytest.mark.parametrize(("name", "bad"), [("reward", math.nan), ("value", math.inf), ("observation obs", math.nan)])
+def test_a_rollout_with_what_is_no_number_is_named(name, bad):
+    ppo, net, spec = learner()
+    rollout = act_out(net, spec, 16)
+    (rollout.obs["obs"] if name == "observation obs" else getattr(rollout, name))[5, 2] = bad
+    before = weights(net)
+    with pytest.raises(DivergedError, match=f"the {name} of row 2 at step 5") as error:
+        ppo.update(rollout, 0)
+    assert error.value.batch[name] is not None
+    assert torch.equal(weights(net), before)
+
+
+def test_a_loss_that_is_no_number_is_named_and_weights_stay():
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, normalise_advantage=False))
+    rollout = act_out(net, spec, 16)
+    rollout.reward[:] = 1e30  # finite, and its square is not
+    before = weights(net)
+    with pytest.raises(DivergedError, match="value loss") as error:
+        ppo.update(rollout, 0)
+    assert {"obs.obs", "advantage", "target", "action", "log_prob"} <= set(error.value.batch)
+    assert torch.equal(weights(net), before)
