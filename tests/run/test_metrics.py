@@ -104,9 +104,12 @@ def test_a_full_disk_is_named_and_the_next_record_is_whole(small_disk):
     path = small_disk / "metrics.jsonl"
     metrics.append(path, record(1))
     (small_disk / "ballast").write_bytes(bytes(512 * 1024 - 8192))
-    with pytest.raises(TiltyardError, match=r"metrics\.jsonl could not be written: No space left on device"):
+    def fill_up():
         for steps in range(2, 2000):
             metrics.append(path, record(steps))
+
+    with pytest.raises(TiltyardError, match=r"metrics\.jsonl could not be written: No space left on device"):
+        fill_up()
     before = len(metrics.read(path))
     (small_disk / "ballast").unlink()
     metrics.append(path, record(5000))

@@ -138,6 +138,7 @@ def test_a_torch_tensor_is_refused(tmp_path):
 
 
 def test_damaged_files_are_one_sentence(tmp_path):
+    refused = []
     for seed in range(count(1000)):
         rng = random.Random(seed)
         write_tree(tmp_path, "state", {"a": np.arange(8), "big": 2**100, "x": [math.inf, "text", {"$y": None}]})
@@ -151,7 +152,8 @@ def test_damaged_files_are_one_sentence(tmp_path):
         try:
             read_tree(tmp_path, "state")  # a flipped bit inside a number is the checksum's business, not this file's
         except TiltyardError as error:
-            assert "state" in error.message and error.hint
+            refused.append(error)
+    assert len(refused) > count(1000) // 2 and all("state" in error.message and error.hint for error in refused)
 
 
 def test_a_newer_schema_and_a_missing_array_are_named(tmp_path):

@@ -43,6 +43,7 @@ __all__ = [
     "read_tree",
     "select",
     "set_aside",
+    "unreadable",
     "verify",
     "write_tree",
 ]
@@ -204,6 +205,12 @@ def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """Checkpoints whose manifest is sound, newest last. Cheap: the files themselves are not read."""
     return [_checkpoint(*pair) for pair in sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])]
+
+
+def unreadable(run: Run) -> list[str]:
+    """A sentence for each checkpoint whose manifest is not sound. As cheap as the listing."""
+    reasons = ((folder, _read_manifest(folder)) for folder in _folders(run.checkpoints))
+    return [f"checkpoint {folder.name}: {reason}" for folder, reason in reasons if isinstance(reason, str)]
 
 
 def verify(folder: Path) -> str | None:

@@ -1,0 +1,302 @@
+"""`ls`, `show`, `logs`, `stop`, `rm` and `diff`: runs looked at and kept in order, from their folders alone.
+
+ls, show, diff   read status.json, manifests and experiment.yaml; no plug-in is ever imported
+logs             logs/attempt-N.log, one after another
+stop             SIGTERM to the owner named in lock.json, which saves and exits
+rm               asks first, and refuses live runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tiltyard.cli import text
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
+from tiltyard.run import disk
+from tiltyard.run.folder import Run, default_root, find, list_runs, read_events, read_owner, remove
+from tiltyard.run.lock import life
+from tiltyard.run.status import STATES
+
+SEEN_STATES = (*STATES, "lost", "broken")
+
+
+def _add_root(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--root", type=Path, metavar="FOLDER", help="runs folder (else TILTYARD_RUNS, the site file, ./runs)"
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _root(args: argparse.Namespace) -> Path:
+    return disk.absolute(args.root) if args.root is not None else default_root()
+
+
+def _write_json(value: Any) -> None:
+    sys.stdout.write(disk.to_json(value, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------- ls
+
+
+def configure_ls(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard ls`."""
+    _add_root(parser)
+    _add_json(parser)
+    parser.add_argument("--tag", action="append", default=[], help="only runs with this tag (may be repeated)")
+    parser.add_argument("--name", help="only runs of this name")
+    parser.add_argument("--state", help=f"only runs in this state: {', '.join(SEEN_STATES)}")
+    parser.add_argument("--notes", metavar="TEXT", help="only runs whose notes hold this text")
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """One line per run, newest last."""
+    if args.state is not None and args.state not in SEEN_STATES:
+        raise UseError(f"--state {args.state!r} is no state of a run", did_you_mean(args.state, SEEN_STATES))
+    root = _root(args)
+    if args.root is not None and not root.is_dir():
+        raise UseError(f"--root {root} is no folder", "name the folder that holds the runs")
+    every = list_runs(root)
+    rows = [row for row in every if _matches(row, args)]
+    if args.json:
+        _write_json(rows)
+    elif rows:
+        head = ("run", "state", "env", "env steps", "of", "return", "eval", "time", "updated", "tags", "notes")
+        sys.stdout.write(text.table(head, [_line(row) for row in rows], right=(3, 4, 5, 6, 7)))
+    elif every:
+        sys.stderr.write(f"none of the {len(every)} runs in {root} matches\n")
+    else:
+        sys.stderr.write(f"no runs in {root}; start one with: tiltyard train CartPole-v1\n")
+    return EXIT_DONE
+
+
+def _matches(row: dict[str, Any], args: argparse.Namespace) -> bool:
+    return (
+        all(tag in row["tags"] for tag in args.tag)
+        and args.name in (None, row["id"].partition("/")[0])
+        and args.state in (None, row["state"])
+        and (args.notes is None or args.notes.casefold() in row["notes"].casefold())
+    )
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    return [
+        row["id"],
+        row["state"],
+        row["env"],
+        text.count(row["env_steps"]),
+        text.percent(row["env_steps"], row["target"]),
+        text.number(row["return"]),
+        text.number(row["eval_return"]),
+        text.duration(row["seconds"]),
+        text.ago(row["updated"]),
+        ",".join(row["tags"]),
+        (row["notes"].strip().splitlines() or [""])[0],
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- show
+
+
+def configure_show(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard show`."""
+    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
+    _add_root(parser)
+    _add_json(parser)
+    parser.add_argument("--events", action="store_true", help="what happened to it, one sentence per line")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into a picture")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """The run on one screen, its events, or its picture."""
+    run = find(args.run, _root(args))
+    if args.plot is not None:
+        from tiltyard.track.plot import learning_curve
+
+        sys.stdout.write(f"{learning_curve(run.folder, args.plot)}\n")
+        return EXIT_DONE
+    if args.events:
+        events = read_events(run)
+        if args.json:
+            _write_json(events)
+        else:
+            lines = [
+                f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events
+            ]
+            sys.stdout.write("".join(text.clean(line) + "\n" for line in lines))
+        return EXIT_DONE
+    from tiltyard.cli.summary import facts_of, summary
+
+    facts = facts_of(run)
+    if args.json:
+        _write_json(facts)
+    else:
+        sys.stdout.write(summary(run, facts))
+    return EXIT_DONE
+
+
+# ---------------------------------------------------------------------------------------------- logs
+
+
+def configure_logs(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard logs`."""
+    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
+    _add_root(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    """Print every attempt's log, and with -f whatever comes, until nobody writes the run any more."""
+    run = find(args.run, _root(args))
+    read: dict[Path, int] = {}
+    empty = True
+    while True:
+        # Asked before reading: what was written before the end is then surely read.
+        running = run.state == "running"
+        for chunk in _new_log_text(run, read):
+            empty = False
+            sys.stdout.write(chunk)
+        sys.stdout.flush()
+        if not args.follow or not running:
+            break
+        time.sleep(0.25)
+    if empty:
+        sys.stderr.write(f"run {run.id} has written no log yet\n")
+    return EXIT_DONE
+
+
+def _new_log_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
+    for path in sorted((run.folder / "logs").glob("*.log")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(read.get(path, 0))
+            data = file.read()
+            if data:
+                # A character may be half written: keep its bytes for the next look.
+                whole = data if data.endswith(b"\n") else data[: data.rfind(b"\n") + 1] or data
+                read[path] = read.get(path, 0) + len(whole)
+                yield whole.decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------------- stop
+
+
+def configure_stop(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard stop`."""
+    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
+    _add_root(parser)
+    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="how long to wait for it (120)")
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    """Ask the run's owner to save and exit, and wait until it has."""
+    run = find(args.run, _root(args))
+    owner = read_owner(run.folder)
+    if owner is None or life(owner) == "dead":
+        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.id}")
+    pid, host = owner.get("pid"), owner.get("host")
+    if life(owner) == "unknown" or not isinstance(pid, int):
+        raise UseError(
+            f"run {run.id} is being written by pid {pid} on host {host}", f"stop it there: tiltyard stop {run.id}"
+        )
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError as error:
+        raise UseError(f"pid {pid}, which writes run {run.id}, belongs to somebody else", "ask its owner") from error
+    sys.stderr.write(f"asked pid {pid} to save run {run.id} and stop\n")
+    deadline = time.monotonic() + args.wait
+    while (now := read_owner(run.folder)) is not None and now.get("mark") == owner.get("mark") and life(now) == "alive":
+        if time.monotonic() >= deadline:
+            sys.stderr.write(f"pid {pid} is still finishing its update; it will save and stop after that\n")
+            return EXIT_FAILED
+        time.sleep(0.05)
+    reason = run.status()["reason"]
+    sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\nnext: tiltyard resume {run.id}\n")
+    return EXIT_DONE
+
+
+# ---------------------------------------------------------------------------------------------- rm
+
+
+def configure_rm(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard rm`."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs to delete for good")
+    _add_root(parser)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    """Delete runs, after every one of them was found."""
+    root = _root(args)
+    runs = list({run.folder: run for run in (find(name, root, whole=False) for name in args.runs)}.values())
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise UseError("rm deletes for good and has nobody to ask", "add --yes")
+        sys.stderr.write("".join(f"{run.folder}\n" for run in runs) + f"delete {_runs(len(runs))} for good? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            sys.stderr.write("nothing was deleted\n")
+            return EXIT_FAILED
+    for run in runs:
+        remove(run, root)
+        sys.stderr.write(f"deleted {run.id}\n")
+    return EXIT_DONE
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
+
+
+# ---------------------------------------------------------------------------------------------- diff
+
+
+def configure_diff(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard diff`."""
+    parser.add_argument("left", metavar="RUN", help="a run, or an experiment's YAML file")
+    parser.add_argument("right", metavar="RUN|FILE", help="another run, or an experiment's YAML file")
+    _add_root(parser)
+    _add_json(parser)
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Settings in which two descriptions differ, and plug-in files whose text does."""
+    root = _root(args)
+    left, right = _settings(args.left, root), _settings(args.right, root)
+    rows: list[dict[str, Any]] = [
+        {"setting": name, "left": left.get(name), "right": right.get(name)}
+        for name in [*left, *(name for name in right if name not in left)]
+        if name not in left or name not in right or left[name] != right[name]
+    ]
+    if args.json:
+        _write_json(rows)
+    elif rows:
+        lines = [[row["setting"], text.value(row["left"]), text.value(row["right"])] for row in rows]
+        sys.stdout.write(text.table(("setting", args.left, args.right), lines))
+    else:
+        sys.stderr.write("no setting differs\n")
+    return EXIT_DONE
+
+
+def _settings(name: str, root: Path) -> dict[str, Any]:
+    """Every setting under its dotted name; a run's plug-in copies under plugins/... with their checksums."""
+    if name.endswith((".yaml", ".yml")):
+        from tiltyard.config.load import load
+
+        return text.leaves(load(name).experiment.model_dump(mode="json", by_alias=True))
+    run = find(name, root)
+    found = text.leaves(run.experiment().model_dump(mode="json", by_alias=True))
+    with contextlib.suppress(OSError, ValueError):  # provenance is a record, not something that settings depend on
+        copies = disk.read_json(run.folder / "provenance.json").get("plugins")
+        found |= {file: f"sha256 {digest[:12]}" for file, digest in copies.items()} if isinstance(copies, dict) else {}
+    return found

@@ -1,0 +1,99 @@
+"""Numbers, times and tables as people read them in a terminal. Knows nothing of runs.
+
+Text that came from files (notes, reasons, env ids) passes `clean` before it reaches a terminal: control characters
+could move the cursor or worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+
+def clean(text: str) -> str:
+    """One line without control characters."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def count(value: Any) -> str:
+    """1,234,567, or a dash for what is not there."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-"
+
+
+def number(value: float | None) -> str:
+    """Four digits that matter: 475, 22.5, 0.001234."""
+    if value is None:
+        return "-"
+    if math.isfinite(value) and value == round(value) and abs(value) < 1e6:
+        return str(round(value))
+    return f"{value:.4g}"
+
+
+def percent(part: Any, whole: Any) -> str:
+    """How much of the whole, or nothing when that cannot be said."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float) or not whole:
+        return ""
+    return f"{min(999, round(100 * part / whole))} %"
+
+
+def duration(seconds: Any) -> str:
+    """42 s, 3 min 20 s, 2 h 05 min, 4 d 3 h."""
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        return "-"
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if not minutes:
+        return f"{whole} s"
+    if not hours:
+        return f"{minutes} min {whole % 60:02d} s"
+    return f"{hours} h {minutes % 60:02d} min" if not days else f"{days} d {hours % 24} h"
+
+
+def ago(moment: Any) -> str:
+    """How long ago a time as written in status.json was."""
+    try:
+        then = datetime.fromisoformat(str(moment))
+    except ValueError:
+        return "-"
+    seconds = (datetime.now(UTC) - then.replace(tzinfo=then.tzinfo or UTC)).total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit} ago"
+    return f"{max(0, int(seconds))} s ago"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Aligned columns, two spaces apart; `right` are columns of numbers. Cut to the terminal's width, if it is one."""
+    lines = [list(head), *([clean(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    text = []
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        joined = "  ".join(cells).rstrip()
+        text.append(joined if not limit or len(joined) <= limit else joined[: limit - 1] + "…")
+    return "\n".join(text) + "\n"
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping under dotted names. An empty mapping is a value of its own."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def value(inner: Any) -> str:
+    """A setting's value in one line."""
+    return inner if isinstance(inner, str) and inner else json.dumps(inner, ensure_ascii=False)
