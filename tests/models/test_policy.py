@@ -10,11 +10,14 @@ from gymnasium import spaces
 
 from tests.models.specs import CATEGORICAL, env, observations, vector
 from tiltyard.config.experiment import Env, Experiment, Memory, Model, Normalise
+from tiltyard.config.load import resolved_yaml
 from tiltyard.envs.spaces import action_spec, observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import Policy, init_from, load_policy, save_policy
-from tiltyard.types import EnvSpec
+from tiltyard.run.checkpoint import commit
+from tiltyard.run.folder import Run
+from tiltyard.types import EnvSpec, Progress
 
 
 def spec_of(observation: gymnasium.Space, action: gymnasium.Space, stack: int = 1, masked: bool = False) -> EnvSpec:
@@ -48,6 +51,23 @@ def test_a_saved_policy_acts_as_before(tmp_path):
             assert policy.act(obs) == int(acted.action[0, 0]) + 5
             for name in state:
                 assert torch.equal(policy._state[name], state[name])
+
+
+def test_a_runs_policy_is_that_of_its_newest_its_best_or_a_named_checkpoint(tmp_path):
+    run = Run(tmp_path / "x" / "0001-calm-owl")
+    nets = {}
+    for steps, score in ((10, 5.0), (20, 1.0)):
+        nets[steps] = PolicyNet(env(), Model(hidden=[16]), (), seed=steps)
+        experiment = Experiment(env=Env(id="X"), model=Model(hidden=[16]))
+
+        def write(folder, net=nets[steps], experiment=experiment):
+            save_policy(folder / "policies", "main", net, env(), experiment)
+
+        commit(run, steps, Progress(env_steps=steps), score, write, milestone=False)
+    (run.folder / "experiment.yaml").write_text(resolved_yaml(experiment))
+    for source, at, steps in ((run, None, 20), (run.folder, None, 20), (str(run.folder), "best", 10), (run, 10, 10)):
+        found = load_policy(source, at=at).net.arrays()
+        assert all((found[name] == array).all() for name, array in nets[steps].arrays().items())
 
 
 def test_sampling_is_drawn_from_the_policys_own_seed(tmp_path):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from tiltyard.errors import UseError
 from tiltyard.models.encoders import BUILTIN_ENCODERS
 from tiltyard.models.net import BUILTIN_MODELS, PolicyNet
 from tiltyard.run.checkpoint import read_tree, select, write_tree
+from tiltyard.run.folder import Run
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
 
 if TYPE_CHECKING:
@@ -63,22 +64,23 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
 
 
 def load_policy(
-    path: str | Path,
+    source: Run | str | Path,
     *,
+    at: int | Literal["best"] | None = None,
     name: str = "main",
     base: Sequence[Path] | None = None,
     trust_code: bool = False,
     space: gymnasium.Space[Any] | None = None,
     seed: int = 0,
 ) -> Policy:
-    """The policy of a checkpoint folder, or of the newest checkpoint of a run folder.
+    """The policy of a checkpoint folder, or of a run: of its newest checkpoint, the best, or that at an env step.
 
     A model's own code is run from the copy in the run folder, and only when the folder belongs to this user or with
     `trust_code`. `space` is the env's observation space, needed where its categories do not start at 0.
     """
-    folder = Path(path)
+    folder = source.folder if isinstance(source, Run) else Path(source)
     if not (folder / "policies").is_dir():
-        folder = select(folder).folder
+        folder = select(source if isinstance(source, Run) else folder, at).folder
     tree = read_tree(folder / "policies", name)
     if tree.get("schema") != POLICY_SCHEMA:
         raise UseError(
