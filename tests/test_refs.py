@@ -43,7 +43,15 @@ def test_three_kinds(here):
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("CartPole-v1", None), ("ALE/Pong-v5", None), ("pkg:Env-v0", None), ("mlp", "builtin"), ("a:b", "module"), ("a.py", "file"), ("", None)],
+    [
+        ("CartPole-v1", None),
+        ("ALE/Pong-v5", None),
+        ("pkg:Env-v0", None),
+        ("mlp", "builtin"),
+        ("a:b", "module"),
+        ("a.py", "file"),
+        ("", None),
+    ],
 )
 def test_kind_by_shape(text, kind):
     assert refs.kind_of(text, BUILTINS) == kind
@@ -91,7 +99,10 @@ def test_a_typo_of_a_builtin_is_answered():
 
 
 def test_plugin_code_really_runs_and_only_once(here):
-    file_at(here / "net.py", "from pathlib import Path\nwith open('ran', 'a') as f: f.write('x')\nclass CustomModel:\n    answer = 42\n")
+    file_at(
+        here / "net.py",
+        "from pathlib import Path\nwith open('ran', 'a') as f: f.write('x')\nclass CustomModel:\n    answer = 42\n",
+    )
     assert loaded("net.py", here).answer == 42
     assert loaded("net.py:CustomModel", here) is loaded("net.py", here)
     assert (here / "ran").read_text() == "x"
@@ -106,6 +117,7 @@ def test_builtins_and_modules(here):
 def test_an_edited_file_is_another_module(here):
     file_at(here / "net.py", "class CustomModel: size = 1\n")
     old = loaded("net.py", here)
+    assert not (here / "__pycache__").exists()
     file_at(here / "net.py", "class CustomModel: size = 2\n")
     assert (old.size, loaded("net.py", here).size) == (1, 2)
 
@@ -113,10 +125,13 @@ def test_an_edited_file_is_another_module(here):
 def test_neighbours_are_importable_and_folders_do_not_mix(here):
     for name in ("a", "b"):
         file_at(here / name / "layers.py", f"WHERE = '{name}'\n")
-        file_at(here / name / "parts" / "__init__.py", f"from parts.deep import WHERE\n")
+        file_at(here / name / "parts" / "__init__.py", "from parts.deep import WHERE\n")
         file_at(here / name / "parts" / "deep.py", f"WHERE = '{name}'\n")
         for net in ("net", "other"):
-            file_at(here / name / f"{net}.py", "import layers\nfrom parts import WHERE\nclass CustomModel: where = layers.WHERE + WHERE\n")
+            file_at(
+                here / name / f"{net}.py",
+                "import layers\nfrom parts import WHERE\nclass CustomModel: where = layers.WHERE + WHERE\n",
+            )
     before = list(sys.path)
     found = [loaded(f"{name}/{net}.py", here).where for name in "abab" for net in ("net", "other")]
     assert found == ["aa", "aa", "bb", "bb"] * 2
@@ -132,11 +147,19 @@ def test_dataclasses_in_plugins_work(here):
 @pytest.mark.parametrize(
     ("source", "message", "shown"),
     [
-        ("import not_a_module_at_all\n", "net.py raised ModuleNotFoundError while imported: No module named", 'net.py", line 1'),
+        (
+            "import not_a_module_at_all\n",
+            "net.py raised ModuleNotFoundError while imported: No module named",
+            'net.py", line 1',
+        ),
         ("def f():\n    raise ValueError('my own')\nf()\n", "net.py raised ValueError while imported: my own", "in f"),
         ("class X:\n  y = [\n", "net.py raised SyntaxError while imported", "line 2"),
         ("import sys\nsys.exit(3)\n", "net.py raised SystemExit while imported: 3", "line 2"),
-        ("try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError('b') from e\n", "net.py raised KeyError", "ZeroDivisionError"),
+        (
+            "try:\n    1/0\nexcept ZeroDivisionError as e:\n    raise KeyError('b') from e\n",
+            "net.py raised KeyError",
+            "ZeroDivisionError",
+        ),
         ("\xff".encode("latin-1").decode("latin-1") + " = (", "net.py raised SyntaxError", ""),
     ],
 )
@@ -192,7 +215,9 @@ def test_options_of_functions_and_of_what_has_no_signature():
     assert refs.check_options(dict, {"a": 1}, 0, "x") == []
 
 
-@pytest.mark.parametrize(("value", "text"), [(None, "null"), (True, "true"), ("a", "'a'"), (10**50, "about 1e50"), (1e-5, "1e-05")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "null"), (True, "true"), ("a", "'a'"), (10**50, "about 1e50"), (1e-5, "1e-05")]
+)
 def test_short_values(value, text):
     assert refs.short(value) == text
     assert len(refs.short("x" * 1000)) == 60
@@ -228,15 +253,32 @@ def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory
     ]  # fmt: skip
     after = refs.freeze(before, base, into)
     assert after.env.id == "plugins/env.py:Mine"
-    assert [wrapper.id for wrapper in after.env.wrappers] == ["plugins/wrap.py:CustomWrapper", "plugins/wrap.py:B", "m:W"]
+    assert [wrapper.id for wrapper in after.env.wrappers] == [
+        "plugins/wrap.py:CustomWrapper",
+        "plugins/wrap.py:B",
+        "m:W",
+    ]
     assert after.env.wrappers[1].options == {"a": 1}
     assert after.model.id == "plugins/nets/net.py:CustomModel"
     assert after.model.encoder.id == "plugins/enc.py:CustomEncoder"
-    assert {name: encoder.id for name, encoder in after.model.encoders.items()} == {"cam.left": "plugins/enc.py:CustomEncoder", "x": "mlp"}
+    assert {name: encoder.id for name, encoder in after.model.encoders.items()} == {
+        "cam.left": "plugins/enc.py:CustomEncoder",
+        "x": "mlp",
+    }
     copied = sorted(str(path.relative_to(into)) for path in into.rglob("*") if path.is_file())
     assert copied == sorted(
         "plugins/" + name
-        for name in ("env.py", "wrap.py", "enc.py", "nets/net.py", "nets/layers.py", "nets/late.py", "nets/pack/__init__.py", "nets/pack/inner.py", "nets/pack/data.json")
+        for name in (
+            "env.py",
+            "wrap.py",
+            "enc.py",
+            "nets/net.py",
+            "nets/layers.py",
+            "nets/late.py",
+            "nets/pack/__init__.py",
+            "nets/pack/inner.py",
+            "nets/pack/data.json",
+        )
     )
     # the copy is what runs, whatever happens to the original
     file_at(here / "env.py", "raise SystemExit\n")

@@ -175,12 +175,14 @@ def _among_siblings(folder: str) -> Iterator[None]:
             if other != folder and sys.modules.get(name) is module:
                 del sys.modules[name]
     sys.modules.update(_siblings.get(folder, {}))
-    before = set(sys.modules)
+    before, writes = set(sys.modules), sys.dont_write_bytecode
     sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True  # a run folder holds text; and an edit within a second must not meet an old cache
     importlib.invalidate_caches()
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes
         if folder in sys.path:
             sys.path.remove(folder)
         mine = _siblings.setdefault(folder, {})

@@ -1,6 +1,7 @@
 """`tiltyard config` as typed: data on stdout, everything else on stderr, no plug-in imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,10 +11,10 @@ from tiltyard.config.yaml_door import parse_yaml
 
 
 def tiltyard(*words: str, cwd, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     kept = {**os.environ, "TILTYARD_SITE": "", "HOME": str(cwd), **environment}
-    return subprocess.run([sys.executable, "-m", "tiltyard", *words], cwd=cwd, env=kept, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "tiltyard", *words], cwd=cwd, env=kept, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_show_is_yaml_and_json(tmp_path):
@@ -22,8 +23,10 @@ def test_show_is_yaml_and_json(tmp_path):
     assert done.stderr == ""
     values = parse_yaml(done.stdout, "stdout")
     assert values["algo"]["lr"] == 3e-4
-    assert list(values)[0] == "version"
-    assert json.loads(tiltyard("config", "show", "CartPole-v1", "algo.lr=3e-4", "--json", cwd=tmp_path).stdout) == values
+    assert next(iter(values)) == "version"
+    assert (
+        json.loads(tiltyard("config", "show", "CartPole-v1", "algo.lr=3e-4", "--json", cwd=tmp_path).stdout) == values
+    )
 
 
 def test_origins_and_profiles_and_no_plugin_is_imported(tmp_path):

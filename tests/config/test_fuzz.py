@@ -78,7 +78,6 @@ def test_mutated_settings_never_surprise(part, tmp_path):
         try:
             loaded = load(path if whole else values)
         except UseError as error:
-            assert error.message
             assert_own_words(error)
             continue
         assert isinstance(loaded, Loaded)
@@ -95,7 +94,11 @@ def test_mutated_overrides_never_surprise():
     for _ in range(count(long=1000)):
         name = rng.choice(names)
         name = rng.choice([name, name, name + ".x", name.replace("e", "", 1), name + ".", name.upper()])
-        value = dump_yaml({"x": rng.choice(VALUES)})[2:].strip() if rng.random() < 0.8 else rng.choice(["[", "*a", "!!x y", "'", "a: b: c"])
+        value = (
+            dump_yaml({"x": rng.choice(VALUES)})[2:].strip()
+            if rng.random() < 0.8
+            else rng.choice(["[", "*a", "!!x y", "'", "a: b: c"])
+        )
         try:
             assert isinstance(load("CartPole-v1", [f"{name}={value}"]), Loaded)
         except UseError as error:

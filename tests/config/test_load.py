@@ -215,7 +215,10 @@ def test_overrides_are_yaml(text, pair):
     assert parse_override(text) == pair
 
 
-@pytest.mark.parametrize("text", ["algo.lr", "", "=3", ".=3", "algo..lr=3", "a=[1", "a=*x", "a=!!python/name:os 3", "a=\udcff", "x" * 600 + "=1"])
+@pytest.mark.parametrize(
+    "text",
+    ["algo.lr", "", "=3", ".=3", "algo..lr=3", "a=[1", "a=*x", "a=!!python/name:os 3", "a=\udcff", "x" * 600 + "=1"],
+)
 def test_overrides_that_are_none(text):
     with pytest.raises(UseError) as caught:
         parse_override(text)
@@ -278,7 +281,12 @@ def test_a_preset_that_changes_nothing_is_said(write):
 
 
 def test_resolved_files_come_back_the_same(tmp_path):
-    overrides = ["algo.lr={kind: piecewise, points: [[0, 1e-3], [1e5, 0]]}", "notes='two\n\nlines: #no'", "stop.return=3", "use=memory"]
+    overrides = [
+        "algo.lr={kind: piecewise, points: [[0, 1e-3], [1e5, 0]]}",
+        "notes='two\n\nlines: #no'",
+        "stop.return=3",
+        "use=memory",
+    ]
     experiment = load("CartPole-v1", [*overrides, "env.options={a: [1, {b: off}], c: 1e-9}"]).experiment
     text = resolved_yaml(experiment)
     assert text.startswith("version: 1\n")

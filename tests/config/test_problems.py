@@ -17,14 +17,20 @@ WRONG = [
     ("stop.return_=1", "stop.return_ = 1: is no setting\n   hint: did you mean 'stop.return'?"),
     ("model.memory.sise=1", "model.memory.sise = 1: is no setting\n   hint: did you mean 'model.memory.size'?"),
     ("algo={id: a2c, clip: 0.1}", "algo.clip = 0.1: is no setting\n   hint: it is a setting of algo.id: ppo"),
-    ("algo.lr=fast", "algo.lr = 'fast': must be a number or a schedule\n   hint: write algo.lr=3e-4, or a mapping with kind:"),
+    (
+        "algo.lr=fast",
+        "algo.lr = 'fast': must be a number or a schedule\n   hint: write algo.lr=3e-4, or a mapping with kind:",
+    ),
     ("algo.lr='3e-4'", "algo.lr = '3e-4': must be a number or a schedule\n   hint: write it without quotes: 3e-4"),
     ("algo.lr=true", "algo.lr = true: must be a number"),
     ("algo.lr=null", "algo.lr = null: must be a number or a schedule"),
     ("algo.lr=-1", "algo.lr = -1: must be at least 0"),
     ("algo.lr=.inf", "algo.lr = inf: must be a finite number"),
     ("algo.lr=.nan", "algo.lr = nan: must be"),
-    ("algo.lr={kind: lin, start: 1}", "algo.lr.kind = 'lin': must be one of linear, piecewise, kl_adaptive\n   hint: did you mean 'linear'?"),
+    (
+        "algo.lr={kind: lin, start: 1}",
+        "algo.lr.kind = 'lin': must be one of linear, piecewise, kl_adaptive\n   hint: did you mean 'linear'?",
+    ),
     ("algo.lr={start: 1}", "algo.lr.kind: is missing: one of linear, piecewise, kl_adaptive"),
     ("algo.lr={kind: linear}", "algo.lr.start: is missing\n   hint: set algo.lr.start"),
     ("algo.lr={kind: linear, start: 1, stop: 3}", "algo.lr.stop = 3: is no setting"),
@@ -64,7 +70,10 @@ WRONG = [
     ("engine=local", "engine.kind = 'local': must be serial"),
     ("eval=true", "eval = true: must be a mapping"),
     ("save.mode=maximum", "save.mode = 'maximum': must be one of max, min"),
-    ("track.wandb=onlin", "track.wandb.mode = 'onlin': must be one of off, offline, online\n   hint: did you mean 'online'?"),
+    (
+        "track.wandb=onlin",
+        "track.wandb.mode = 'onlin': must be one of off, offline, online\n   hint: did you mean 'online'?",
+    ),
     ("version=2", "version = 2: was made by a newer Tiltyard"),
     ("version=0", "version = 0: must be 1"),
     ("name=a/b", "name = 'a/b': a run's name has 1 to 80 letters"),
@@ -79,7 +88,10 @@ WRONG = [
     ("algo=ppoo", "algo.id = 'ppoo': is no algorithm of Tiltyard\n   hint: did you mean 'ppo'?"),
     ("algo=PPO", "algo.id = 'PPO': is no algorithm of Tiltyard"),
     ("algo.id=3", "algo.id = 3: must be one of ppo, a2c"),
-    ("framework=tf", "framework = 'tf': is no setting: Tiltyard's models are PyTorch modules\n   hint: leave framework out"),
+    (
+        "framework=tf",
+        "framework = 'tf': is no setting: Tiltyard's models are PyTorch modules\n   hint: leave framework out",
+    ),
     ("model.framework=torch", "model.framework = 'torch': is no setting: Tiltyard's models are PyTorch modules"),
     ("algo.minibatch=5000", "algo.minibatch = 5000: is more than the batch of 1024 (algo.rollout 128 x engine.envs 8)"),
     ("stop.env_steps=null", "stop: has no condition: the run would never end"),
@@ -100,8 +112,12 @@ def test_one_wrong_setting_is_one_problem(override, shown):
 
 
 def assert_own_words(error: UseError) -> None:
+    assert error.message
     text = f"{error.message}\n{error.details}\n{error.hint}"
-    assert not re.search(r"Input should|pydantic|http|Traceback|valid (string|integer|dict)|type=|constrained|tagged-union|Extra inputs", text), text
+    assert not re.search(
+        r"Input should|pydantic|http|Traceback|valid (string|integer|dict)|type=|constrained|tagged-union|Extra inputs",
+        text,
+    ), text
 
 
 def test_all_problems_are_told_at_once(tmp_path):

@@ -44,8 +44,19 @@ def accepts(entry: dict, value: object, root: dict) -> bool:
     """As much of JSON schema as ours uses."""
     if "$ref" in entry:
         return accepts(root["$defs"][entry["$ref"].rsplit("/", 1)[-1]], value, root)
-    kinds = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "array": list, "object": dict}
-    if "type" in entry and (not isinstance(value, kinds[entry["type"]]) or (isinstance(value, bool) and entry["type"] in ("integer", "number"))):
+    kinds = {
+        "string": str,
+        "integer": int,
+        "number": int | float,
+        "boolean": bool,
+        "null": type(None),
+        "array": list,
+        "object": dict,
+    }
+    if "type" in entry and (
+        not isinstance(value, kinds[entry["type"]])
+        or (isinstance(value, bool) and entry["type"] in ("integer", "number"))
+    ):
         return False
     if "anyOf" in entry and not any(accepts(each, value, root) for each in entry["anyOf"]):
         return False
@@ -66,9 +77,9 @@ def accepts(entry: dict, value: object, root: dict) -> bool:
         for name, inner in value.items():
             if name not in known and others is False:
                 return False
-            if name in known or isinstance(others, dict):
-                if not accepts(known.get(name, others), inner, root):
-                    return False
+            judged = known.get(name, others)
+            if isinstance(judged, dict) and not accepts(judged, inner, root):
+                return False
     return True
 
 

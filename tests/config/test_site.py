@@ -59,13 +59,15 @@ def test_xdg_config_home(home, tmp_path, monkeypatch):
 
 def test_a_named_site_file_must_exist(home, monkeypatch):
     monkeypatch.setenv("TILTYARD_SITE", "none.yaml")
-    with pytest.raises(UseError, match="TILTYARD_SITE names none.yaml"):
+    with pytest.raises(UseError, match=r"TILTYARD_SITE names none\.yaml"):
         load_site()
 
 
 def test_variables_are_expanded_in_every_string(home, monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
-    text = "runs: ${SCRATCH}/runs\nprofiles:\n  big:\n    environment: {A: 'x${SCRATCH}', B: '$${SCRATCH}', C: $SCRATCH}\n"
+    text = (
+        "runs: ${SCRATCH}/runs\nprofiles:\n  big:\n    environment: {A: 'x${SCRATCH}', B: '$${SCRATCH}', C: $SCRATCH}\n"
+    )
     site_at(Path("tiltyard.yaml"), text + "    set: {track.wandb.project: '${SCRATCH}'}\n")
     site, path = load_site()
     assert site.runs == "/scratch/me/runs"
@@ -92,7 +94,12 @@ def test_all_problems_of_a_site_file_at_once(home):
     assert sorted(problem.setting for problem in caught.value.problems) == [
         "profiles.a.launcher", "profiles.a.name", "profiles.b.environment.A", "profiles.b.set.algo.lr", "profiles.b.set.env", "run", "runs",
     ]  # fmt: skip
-    for words in ("NOT_SET_ANYWHERE is not set", "a profile may set engine, save and track", "must be local", "did you mean 'runs'?"):
+    for words in (
+        "NOT_SET_ANYWHERE is not set",
+        "a profile may set engine, save and track",
+        "must be local",
+        "did you mean 'runs'?",
+    ):
         assert words in caught.value.details
 
 

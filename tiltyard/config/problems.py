@@ -19,8 +19,8 @@ from tiltyard.config.shape import Free, Section, fields, inside
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import short
 
-Path = tuple[str, ...]
-Found = list[tuple[Path, Problem]]
+Keys = tuple[str, ...]
+Found = list[tuple[Keys, Problem]]
 Model = TypeVar("Model", bound=Settings)
 
 # What other libraries call our settings.
@@ -96,7 +96,7 @@ def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, 
     try:
         return model.model_validate(values, by_alias=True, by_name=False), []
     except ValidationError as error:
-        found: dict[Path, Problem] = {}
+        found: dict[Keys, Problem] = {}
         for each in error.errors(include_url=False):
             for path, problem in _problem(model, values, each):
                 found.setdefault(path, problem)
@@ -105,7 +105,7 @@ def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, 
         return None, [((), Problem("", "", "the settings are nested too deep", "use fewer levels"))]
 
 
-def prune(values: Any, path: Path) -> Any:
+def prune(values: Any, path: Keys) -> Any:
     """A copy of `values` without what lies at `path`; list items are not taken out one by one, their list is."""
     if not path or not isinstance(values, dict):
         return values
@@ -121,7 +121,7 @@ def prune(values: Any, path: Path) -> Any:
 # ------------------------------------------------------------------------------------------------ one error
 
 
-def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, Any]) -> Iterator[tuple[Path, Problem]]:
+def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, Any]) -> Iterator[tuple[Keys, Problem]]:
     """Zero or one problem: of a number-or-schedule only the branch that the value is on is told."""
     kind = str(error["type"])
     path, value, section, branch = _locate(model, values, error["loc"], kind)
@@ -170,7 +170,7 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
 
 def _locate(
     model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str
-) -> tuple[Path, Any, Section | Free | None, str]:
+) -> tuple[Keys, Any, Section | Free | None, str]:
     """The keys in a pydantic location (names of union branches left out), the value there, its shape, its branch."""
     path: list[str] = []
     value: Any = values
@@ -288,7 +288,7 @@ def _missing_hint(setting: str) -> str:
     return f"set {setting}"
 
 
-def _unknown_hint(model: type[Settings], path: Path, values: Any) -> str:
+def _unknown_hint(model: type[Settings], path: Keys, values: Any) -> str:
     """The nearest setting in the same section, else a setting of that name elsewhere, else what others call it."""
     name = path[-1]
     section: Section | Free | None = Section((model,))

@@ -1,0 +1,265 @@
+"""Rules of the house, checked on the syntax tree of every module: what is never called, who may import whom.
+
+    7 cli testing   5 start training evaluation   4 engines   3 envs models algos data   2 run track   1 config refs   0 types errors
+
+Imports point down or stay on their floor, inside functions and under TYPE_CHECKING too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tiltyard"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# ------------------------------------------------------------------------------------------------ what is never called
+
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """Local name -> dotted name of what was imported under it, wherever in the file."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def dotted(node: ast.expr, known: dict[str, str]) -> str:
+    """`t.load` as torch.load after `import torch as t`; empty for what is no plain name."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        front = dotted(node.value, known)
+        return f"{front}.{node.attr}" if front else ""
+    return ""
+
+
+def is_true(call: ast.Call, keyword: str) -> bool:
+    return any(
+        each.arg == keyword and isinstance(each.value, ast.Constant) and each.value.value is True
+        for each in call.keywords
+    )
+
+
+def forbidden(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything in a source that the package must not do."""
+    tree = ast.parse(source)
+    known = aliases(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (
+                (node.lineno, f"import {alias.name}") for alias in node.names if alias.name.split(".")[0] in UNPICKLERS
+            )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLERS:
+            yield node.lineno, f"from {node.module} import"
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno, "bare except"
+        elif isinstance(node, ast.Call):
+            yield from ((node.lineno, what) for what in forbidden_call(node, dotted(node.func, known)))
+
+
+def forbidden_call(call: ast.Call, name: str) -> Iterator[str]:
+    parts = name.split(".")
+    if parts[0] in UNPICKLERS:
+        yield name
+    if name == "torch.load" and not is_true(call, "weights_only"):
+        yield "torch.load without weights_only=True"
+    if parts[0] in ("yaml", "ruamel") and parts[-1] in UNSAFE_YAML:
+        yield "yaml.load"
+    if name in ("eval", "exec", "builtins.eval", "builtins.exec"):
+        yield name
+    if is_true(call, "shell") or name in ("os.system", "os.popen"):
+        yield "a shell"
+    if is_true(call, "allow_pickle"):
+        yield "allow_pickle=True"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_package_never_unpickles_evaluates_or_swallows(path):
+    assert list(forbidden(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import pickle",
+        "import pickle as p\np.loads(b'')",
+        "from pickle import loads",
+        "import os, cloudpickle",
+        "def f():\n    import dill",
+        "import torch\ntorch.load('x')",
+        "import torch as t\nt.load('x', weights_only=False)",
+        "from torch import load\nload('x')",
+        "from torch import load as pull\npull('x')",
+        "import torch\ntorch.load('x', **{'weights_only': True})",
+        "import yaml\nyaml.load('x')",
+        "from ruamel import yaml\nyaml.load('x')",
+        "import ruamel.yaml\nruamel.yaml.load('x')",
+        "import yaml as y\ny.unsafe_load('x')",
+        "yaml = YAML()\nyaml.load('x')",
+        "eval('1')",
+        "exec('1')",
+        "import builtins\nbuiltins.eval('1')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import os\nos.system('ls')",
+        "from os import popen\npopen('ls')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "try:\n    pass\nexcept:\n    pass",
+    ],
+)
+def test_the_scanner_finds(snippet):
+    assert list(forbidden(snippet))
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch\ntorch.load('x', weights_only=True)",
+        "model.eval()",
+        "self.exec()",
+        "import json\njson.load(f)",
+        "import subprocess\nsubprocess.run(['ls'], shell=False)",
+        "try:\n    pass\nexcept ValueError:\n    pass",
+        "from tiltyard.config.load import load\nload('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=False)",
+    ],
+)
+def test_the_scanner_lets_pass(snippet):
+    assert list(forbidden(snippet)) == []
+
+
+# ------------------------------------------------------------------------------------------------ floors
+
+FLOORS = {
+    0: ("types", "errors"),
+    1: ("config", "refs", "frozen"),
+    2: ("run", "track", "machine", "signals"),
+    3: ("envs", "models", "algos", "data", "video"),
+    4: ("engines",),
+    5: ("start", "training", "ledger", "evaluation"),
+    7: ("cli", "testing", "__init__", "__main__"),
+}
+FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
+
+
+def place(module: str) -> str:
+    """The entry of FLOORS that tiltyard.a.b belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of Tiltyard's own modules."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "tiltyard")
+        elif isinstance(node, ast.ImportFrom):
+            front = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (front, node.module) if part)
+            if base == "tiltyard":
+                # the version is a constant; anything else of the root is a module or one of the lazy names
+                yield from (
+                    (node.lineno, f"tiltyard.{lazy(alias.name)}") for alias in node.names if alias.name != "__version__"
+                )
+            elif base.startswith("tiltyard."):
+                yield node.lineno, base
+
+
+def lazy(name: str) -> str:
+    if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file():
+        return name
+    import tiltyard
+
+    return tiltyard._WHERE[name].removeprefix("tiltyard.")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    here = place(module_name(path))
+    assert here in FLOOR, f"{here} has no floor yet: add it to FLOORS"
+    up = [(line, module) for line, module in own_imports(path) if FLOOR[place(module)] > FLOOR[here]]
+    assert up == []
+
+
+def test_floors_name_only_what_exists():
+    assert [name for name in FLOOR if not ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())] == []
+
+
+# Where a library may be imported at all; elsewhere not even inside a function.
+HOMES = {
+    "torch": ("models", "algos", "engines", "evaluation", "cli/doctor.py", "testing.py"),
+    "ray": (),
+    "wandb": ("track/wandb.py",),
+    "tensorboardX": ("track/tensorboard.py",),
+    "matplotlib": ("track/plot.py",),
+    "pyarrow": ("data",),
+    "pydantic": ("config",),
+    "ruamel": ("config/yaml_door.py",),
+}
+# Modules that `tiltyard --help`, `ls` and `config show` may load: nothing heavy while they are imported.
+LIGHT = ("__init__.py", "__main__.py", "types.py", "errors.py", "refs.py", "frozen.py", "cli", "config", "run")
+HEAVY = {"torch", "ray", "gymnasium", "numpy", "pyarrow", "safetensors", "matplotlib", "wandb", "tensorboardX"}
+
+
+def inside(path: Path, homes: tuple[str, ...]) -> bool:
+    text = path.relative_to(PACKAGE).as_posix()
+    return any(text == home or text.startswith(f"{home}/") for home in homes)
+
+
+def imported_libraries(nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.split(".")[0]
+
+
+def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported: not the bodies of functions, not what is under TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from at_import_time(child)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_stay_at_home_and_light_modules_light(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    astray = [
+        (line, name)
+        for line, name in imported_libraries(ast.walk(tree))
+        if name in HOMES and not inside(path, HOMES[name])
+    ]
+    assert astray == []
+    if inside(path, LIGHT):
+        assert [(line, name) for line, name in imported_libraries(at_import_time(tree)) if name in HEAVY] == []
+
+
+# ------------------------------------------------------------------------------------------------ manners
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_says_what_it_owns(path):
+    assert not {"utils", "common", "helpers", "misc", "manager"} & set(path.relative_to(PACKAGE).with_suffix("").parts)
+    source = path.read_text(encoding="utf-8")
+    assert not source or ast.get_docstring(ast.parse(source)), "a module opens with a docstring"
