@@ -157,33 +157,36 @@ class ActionCodec:
 
 
 class _Bounds:
-    """Low and high of a continuous part, and the map from [-1, 1] onto them."""
+    """Low and high of a continuous part, and the map from [-1, 1] onto them where both are finite."""
 
     def __init__(self, part: ActionPart) -> None:
-        self.low, self.high = np.asarray(part.low, np.float64), np.asarray(part.high, np.float64)
-        self.finite = np.isfinite(self.low) & np.isfinite(self.high)
-        self.all_finite = bool(self.finite.all())
-        low, high = np.where(self.finite, self.low, -1.0), np.where(self.finite, self.high, 1.0)
-        self.middle, self.half = (
+        self._low, self._high = np.asarray(part.low, np.float64), np.asarray(part.high, np.float64)
+        self.finite = np.isfinite(self._low) & np.isfinite(self._high)
+        low, high = np.where(self.finite, self._low, -1.0), np.where(self.finite, self._high, 1.0)
+        self._middle, self._half = (
             low / 2 + high / 2,
             high / 2 - low / 2,
-        )  # halves first: bounds may be the largest floats
+        )  # halves first: no overflow at the largest floats
+        self._most = np.where(self.finite, 1.0, np.inf).astype(np.float32)
+        self._ends: dict[np.dtype[Any], tuple[Array, Array]] = {}  # bounds in the env's dtype
 
     def to_env(self, flat: Array, dtype: np.dtype[Any]) -> Array:
-        values = flat.astype(np.float64)
-        inside = np.clip(values, -1.0, 1.0)
-        if not self.all_finite:
-            inside = np.where(self.finite, inside, values)
-        scaled = np.clip(inside * self.half + self.middle, self.low, self.high)
-        if np.issubdtype(dtype, np.integer):
-            scaled = np.rint(scaled)
+        """float32 [N, columns] -> dtype [N, columns]. minimum and maximum take a third of the time of clip."""
+        inside = np.minimum(np.maximum(flat, -self._most), self._most)
+        scaled = inside * self._half + self._middle
+        if dtype.kind != "f":
+            scaled = np.rint(np.minimum(np.maximum(scaled, self._low), self._high))
         cast = scaled.astype(dtype)
+        if dtype not in self._ends:
+            self._ends[dtype] = (self._low.astype(dtype), self._high.astype(dtype))
+        low, high = self._ends[dtype]
         # Rounding to the env's dtype may not step over a bound: 0.1 is less in float64 than in float32.
-        return np.clip(cast, self.low.astype(dtype), self.high.astype(dtype)) if dtype.kind == "f" else cast
+        np.minimum(np.maximum(cast, low, out=cast), high, out=cast)
+        return cast
 
     def from_env(self, flat: Array) -> Array:
-        half = np.where(self.half > 0, self.half, 1.0)
-        return np.asarray((flat - self.middle) / half)
+        half = np.where(self._half > 0, self._half, 1.0)
+        return np.asarray((flat - self._middle) / half)
 
 
 def decode_action(spec: ActionSpec, row: Array) -> Any:

@@ -44,6 +44,10 @@ class _Slot:
         self.stack = stack
         self.floats = self.now.dtype.kind == "f"
         self.newest = self.now  # [B, *frame]: where the latest frame of each row goes
+        space = leaf.space
+        copied = isinstance(space, gym_spaces.Box) and space.shape == leaf.spec.shape
+        self.plain = (space.shape, space.dtype) if copied else None  # what can be copied as it is
+        self.categories = (int(space.start), int(space.n)) if isinstance(space, gym_spaces.Discrete) else None
         if stack > 1:
             axis = 1 + (stack_axis(leaf.spec) if leaf.spec.shape else 0)
             width = leaf.spec.shape[axis - 1] if leaf.spec.shape else 1
@@ -53,6 +57,19 @@ class _Slot:
             self.younger = self.now[(*before, slice(width, None))]
             if not leaf.spec.shape:
                 self.newest = self.newest[:, 0]
+
+    def quick(self, row: int, value: Any) -> bool:
+        """Store a frame that is exactly what the space declares; False when it needs a closer look."""
+        if self.plain is not None:
+            if type(value) is np.ndarray and (value.shape, value.dtype) == self.plain:
+                self.newest[row] = value
+                return True
+        elif self.categories is not None and type(value) in (int, np.int64):
+            index = value - self.categories[0]
+            if 0 <= index < self.categories[1]:
+                self.newest[row] = index
+                return True
+        return False
 
 
 class ObsBuffer:
@@ -67,11 +84,9 @@ class ObsBuffer:
         self.final: Arrays = {slot.leaf.name: slot.final for slot in self._slots}
         # One plain Box whose numbers can be copied as they are: no encoding and one comparison each of shape and dtype.
         only = self._slots[0]
-        box = only.leaf.space
-        plain = len(self._slots) == 1 and not only.leaf.path and isinstance(box, gym_spaces.Box)
-        plain = plain and only.leaf.spec.shape == box.shape
-        self.plain = (only.newest, box.shape if plain else None, box.dtype)
-        """where a plain frame may be copied to, and the shape and dtype it must have; no shape: use `write`"""
+        alone = len(self._slots) == 1 and not only.leaf.path and only.plain is not None
+        self.plain = (only.newest, *(only.plain if alone and only.plain else (None, None)))
+        """where a plain frame may be copied to, and the shape and dtype it must have; None: use `write`"""
 
     def shift(self) -> None:
         """Make room for the next frame of every row. Whole arrays at once; numpy handles the overlap."""
@@ -87,19 +102,17 @@ class ObsBuffer:
 
     def write(self, row: int, obs: Any) -> None:
         """Check and store a row's latest frame. Plain numbers are found finite or not by `check_finite`."""
-        target, shape, dtype = self.plain
-        if type(obs) is np.ndarray and obs.dtype == dtype and obs.shape == shape:
-            target[row] = obs
-            return
-        fault = structure_fault(self._leaves, obs)
-        if fault:
-            raise FaultyObs(fault, "", obs)
         for slot in self._slots:
-            value = pick(obs, slot.leaf.path)
-            fault = obs_fault(slot.leaf, value, self._strict)
-            if fault:
-                raise FaultyObs(fault, slot.leaf.name, value)
-            slot.newest[row] = encode_leaf(slot.leaf, value)
+            try:
+                value = pick(obs, slot.leaf.path)
+            except (KeyError, IndexError, TypeError):
+                fault = structure_fault(self._leaves, obs) or f"observation {slot.leaf.name!r} is missing"
+                raise FaultyObs(fault, slot.leaf.name, obs) from None
+            if not slot.quick(row, value):
+                broken = obs_fault(slot.leaf, value, self._strict)
+                if broken:
+                    raise FaultyObs(broken, slot.leaf.name, value)
+                slot.newest[row] = encode_leaf(slot.leaf, value)
 
     def restart(self, row: int, obs: Any) -> None:
         """Store the first frame of an episode, repeated over the stack."""
