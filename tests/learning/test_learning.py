@@ -59,3 +59,32 @@ def test_car_pass_reaches_190_and_never_exceeds_its_supremum(runs: Path) -> None
     assert max(returns) <= 216
     best_episode = max(record["metrics"].get("train/return_max", 0) for record in metrics.read(run.metrics_file))
     assert best_episode <= 216
+
+
+def timeout_experiment(wrappers: list[str]) -> dict[str, object]:
+    return {
+        **LITTLE,
+        "env": {"id": "timeout", "wrappers": wrappers},
+        "algo": {"rollout": 64, "minibatch": 256, "gamma": 0.95},
+        "stop": {"env_steps": 30_000},
+        "eval": {"at_end": False, "every": 0},
+    }
+
+
+def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, tmp_path: Path) -> None:
+    """The room is worth 1 / (1 - 0.95) = 20, the prize 5: to stay is right. Taken for an end, the room is worth 4."""
+    (tmp_path / "wrong.py").write_text(
+        "import gymnasium\n"
+        "class Ends(gymnasium.Wrapper):\n"
+        "    def step(self, action):\n"
+        "        obs, reward, terminated, truncated, info = self.env.step(action)\n"
+        "        return obs, reward, terminated or truncated, False, info\n"
+    )
+    right = tiltyard.train(timeout_experiment([]), live=False)
+    wrong = tiltyard.train(timeout_experiment(["wrong.py:Ends"]), live=False)
+
+    def stayed(run: tiltyard.Run) -> float:
+        return metrics.series(metrics.read(run.metrics_file), "episode/stayed")[1][-1]
+
+    assert stayed(right) > 0.95
+    assert stayed(wrong) < 0.05

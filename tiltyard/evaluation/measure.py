@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from tiltyard.config.load import load
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.numbers import summarise
-from tiltyard.evaluation.play import Played, play, policy_choice, random_choice
+from tiltyard.evaluation.play import Keep, Played, play, policy_choice, random_choice
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
-from tiltyard.types import Arrays, Checkpoint, EnvSpec, Evaluation
+from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
 
@@ -151,13 +151,15 @@ def _perform(task: Task) -> list[Played]:
     spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
     policy.require_same(spec)
     seed = task.seed
-    keep = None
+    keep: Keep | None = None
     if task.rollouts is not None:
         from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and seldom needed
 
         meta = {"run": run.id, "env": experiment.env.id, "options": experiment.env.options, "checkpoint": folder.name}
         writer = EpisodeWriter(Path(task.rollouts), spec, meta, save_info=task.save_info)
-        keep = writer.write
+
+        def keep(index: int, episode: Episode) -> None:
+            writer.write(replace(episode, meta={"episode": index}))
     return play(
         random_choice(spec, seed) if task.random else policy_choice(policy.net, task.greedy, seed),
         measured_env(experiment.env, spec, experiment.eval.time_limit),

@@ -115,7 +115,7 @@ def play(
 
     group = EnvGroup(env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds)
     film = VideoWriter(video, fps=group.fps) if video is not None else None
-    group.filmed = 0 if film is not None else None
+    group.filmed = 0 if film is not None and spec.renders else None
     choose, played, taken = begin(rows), [], 0
     try:
         now = group.reset()

@@ -1,0 +1,104 @@
+"""Plug-ins as plain files: their code really runs, from the copy in the run folder, and later edits change nothing."""
+
+from pathlib import Path
+
+import numpy as np
+
+import tiltyard as product
+from tests.conftest import Command
+from tiltyard.run.folder import find
+
+SETTINGS = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "stop.env_steps=64", "eval.episodes=2", "track.tensorboard=false"]
+
+MODEL = """
+import layers
+from torch import nn
+
+class CustomModel(nn.Module):
+    def __init__(self, spec, outputs, *, width: int = 7):
+        super().__init__()
+        self.body = layers.body(width)
+        self.actor = nn.Linear(width, outputs)
+        self.critic = nn.Linear(width, 1)
+
+    def forward(self, obs):
+        features = self.body(obs["obs"])
+        return self.actor(features), self.critic(features).squeeze(-1)
+"""
+LAYERS = """
+from torch import nn
+
+def body(width):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU())
+"""
+
+
+def write_model(folder: Path) -> None:
+    (folder / "nets").mkdir()
+    (folder / "nets" / "customnet.py").write_text(MODEL)
+    (folder / "nets" / "layers.py").write_text(LAYERS)
+
+
+def test_a_model_file_by_convention_with_checked_options(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    done = tiltyard("train", "CartPole-v1", "model={id: nets/customnet.py, options: {width: 5}}", *SETTINGS)
+    # 4 x 5 + 5 of the body, 5 x 2 + 2 of the actor, 5 + 1 of the critic: the plug-in's own layers and nothing else.
+    assert "CustomModel (plugins/nets/customnet.py:CustomModel): 43 parameters" in done.stderr
+    done = tiltyard("train", "CartPole-v1", "model={id: nets/customnet.py, options: {widht: 5}}", *SETTINGS, expect=2)
+    assert "model.options.widht" in done.stderr and "did you mean 'width'" in done.stderr
+    assert len(list(runs.glob("*/0*"))) == 1
+
+
+def test_later_edits_do_not_change_a_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tiltyard("train", "CartPole-v1", "model.id=nets/customnet.py", *SETTINGS)
+    run = find("last", runs)
+    (tmp_path / "nets" / "customnet.py").write_text("raise RuntimeError('edited')")
+    (tmp_path / "nets" / "layers.py").write_text("raise RuntimeError('edited')")
+    tiltyard("resume", "last", "stop.env_steps=128")
+    tiltyard("eval", "last", "--episodes", "2")
+    assert run.status()["progress"]["env_steps"] == 128
+    assert product.load_policy(run.folder).net.parameter_count == 7 * 5 + 7 * 2 + 2 + 8
+    done = tiltyard("train", "CartPole-v1", "model.id=nets/customnet.py", *SETTINGS, expect=2)
+    assert "RuntimeError" in done.stderr and "edited" in done.stderr and "customnet.py" in done.stderr
+
+
+def test_env_wrapper_and_encoder_files(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(
+        "import gymnasium, numpy as np, torch\n"
+        "from torch import nn\n"
+        "class Corridor(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(-9, 9, (3,), np.float32)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    def __init__(self, *, length: int = 4):\n"
+        "        self.length = length\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        self.t = 0\n"
+        "        return np.full(3, self.t, np.float32), {}\n"
+        "    def step(self, action):\n"
+        "        self.t += 1\n"
+        "        return np.full(3, self.t, np.float32), 1.0, self.t == self.length, False, {'marker': 12.5}\n"
+        "class Tripled(gymnasium.Wrapper):\n"
+        "    def step(self, action):\n"
+        "        obs, reward, *rest = self.env.step(action)\n"
+        "        return obs, 3 * reward, *rest\n"
+        "class Sum(nn.Module):\n"
+        "    size = 1\n"
+        "    def __init__(self, spec, *, gain: float = 1.0):\n"
+        "        super().__init__()\n"
+        "        self.gain = nn.Parameter(torch.tensor(gain))\n"
+        "    def forward(self, x):\n"
+        "        return x.sum(-1, keepdim=True) * self.gain\n"
+    )
+    done = tiltyard(
+        "train", "parts.py:Corridor", "env.options.length=6", "env.wrappers=[parts.py:Tripled]",
+        "model.encoder={id: 'parts.py:Sum', options: {gain: 0.5}}", *SETTINGS, "--json",
+    )  # fmt: skip
+    import json
+
+    outcome = json.loads(done.stdout)
+    assert outcome["metrics"]["eval/return"] == 18.0, "six steps of the env, tripled by the wrapper"
+    assert outcome["metrics"]["episode/marker"] == 12.5, "scalars in the last info become metrics by name"
+    gains = [array for name, array in product.load_policy(find("last", runs).folder).net.arrays().items() if "gain" in name]
+    assert gains and all(not np.array_equal(gain, np.float32(0.5)) for gain in gains), "the encoder's parameter was trained"

@@ -1,0 +1,172 @@
+"""Evaluation as a user types it: fixed seeds, honest means, files, films and rollouts."""
+
+import csv
+import json
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.conftest import Command
+from tiltyard.evaluation.numbers import student_t, summarise
+from tiltyard.evaluation.play import Played
+from tiltyard.run.folder import Run, find
+
+TRAIN = {
+    "env": "CartPole-v1",
+    "engine": {"envs": 2},
+    "algo": {"rollout": 16, "minibatch": 32, "epochs": 1},
+    "stop": {"env_steps": 96},
+    "eval": {"at_end": False, "every": 0, "envs": 4},
+    "save": {"env_steps": 32, "last": 5},
+    "track": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def trained(runs: Path) -> Run:
+    return product.train(TRAIN, live=False)
+
+
+def result(text: str) -> dict[str, object]:
+    return dict(json.loads(text))
+
+
+def test_the_same_episodes_whatever_shares_them(tiltyard: Command, trained: Run) -> None:
+    alone = result(tiltyard("eval", "last", "--episodes", "7", "--json").stdout)
+    shared = result(tiltyard("eval", "last", "--episodes", "7", "--workers", "2", "--json").stdout)
+    fewer_slots = result(tiltyard("eval", "last", "--episodes", "7", "eval.envs=1", "--json").stdout)
+    assert len(alone["returns"]) == len(set(alone["seeds"])) == 7  # type: ignore[arg-type]
+    assert alone["seeds"] == shared["seeds"] == fewer_slots["seeds"]
+    assert alone["returns"] == shared["returns"] == fewer_slots["returns"]
+
+
+def test_files_say_what_the_screen_says(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+    done = tiltyard("eval", "last", "--episodes", "3", "--out", "here")
+    rows = list(csv.DictReader((tmp_path / "here" / "000000000096-eval.csv").open()))
+    whole = json.loads((tmp_path / "here" / "000000000096-eval.json").read_text())
+    assert [float(row["return"]) for row in rows] == whole["returns"] and len(rows) == 3
+    assert f"{whole['mean']:.6g}" in done.stdout and "95 % interval of 3 episodes, greedy" in done.stdout
+    assert whole["low"] <= whole["mean"] <= whole["high"]
+
+
+def test_which_checkpoint_and_which_actions(tiltyard: Command, trained: Run) -> None:
+    by_step = result(tiltyard("eval", "last", "--at", "32", "--episodes", "4", "--json").stdout)
+    newest = result(tiltyard("eval", "last", "--episodes", "4", "--json").stdout)
+    by_path = result(tiltyard("eval", str(by_step["checkpoint"]), "--episodes", "4", "--json").stdout)
+    assert by_step["env_steps"] == 32 and newest["env_steps"] == 96
+    assert by_path["returns"] == by_step["returns"]
+    sampled = result(tiltyard("eval", "last", "--sample", "--episodes", "8", "--json").stdout)
+    random = result(tiltyard("eval", "last", "--random", "--episodes", "8", "--json").stdout)
+    greedy = result(tiltyard("eval", "last", "--greedy", "--episodes", "8", "--json").stdout)
+    assert len({json.dumps(each["returns"]) for each in (sampled, random, greedy)}) == 3
+    assert (sampled["greedy"], greedy["greedy"]) == (False, True)
+
+
+def test_overrides_reach_the_env(tiltyard: Command, trained: Run) -> None:
+    short = result(tiltyard("eval", "last", "--episodes", "3", "env.time_limit=5", "--json").stdout)
+    assert short["lengths"] == [5, 5, 5]
+    done = tiltyard("eval", "last", "env.frame_stack=2", expect=2)
+    assert "(4,)" in done.stderr and "(8,)" in done.stderr
+
+
+def test_steps_begin_no_episode_beyond_them_and_cut_none(tiltyard: Command, trained: Run) -> None:
+    found = result(tiltyard("eval", "last", "--steps", "60", "env.time_limit=10", "eval.envs=2", "--random", "--json").stdout)
+    assert sum(found["lengths"]) >= 60 and sum(found["lengths"][:-2]) < 60  # type: ignore[arg-type,index]
+
+
+def test_a_run_without_checkpoints(tiltyard: Command, trained: Run) -> None:
+    for folder in trained.checkpoints.iterdir():
+        folder.rename(folder.with_name(f".tmp-{folder.name}"))
+    assert "has no checkpoint yet" in tiltyard("eval", "last", expect=2).stderr
+
+
+def test_rollouts_are_the_episodes_that_were_measured(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+    found = result(
+        tiltyard("eval", "last", "--episodes", "3", "--workers", "2", "--save-rollouts", "data", "--save-info", "--json").stdout
+    )
+    episodes = sorted(product.read_episodes(tmp_path / "data"), key=lambda one: one.meta["episode"])
+    assert [float(one.reward.sum()) for one in episodes] == found["returns"]
+    assert [one.seed for one in episodes] == found["seeds"]
+    assert all(one.obs["obs"].shape == (len(one.reward) + 1, 4) for one in episodes)
+    # The data is what the env did: the recorded actions lead through the recorded observations.
+    import gymnasium
+
+    env = gymnasium.make("CartPole-v1")
+    obs, _ = env.reset(seed=episodes[0].seed)
+    for t, action in enumerate(episodes[0].action):
+        assert np.array_equal(obs, episodes[0].obs["obs"][t])
+        obs = env.step(int(action[0]))[0]
+    assert np.array_equal(obs, episodes[0].obs["obs"][-1])
+    assert "--save-rollouts DIR" in tiltyard("eval", "last", "--save-info", expect=2).stderr
+
+
+def frames_of(film: Path) -> list[np.ndarray]:
+    reader = imageio_ffmpeg.read_frames(str(film))
+    size = next(reader)["size"]
+    return [np.frombuffer(frame, np.uint8).reshape(size[1], size[0], 3) for frame in reader]
+
+
+def test_a_film_needs_no_display_and_shows_the_whole_first_episode(
+    tiltyard: Command, trained: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    found = result(tiltyard("eval", "last", "--episodes", "3", "--video", "--json").stdout)
+    frames = frames_of(Path(found["files"]["video"]))  # type: ignore[index]
+    assert len(frames) == found["lengths"][0] + 1  # type: ignore[index]
+    assert frames[0].std() > 1 and np.abs(frames[0].astype(int) - frames[-1]).max() > 50, "something moves"
+
+
+def test_an_env_that_cannot_draw_is_filmed_by_its_image_or_refused(tiltyard: Command, runs: Path) -> None:
+    product.train({**TRAIN, "env": {"id": "identity", "options": {"shows": "image"}}}, live=False)
+    found = result(tiltyard("eval", "last", "--episodes", "1", "--video", "--json").stdout)
+    assert len(frames_of(Path(found["files"]["video"]))) == 11  # type: ignore[index]
+    assert (found["low"], found["high"]) == (None, None)
+    product.train({**TRAIN, "env": "identity"}, live=False)
+    assert "cannot be filmed" in tiltyard("eval", "last", "--video", expect=2).stderr
+    assert not list(find("last", runs).folder.glob("videos/*"))
+
+
+def test_python_face(trained: Run, runs: Path) -> None:
+    measured = product.evaluate(trained, episodes=4)
+    assert len(measured.returns) == 4 and measured.mean == pytest.approx(np.mean(measured.returns))
+    policy = product.load_policy(trained.folder)
+    import gymnasium
+
+    env = gymnasium.make("CartPole-v1")
+    obs, _ = env.reset(seed=measured.seeds[0])
+    total, over = 0.0, False
+    while not over:
+        obs, reward, terminated, truncated, _ = env.step(policy.act(obs))
+        total, over = total + float(reward), terminated or truncated
+    assert total == measured.returns[0], "the loaded policy acts as the evaluated one did"
+
+
+def test_the_interval_is_students() -> None:
+    for freedom, known in ((1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)):
+        assert student_t(freedom) == pytest.approx(known, rel=5e-3)
+    measured = summarise([Played(i, i, value, 1) for i, value in enumerate((1.0, 2.0, 3.0))], True, 0.0)
+    assert (measured.low, measured.high) == pytest.approx((2 - 2.484, 2 + 2.484), rel=1e-2)
+
+
+def test_a_worker_that_dies_is_told(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(
+        "import os\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Dies(CartPoleEnv):\n"
+        "    def __init__(self, *, after: int = 10**9):\n"
+        "        super().__init__()\n"
+        "        self.after = after\n"
+        "    def step(self, action):\n"
+        "        self.after -= 1\n"
+        "        if self.after == 0:\n"
+        "            os._exit(9)\n"
+        "        return super().step(action)\n"
+    )
+    product.train({**TRAIN, "env": "dies.py:Dies"}, live=False)
+    done = tiltyard("eval", "last", "--random", "--episodes", "40", "--workers", "2", "env.options.after=100", expect=1)
+    assert "evaluation worker" in done.stderr and "exit code 9" in done.stderr
+    assert subprocess.run(["pgrep", "-f", "tiltyard.evaluation.measure"], capture_output=True).returncode == 1
