@@ -42,28 +42,32 @@ class Core(nn.Module):
 
     def forward(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """One step: x [B, inputs], first [B] bool -> [B, size] and the memory after it."""
-        keep = (~first).to(x.dtype).unsqueeze(-1)
-        into, across, bias_into, bias_across = self.layer.all_weights[0]
-        h = state["h"] * keep
-        if self.kind == "lstm":
-            h, c = torch.lstm_cell(x, (h, state["c"] * keep), into, across, bias_into, bias_across)
-            return h, {"h": h, "c": c}
-        h = torch.gru_cell(x, h, into, across, bias_into, bias_across)
-        return h, {"h": h}
+        return self._cell(x, _forget(state, first))
 
     def unroll(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the memory after it."""
         steps = x.shape[0]
-        starts = torch.nonzero(first.any(1)).flatten().tolist()
-        bounds = sorted({0, steps, *starts})
+        starts = set(torch.nonzero(first.any(1)).flatten().tolist())
         outs = []
-        for begin, end in pairwise(bounds):
+        for begin, end in pairwise(sorted({0, steps} | starts)):
             if begin in starts:
-                keep = (~first[begin]).to(x.dtype).unsqueeze(-1)
-                state = {name: memory * keep for name, memory in state.items()}
-            out, state = self._stretch(x[begin:end], state)
-            outs.append(out)
+                state = _forget(state, first[begin])
+            if end - begin == 1:
+                out, state = self._cell(x[begin], state)
+                outs.append(out.unsqueeze(0))
+            else:
+                out, state = self._stretch(x[begin:end], state)
+                outs.append(out)
         return (outs[0] if len(outs) == 1 else torch.cat(outs)), state
+
+    def _cell(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One step of rows that all remember."""
+        into, across, bias_into, bias_across = self.layer.all_weights[0]
+        if self.kind == "lstm":
+            h, c = torch.lstm_cell(x, (state["h"], state["c"]), into, across, bias_into, bias_across)
+            return h, {"h": h, "c": c}
+        h = torch.gru_cell(x, state["h"], into, across, bias_into, bias_across)
+        return h, {"h": h}
 
     def _stretch(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Steps without an episode start, through the fused layer."""
@@ -73,3 +77,9 @@ class Core(nn.Module):
             return out, {"h": h[0], "c": c[0]}
         out, h = self.layer(x, h)
         return out, {"h": h[0]}
+
+
+def _forget(state: State, first: Tensor) -> State:
+    """Zero memory for rows that start an episode."""
+    keep = (~first).to(torch.float32).unsqueeze(-1)
+    return {name: memory * keep for name, memory in state.items()}
