@@ -90,9 +90,9 @@ def find_file(text: str, base: Sequence[Path]) -> Path:
             return place
     looked = ", ".join(str(place.parent) for place in places) or "no folder"
     near = [item.name for place in places if place.parent.is_dir() for item in place.parent.glob("*.py")]
-    hint = (
-        did_you_mean(wanted.name, near) or "paths are relative to the experiment file's folder, then to the current one"
-    )
+    hint = did_you_mean(wanted.name, near)
+    if not hint.startswith("did"):
+        hint = "paths are relative to the experiment file's folder, then to the current one"
     raise UseError(f"there is no file {text} (looked in {looked})", hint)
 
 

@@ -19,7 +19,7 @@ WRONG = [
     ("algo={id: a2c, clip: 0.1}", "algo.clip = 0.1: is no setting\n   hint: it is a setting of algo.id: ppo"),
     (
         "algo.lr=fast",
-        "algo.lr = 'fast': must be a number or a schedule\n   hint: write algo.lr=3e-4, or a mapping with kind:",
+        "algo.lr = 'fast': must be a number or a schedule\n   hint: write a number, or a mapping with kind:",
     ),
     ("algo.lr='3e-4'", "algo.lr = '3e-4': must be a number or a schedule\n   hint: write it without quotes: 3e-4"),
     ("algo.lr=true", "algo.lr = true: must be a number"),
@@ -43,6 +43,9 @@ WRONG = [
     ("algo.rollout=0", "algo.rollout = 0: must be at least 1"),
     ("algo.rollout=1.5", "algo.rollout = 1.5: must be a whole number"),
     ("algo.rollout='12'", "algo.rollout = '12': must be a whole number\n   hint: write it without quotes: 12"),
+    ("algo.rollout=1,000", "algo.rollout = '1,000': must be a whole number\n   hint: write 1_000"),
+    ("notes=a: b", "notes = {'a': 'b'}: must be text\n   hint: put text that holds ': ' in quotes"),
+    ("environment=X", "environment = 'X': is no setting\n   hint: Tiltyard calls it env"),
     ("algo.rollout=true", "algo.rollout = true: must be a whole number"),
     ("algo.rollout=99999999", "algo.rollout = 99999999: must be at most 1,000,000"),
     ("stop.env_steps=1e300", "must be at most 1e15"),

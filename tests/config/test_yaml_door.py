@@ -59,6 +59,7 @@ REFUSED = [
     ("a: " + "{b: " * 60 + "}" * 60, "nested more than 50 levels"),
     ("a: " + "9" * 5000, "a number of 5,000 digits is too long"),
     ("a: b: c", "line 1: a second ': ' in one line"),
+    ("a: 1\n b: 2", "line 2: a line indented further than the one above allows"),
     ("a:\n\t- b", "a tab where spaces belong"),
     ("a: [1, 2", "line 1: a quote, bracket or brace is opened and never closed"),
     ("b: 1\na: 'x\n\n", "never closed"),

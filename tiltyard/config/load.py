@@ -215,7 +215,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
-        hint = f"write {text}=VALUE" if text.strip() else "write algo.lr=3e-4"
+        name, colon, rest = text.partition(":")
+        written = f"{name.strip()}={rest.strip()}" if colon else f"{text.strip()}=VALUE"
+        hint = f"write {written}, without spaces around '='" if text.strip() else "write algo.lr=3e-4"
         raise UseError(f"{text!r} is no override: it has no '='", hint)
     if not key or not all(key.split(".")):
         raise UseError(

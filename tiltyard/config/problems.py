@@ -28,6 +28,7 @@ _ALSO = {
     "name": "run_name experiment",
     "notes": "description",
     "use": "preset presets",
+    "env": "environment enviroment",
     "env.id": "env_id env_name",
     "env.options": "env_config env_kwargs",
     "env.frameskip": "frame_skip action_repeat",
@@ -130,11 +131,8 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
         if branch == "number" and not isinstance(value, int | float):
             if isinstance(value, Mapping):
                 return
-            hint = (
-                f"write it without quotes: {value}"
-                if _is_number(value)
-                else f"write {setting}=3e-4, or a mapping with kind: linear, piecewise or kl_adaptive"
-            )
+            hint = "write a number, or a mapping with kind: linear, piecewise or kl_adaptive"
+            hint = f"write it without quotes: {value}" if _is_number(value) else hint
             yield path, Problem(setting, short(value), "must be a number or a schedule", hint)
             return
         if branch == "schedule" and not isinstance(value, Mapping):
@@ -267,6 +265,10 @@ def _type_hint(kind: str, value: Any) -> str:
         return "write true or false; YAML 1.2 takes on, off, yes and no as text"
     if kind in ("int_type", "float_type") and _is_number(value):
         return f"write it without quotes: {value}"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(re.sub("[ ,']", "", value)):
+        return "write " + re.sub("[ ,']", "_", value)
+    if kind == "string_type" and isinstance(value, dict):
+        return "put text that holds ': ' in quotes"
     if kind == "float_type" and isinstance(value, bool):
         return "write a number"
     if kind == "list_type" and isinstance(value, str | int | float):

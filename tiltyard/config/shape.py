@@ -54,10 +54,8 @@ class Section:
         return self.tags.get(word, self.models[0]) if isinstance(word, str) else self.models[0]
 
     def field(self, name: str) -> Section | Free | None:
-        for model in self.models:
-            if (found := fields(model).get(name, Unknown)) is not Unknown:
-                return found  # type: ignore[return-value]
-        return None
+        """The shape of the setting called `name`; None for a plain value and for what is no setting."""
+        return next((fields(model)[name] for model in self.models if name in fields(model)), None)
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,6 @@ def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
     if isinstance(shape, Section):
         return shape.field(name)
     return shape.item if isinstance(shape, Free) else None
-
-
-class Unknown:
-    """Stands for a name that is no setting."""
 
 
 @cache

@@ -207,10 +207,10 @@ def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
     shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else ""
     hint = "check quotes, brackets and indentation there" + (" or just above it" if not shown else "")
     if "mapping values are not allowed" in problem:
-        problem, hint = (
-            "a second ': ' in one line, or a line indented too far",
-            "put text with a colon in quotes, or indent as the lines around it",
-        )
+        if shown.count(": ") + shown.endswith(":") > 1:
+            problem, hint = "a second ': ' in one line", "put text with a colon in quotes"
+        else:
+            problem, hint = "a line indented further than the one above allows", "indent it as the lines around it"
     elif r"'\t'" in problem:
         problem, hint = "a tab where spaces belong", "indent with spaces"
     elif "stream end" in problem or "end of stream" in problem:
