@@ -253,6 +253,18 @@ def test_the_learning_rate_adapts_to_the_divergence():
     assert ppo.settings_in_force()["lr"] == pytest.approx(1e-2 / 16)
 
 
+def test_the_divergence_that_steers_is_that_of_the_whole_update():
+    """With a single gradient step the minibatch itself saw no divergence yet: the rate would grow for ever."""
+    lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-7, factor=2.0)
+    ppo, net, spec = learner(A2c(id="a2c", rollout=16, lr=lr))
+    rollout = act_out(net, spec, 16)
+    metrics = ppo.update(rollout, 0)
+    dist, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first), None)
+    log_ratio = dist.log_prob(torch.from_numpy(rollout.action)) - torch.from_numpy(rollout.log_prob)
+    assert metrics["loss/kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean().detach()), rel=1e-2)
+    assert ppo.settings_in_force()["lr"] == pytest.approx(5e-3)
+
+
 def test_a_divergence_too_large_ends_the_update():
     free, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=10, lr=1e-2))
     assert free.update(act_out(net, spec, 16), 0)["learn/epochs"] == 10

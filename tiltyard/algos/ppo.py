@@ -113,10 +113,14 @@ class Ppo:
             if self.algo.kl_stop is not None and kl > self.algo.kl_stop:
                 break
 
+        if any(value.adapts for value in self.values.values()):
+            # What the epoch saw came before its gradient steps: too little to steer by when epochs are few.
+            log_ratio = self._log_ratios(chunks)
+            kl = float(_divergence(log_ratio if chunks.valid is None else log_ratio[chunks.valid > 0]).mean())
+            for value in self.values.values():
+                value.observe_kl(kl)
         # Only now: with other statistics the net would not be the policy that acted, and ratios would not start at 1.
         self.net.observe(rollout.obs, rollout.valid)
-        for value in self.values.values():
-            value.observe_kl(kl)
         return {
             **epoch.means(),
             "loss/kl": kl,
@@ -173,16 +177,24 @@ class Ppo:
         method = vtrace if self.algo.advantage == "vtrace" else clipped_gae
         return method(*parts, self._ratios(rollout), gamma, lam, self.algo.rho_clip)
 
-    @torch.no_grad()
     def _ratios(self, rollout: Rollout) -> Array:
         """[T, B]: how much likelier the actions are under the current policy than under the one that acted."""
         nothing = np.zeros_like(rollout.reward)
-        chunks = self._chunks(rollout, nothing, nothing)
-        dist, _ = self.net.unroll(chunks.obs, chunks.state0, chunks.first, chunks.mask, prepared=True)
-        ratio = (dist.log_prob(chunks.action) - chunks.numbers[0]).exp()
+        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing))
         length, rows = rollout.reward.shape
-        split = ratio.view(self.bptt, length // self.bptt, rows).transpose(0, 1)
+        split = log_ratio.exp().view(self.bptt, length // self.bptt, rows).transpose(0, 1)
         return split.reshape(length, rows).cpu().numpy()
+
+    @torch.no_grad()
+    def _log_ratios(self, chunks: Chunks) -> Tensor:
+        """[bptt, N] of all samples under the policy as it is, a minibatch at a time to bound the memory it takes."""
+        everything = torch.arange(chunks.first.shape[1], device=chunks.first.device)
+        parts = []
+        for chosen in torch.split(everything, max(1, self.algo.minibatch // self.bptt)):
+            part = chunks.take(chosen)
+            dist, _ = self.net.unroll(part.obs, part.state0, part.first, part.mask, prepared=True)
+            parts.append(dist.log_prob(part.action) - part.numbers[0])
+        return torch.cat(parts, 1)
 
     # ------------------------------------------------------------------------------------------ minibatches
 

@@ -50,6 +50,11 @@ class ScheduledValue:
             return setting.start if self.moved is None else self.moved
         return float(setting)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether it wants to be told the KL divergence of each update."""
+        return isinstance(self.setting, KlAdaptive)
+
     def observe_kl(self, kl: float) -> None:
         """Adapt to the KL divergence of an update; nothing for other kinds."""
         setting = self.setting

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import tiltyard
 from tiltyard import refs
 from tiltyard.config.experiment import Experiment, Model
 from tiltyard.envs.actions import ActionCodec, flat_mask
@@ -57,7 +57,7 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
         "spec": spec_to_json(spec),
         "model": experiment.model.model_dump(mode="json"),
         "env": {"id": experiment.env.id, "frame_stack": experiment.env.frame_stack},
-        "versions": {package: metadata.version(package) for package in ("tiltyard", "torch", "numpy")},
+        "versions": {"tiltyard": tiltyard.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
         "weights": net.arrays(),
     }
     write_tree(folder, name, tree)
