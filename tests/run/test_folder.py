@@ -1,5 +1,6 @@
 """Run folders are made whole, found by every name people use, and removed only when that is safe."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -83,7 +84,7 @@ wanted = Experiment.model_validate({"name": "race", "env": {"id": "CartPole-v1"}
 for _ in range(int(sys.argv[2])):
     create(Path(sys.argv[1]), wanted, command=[])
 """
-    each = count(100)
+    each = count(50)
     makers = [subprocess.Popen([sys.executable, "-c", code, str(root), str(each)]) for _ in range(3)]
     while any(maker.poll() is None for maker in makers):
         for row in list_runs(root):  # a listing in between never sees a half-made run
@@ -167,6 +168,26 @@ def test_events_are_sentences_with_facts_and_survive_a_torn_line(root):
     assert events[1]["env_steps"] == 5 and events[1]["score"] == "nan" and events[2]["sentence"] == "went on"
     with pytest.raises(ValueError, match="exploded"):
         log_event(run, "exploded", "no such kind")
+
+
+def test_a_full_disk_is_one_sentence_and_the_old_status_stays(small_disk):
+    run = make(small_disk)
+    fill = small_disk / "ballast"
+    with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    for attempt in (
+        lambda: write_status(run, notes="x" * 9000),
+        lambda: log_event(run, "warning", "x" * 9000),
+        lambda: Lock.acquire(run),
+    ):
+        with pytest.raises(TiltyardError, match="No space left on device") as caught:
+            attempt()
+        assert isinstance(caught.value, OSError) and str(caught.value) == caught.value.message and caught.value.hint
+    assert run.status()["notes"] == "" and not [path for path in run.folder.iterdir() if path.suffix == ".tmp"]
+    fill.unlink()
+    log_event(run, "warning", "there is room again")
+    assert [event["kind"] for event in read_events(run)] == ["created", "warning"]
 
 
 def test_a_running_run_without_a_living_owner_is_lost(root, child):

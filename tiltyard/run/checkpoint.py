@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable, Sequence
@@ -71,7 +70,7 @@ def commit(
     A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` sweeps away.
     """
     parent = run.checkpoints
-    draft = parent / f".tmp-{env_steps:012d}-{secrets.token_hex(4)}"
+    draft = parent / f".tmp-{env_steps:012d}-{disk.unique()}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         order = 1 + max((manifest["order"] for _, manifest in _manifests(parent)), default=0)
@@ -159,9 +158,7 @@ def _publish(draft: Path, final: Path) -> Path:
 
 def _delete(folder: Path) -> None:
     """Out of every listing at once, then off the disk."""
-    shutil.rmtree(
-        folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{secrets.token_hex(4)}")), ignore_errors=True
-    )
+    shutil.rmtree(folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{disk.unique()}")), ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------- reading

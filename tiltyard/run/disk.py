@@ -14,17 +14,37 @@ import json
 import math
 import operator
 import os
-import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+from tiltyard.errors import TiltyardError
+
+# For people: what to do when the disk refuses.
+NO_ROOM = "free some space or check the folder's permissions, then go on with: tiltyard resume"
+
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class DiskError(TiltyardError, OSError):
+    """A file could not be written. One sentence for people, and still an OSError for code that guards against disks."""
+
+    def __init__(self, path: Path, cause: OSError) -> None:
+        super().__init__(f"{path} could not be written: {cause.strerror or cause}", NO_ROOM)
+        self.errno, self.strerror = cause.errno, cause.strerror
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def now() -> str:
     """The time as status and events write it: UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def unique() -> str:
+    """Eight letters that no other process draws, for temporary names."""
+    return os.urandom(4).hex()
 
 
 def plain(value: Any) -> Any:
@@ -58,7 +78,7 @@ def number(value: Any) -> float | None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace the file as a whole. Costs one fsync."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{unique()}.tmp")
     try:
         # Lone surrogates (file names in odd encodings) must not stop a status from being written.
         with temporary.open("wb") as file:
@@ -66,10 +86,11 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except OSError as error:
+        raise DiskError(path, error) from error
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -86,6 +107,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def append_line(path: Path, text: str) -> None:
     """One line at the end; after a line that a crash tore, a fresh one."""
+    try:
+        _append(path, text)
+    except OSError as error:
+        raise DiskError(path, error) from error
+
+
+def _append(path: Path, text: str) -> None:
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(handle).st_size

@@ -11,10 +11,8 @@ A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run import disk, provenance
+from tiltyard.run import disk
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.names import ADJECTIVES, ANIMALS
@@ -126,6 +124,8 @@ def create(
 
     `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork.
     """
+    import secrets
+
     group = disk.absolute(root) / experiment.run_name
     draft, number = _claim(group)
     try:
@@ -185,6 +185,7 @@ def _fill(
 ) -> None:
     from tiltyard.config.load import resolved_yaml
     from tiltyard.refs import freeze
+    from tiltyard.run import provenance
 
     frozen = freeze(experiment, base, draft)
     disk.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
@@ -194,7 +195,7 @@ def _fill(
     facts["source"] = source_name
     facts["seed"] = experiment.seed
     facts["plugins"] = {
-        str(path.relative_to(draft)): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(draft)): provenance.sha256(path)
         for path in sorted((draft / "plugins").rglob("*"))
         if path.is_file()
     }
@@ -228,6 +229,9 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> R
 
 def default_root() -> Path:
     """The runs folder that the environment or the site file names."""
+    # The variable rules over the site file, and reading that file costs more than listing a thousand runs.
+    if named := os.environ.get("TILTYARD_RUNS"):
+        return Path(named).expanduser().absolute()
     from tiltyard.config.site import runs_root
 
     return runs_root()
@@ -337,7 +341,7 @@ def remove(run: Run, root: Path) -> None:
         )
     if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
         raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")
-    trash = group / f".trash-{folder.name}-{secrets.token_hex(4)}"
+    trash = group / f".trash-{folder.name}-{disk.unique()}"
     with Lock.acquire(run):  # refuses a run that somebody is writing
         try:
             folder.rename(trash)

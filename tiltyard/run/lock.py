@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -78,7 +76,7 @@ def _pid_namespace() -> str:
 
 def _machine() -> dict[str, str]:
     return {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "boot": _first_line("/proc/sys/kernel/random/boot_id"),
         "pids": _pid_namespace(),
     }
@@ -124,11 +122,9 @@ def read_owner(folder: Path) -> Owner | None:
     """Who holds the run, or None. A lock file that cannot be understood is an owner of whom nothing is known."""
     try:
         return disk.read_json(folder / LOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except NotADirectoryError:
-        return None
-    except ValueError:
+    except (OSError, ValueError):
         return {"host": "", "pid": 0}
 
 
@@ -166,7 +162,7 @@ class Lock:
         self.run = run
         self.period = default_period() if period is None else period
         self.held = False
-        self._mark = secrets.token_hex(8)
+        self._mark = os.urandom(8).hex()
         self._beat = 0
         self._successor: Owner | None = None
         self._ended = threading.Event()

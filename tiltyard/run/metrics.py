@@ -9,14 +9,12 @@ Numbers that are none are the strings nan, inf and -inf. Trackers are mirrors of
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.errors import TiltyardError
 from tiltyard.run import disk
 
 if TYPE_CHECKING:
@@ -42,13 +40,7 @@ def rewind(where: Run | Path, env_steps: int, attempt: int) -> None:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    try:
-        disk.append_line(path, disk.to_json(dict(record)))
-    except OSError as error:
-        raise TiltyardError(
-            f"{path} could not be written: {os.strerror(error.errno) if error.errno else error}",
-            "free some space, then continue with: tiltyard resume " + str(path.parent),
-        ) from error
+    disk.append_line(path, disk.to_json(dict(record)))
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:

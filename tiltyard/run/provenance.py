@@ -9,12 +9,14 @@ Only facts: nothing here is needed to resume a run, and a fact that cannot be fo
 from __future__ import annotations
 
 import getpass
+import hashlib
 import os
 import platform
 import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any
 from tiltyard.run import disk
 from tiltyard.run.masking import mask_all, mask_command, mask_secrets
 
-__all__ = ["collect", "collect_with_diff", "mask_secrets"]
+__all__ = ["collect", "collect_with_diff", "mask_secrets", "sha256"]
 
 # fmt: off
 PACKAGES = (
@@ -78,6 +80,10 @@ def collect_with_diff(
     return masked, diff
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -126,8 +132,6 @@ def _ask(folder: Path, *words: str) -> str | None:
 
 
 def _read_limited(process: subprocess.Popen[bytes]) -> str | None:
-    import threading
-
     timer = threading.Timer(GIT_SECONDS, process.kill)
     timer.start()
     try:

@@ -1,0 +1,350 @@
+"""ls, show, logs, stop, rm and diff as typed: real processes, real folders, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tiltyard.cli import main
+from tiltyard.config.experiment import Experiment
+from tiltyard.run import checkpoint, metrics
+from tiltyard.run.folder import create, find, log_event, write_status
+from tiltyard.types import Progress
+
+HEAVY = ("torch", "ray", "gymnasium", "numpy")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def tiltyard(root, tmp_path, monkeypatch, capsys):
+    """Type a command, with a stdin that is no terminal."""
+    monkeypatch.setenv("TILTYARD_RUNS", str(root))
+    monkeypatch.chdir(tmp_path)
+
+    def type_(*words, code=0):
+        capsys.readouterr()
+        with Path(os.devnull).open() as nobody, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", nobody)
+            with pytest.raises(SystemExit) as left:
+                main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert left.value.code == code and "Traceback" not in said.err, said.err
+        return SimpleNamespace(stdout=said.out, stderr=said.err)
+
+    return type_
+
+
+def make(root, name="toy", **settings):
+    return create(root, Experiment.model_validate({"name": name, "env": {"id": "CartPole-v1"}, **settings}), command=[])
+
+
+def trained(root, name="toy", **settings):
+    """A finished run with records and two checkpoints, as training leaves it."""
+    run = make(root, name, **settings)
+    for steps, value in ((100, 10.0), (200, 22.5)):
+        found = {
+            "train/return": value,
+            "train/return_min": 1,
+            "train/return_max": 50,
+            "time/env": 0.75,
+            "time/learn": 0.25,
+        }
+        metrics.append(
+            run,
+            {"env_steps": steps, "metrics": {**found, "eval/return": value * 2, "speed/env_steps_per_second": 1234.0}},
+        )
+        checkpoint.commit(
+            run,
+            steps,
+            Progress(env_steps=steps),
+            value * 2,
+            lambda folder: checkpoint.write_tree(folder, "x", {"a": 1}),
+        )
+    progress = Progress(env_steps=200, updates=2, episodes=9, seconds=75.0)
+    write_status(
+        run,
+        state="finished",
+        reason="stop.env_steps",
+        progress=progress,
+        best=45.0,
+        **{"return": 22.5, "eval_return": 45.0},
+    )
+    log_event(run, "finished", "finished at env step 200")
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- ls
+
+
+def test_ls_lists_filters_and_speaks_json(root, tiltyard):
+    one = trained(root, tags=["paper", "fast"], notes="the Good one\nsecond line")
+    two = make(root, "other", tags=["paper"])
+    out = tiltyard("ls").stdout
+    assert out.splitlines()[0].split()[:3] == ["run", "state", "env"] and one.id in out and two.id in out
+    assert "22.5" in out and "45" in out and "1 min 15 s" in out and "paper,fast" in out and "second line" not in out
+    rows = json.loads(tiltyard("ls", "--json").stdout)
+    assert [row["id"] for row in rows] == [one.id, two.id] and rows[0]["eval_return"] == 45.0
+    for words, expected in (
+        (["--tag", "paper"], [one.id, two.id]),
+        (["--tag", "paper", "--tag", "fast"], [one.id]),
+        (["--name", "other"], [two.id]),
+        (["--state", "finished"], [one.id]),
+        (["--notes", "good"], [one.id]),
+        (["--notes", "bad"], []),
+    ):
+        assert [row["id"] for row in json.loads(tiltyard("ls", "--json", *words).stdout)] == expected, words
+    assert "none of the 2 runs" in tiltyard("ls", "--tag", "none").stderr
+    assert "did you mean 'finished'" in tiltyard("ls", "--state", "finish", code=2).stderr
+
+
+def test_ls_of_nothing_and_of_a_wrong_root(root, tiltyard, tmp_path):
+    done = tiltyard("ls")
+    assert done.stdout == "" and "tiltyard train" in done.stderr
+    assert json.loads(tiltyard("ls", "--json").stdout) == []
+    assert "is no folder" in tiltyard("ls", "--root", tmp_path / "missing", code=2).stderr
+
+
+def test_control_characters_in_notes_do_not_reach_the_terminal(root, tiltyard):
+    run = make(root, notes="red \x1b[31m and \x07 bell")
+    for words in (["ls"], ["show", run.id]):
+        assert "\x1b" not in tiltyard(*words).stdout and "\x07" not in tiltyard(*words).stdout
+
+
+def test_broken_and_half_deleted_runs_are_listed_not_fatal(root, tiltyard):
+    one, two = make(root), make(root)
+    (one.folder / "status.json").write_text("{")
+    (two.folder / "status.json").unlink()
+    assert [row["state"] for row in json.loads(tiltyard("ls", "--json").stdout)] == ["broken", "broken"]
+    assert "broken" in tiltyard("ls").stdout
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["show", "last"], ["--help"]])
+def test_looking_imports_nothing_heavy(root, tmp_path, words):
+    trained(root)
+    code = (
+        "import sys, atexit\n"
+        f"atexit.register(lambda: sys.stderr.write('HEAVY ' + ' '.join(sorted(set({HEAVY}) & set(sys.modules))) + '\\n'))\n"
+        f"from tiltyard.cli import main\nmain({words})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "TILTYARD_RUNS": str(root)}, check=True)  # fmt: skip
+    assert done.stderr.splitlines()[-1] == "HEAVY "
+
+
+# ---------------------------------------------------------------------------------------------- show
+
+
+def test_show_on_one_screen_as_json_and_as_events(root, tiltyard):
+    run = trained(root, tags=["a"], notes="mine")
+    out = tiltyard("show", "last").stdout
+    for words in ("finished: stop.env_steps", "200 of 1,000,000", "22.5 in training", "45 at env step 200, best 45", "env 75%",
+                  "1,234 env steps per second", "eval/return 45, best, newest", f"tiltyard eval {run.id}", str(run.folder)):  # fmt: skip
+        assert words in out, words
+    facts = json.loads(tiltyard("show", run.id, "--json").stdout)
+    assert [one["env_steps"] for one in facts["checkpoints"]] == [100, 200] and facts["damaged"] == []
+    assert "finished at env step 200" in tiltyard("show", run.id, "--events").stdout
+    assert [event["kind"] for event in json.loads(tiltyard("show", run.id, "--events", "--json").stdout)] == [
+        "created",
+        "finished",
+    ]
+
+
+def test_show_names_damage_and_works_before_training(root, tiltyard):
+    run = trained(root)
+    (run.checkpoints / "000000000200" / "manifest.json").write_text("{")
+    with run.metrics_file.open("a") as file:
+        file.write('{"torn')
+    out = tiltyard("show", run.id).stdout
+    assert "checkpoint 000000000200: manifest.json cannot be read" in out and "line 3 of metrics.jsonl" in out
+    fresh = make(root, "fresh")
+    assert "created" in (out := tiltyard("show", fresh.id).stdout) and f"tiltyard resume {fresh.id}" in out
+
+
+def test_show_draws_the_learning_curve(root, tiltyard, tmp_path):
+    pytest.importorskip("matplotlib")
+    run = trained(root)
+    tiltyard("show", run.id, "--plot", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_run_is_one_sentence(root, tiltyard):
+    run = make(root)
+    for verb in ("show", "logs", "stop", "rm"):
+        done = tiltyard(verb, run.id[:-1], code=2)
+        assert done.stdout == "" and done.stderr.startswith("error: there is no run") and run.id in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- logs and stop
+
+TRAINER = """
+import signal, sys, time
+from pathlib import Path
+from tiltyard.run.folder import Lock, Run, write_status
+run, obeys = Run(Path(sys.argv[1])), sys.argv[2] == "obeys"
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+(run.folder / "logs").mkdir(exist_ok=True)
+with Lock(run), (run.folder / "logs" / "attempt-001.log").open("w") as log:
+    write_status(run, state="running")
+    log.write("first line\\n"); log.flush()
+    print("running", flush=True)
+    while not (asked and obeys):
+        time.sleep(0.01)
+    log.write("last line\\n"); log.flush()
+    write_status(run, state="stopped", reason="asked to stop")
+"""
+
+
+@pytest.fixture
+def trainer(request):
+    """A process that holds a run as training does."""
+    started = []
+
+    def start(run, manner="obeys"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(run.folder), manner], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline() == "running\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_stop_asks_waits_and_says_what_came_of_it(root, tiltyard, trainer):
+    run = make(root)
+    process = trainer(run)
+    assert "running" in tiltyard("ls").stdout
+    done = tiltyard("stop", run.id)
+    assert f"asked pid {process.pid}" in done.stderr and "is stopped: asked to stop" in done.stderr
+    assert f"tiltyard resume {run.id}" in done.stderr and find(run.id, root).state == "stopped"
+    assert f"run {run.id} is not running (stopped)" in tiltyard("stop", run.id, code=2).stderr
+
+
+def test_stop_does_not_wait_for_ever(root, tiltyard, trainer):
+    run = make(root)
+    trainer(run, "deaf")
+    assert "still finishing its update" in tiltyard("stop", run.id, "--wait", "0.2", code=1).stderr
+
+
+def test_stop_names_another_host_and_never_signals_a_stranger(root, tiltyard):
+    run = make(root)
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        owner = {"host": "node9", "pid": stranger.pid, "boot": "", "pids": "", "started": "1", "mark": "x"}
+        (run.folder / "lock.json").write_text(json.dumps(owner))
+        done = tiltyard("stop", run.id, code=2)
+        assert f"pid {stranger.pid} on host node9" in done.stderr and "stop it there" in done.stderr
+        from tiltyard.run.lock import myself
+
+        # This machine, this number, but another start time: the number was given to somebody else since.
+        (run.folder / "lock.json").write_text(json.dumps({**myself(), "pid": stranger.pid, "started": "1"}))
+        tiltyard("stop", run.id, code=2)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_logs_prints_and_follows_to_the_end(root, tiltyard, trainer, tmp_path):
+    run = make(root)
+    assert "has written no log yet" in tiltyard("logs", run.id).stderr
+    process = trainer(run)
+    assert tiltyard("logs", run.id).stdout == "first line\n"
+    follower = subprocess.Popen([sys.executable, "-m", "tiltyard", "logs", "-f", run.id, "--root", str(root)],
+                                stdout=subprocess.PIPE, text=True, cwd=tmp_path)  # fmt: skip
+    assert follower.stdout.readline() == "first line\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = follower.communicate(timeout=30)
+    assert out == "last line\n" and follower.returncode == 0
+
+
+def test_logs_stops_following_a_run_whose_process_was_killed(root, tiltyard, trainer):
+    run = make(root)
+    process = trainer(run)
+    process.kill()
+    process.wait()
+    assert tiltyard("logs", "-f", run.id).stdout == "first line\n"
+    assert "lost" in tiltyard("ls").stdout
+
+
+# ---------------------------------------------------------------------------------------------- rm
+
+
+def test_rm_deletes_what_was_named_after_finding_all(root, tiltyard):
+    one, two, three = make(root), make(root), make(root)
+    assert "add --yes" in tiltyard("rm", one.id, code=2).stderr
+    tiltyard("rm", one.id, "no-such-run", "--yes", code=2)
+    assert one.folder.exists()
+    done = tiltyard("rm", one.id, two.id, one.folder, "--yes")
+    assert done.stderr.count("deleted") == 2
+    assert [path.name for path in (root / "toy").iterdir()] == [three.folder.name]
+
+
+def test_rm_refuses_live_runs_links_and_other_places(root, tiltyard, trainer, tmp_path):
+    live, elsewhere = make(root), make(tmp_path / "others")
+    process = trainer(live)
+    assert f"pid {process.pid} on host" in tiltyard("rm", live.id, "--yes", code=2).stderr
+    link = root / "toy" / "0042-sly-fox"
+    link.symlink_to(elsewhere.folder)
+    for victim in (link, elsewhere.folder, tmp_path, "/"):
+        tiltyard("rm", victim, "--yes", code=2)
+    assert live.status() and elsewhere.status()
+
+
+def test_rm_asks_at_a_terminal(root, tmp_path):
+    run = make(root)
+    for answer, left in ((b"\n", True), (b"n\n", True), (b"y\n", False)):
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([sys.executable, "-m", "tiltyard", "rm", run.id, "--root", str(root)],
+                                   stdin=theirs, stderr=subprocess.PIPE, cwd=tmp_path)  # fmt: skip
+        os.close(theirs)
+        time.sleep(0.05)
+        os.write(ours, answer)
+        _, err = process.communicate(timeout=30)
+        os.close(ours)
+        assert b"for good? [y/N]" in err and run.folder.exists() is left, (answer, err)
+
+
+# ---------------------------------------------------------------------------------------------- diff
+
+
+def test_diff_names_the_settings_that_differ(root, tiltyard, tmp_path):
+    one = make(root, seed=1, algo={"id": "ppo", "lr": 1e-4})
+    two = make(root, seed=2, algo={"id": "ppo", "lr": {"kind": "linear", "start": 1e-3}})
+    rows = {
+        row["setting"]: (row["left"], row["right"])
+        for row in json.loads(tiltyard("diff", one.id, two.id, "--json").stdout)
+    }
+    assert rows["seed"] == (1, 2) and rows["algo.lr"] == (1e-4, None) and rows["algo.lr.kind"] == (None, "linear")
+    assert set(rows) == {"seed", "algo.lr", "algo.lr.kind", "algo.lr.start", "algo.lr.end", "algo.lr.over"}
+    assert "algo.lr.kind" in tiltyard("diff", one.id, two.id).stdout
+    assert "no setting differs" in tiltyard("diff", one.id, one.id).stderr
+    (tmp_path / "mine.yaml").write_text("name: toy\nenv: CartPole-v1\nseed: 3\nalgo: {id: ppo, lr: 1e-4}\n")
+    rows = json.loads(tiltyard("diff", one.id, "mine.yaml", "--json").stdout)
+    assert rows == [{"setting": "seed", "left": 1, "right": 3}]
+
+
+def test_diff_and_show_import_no_plug_in_and_notice_changed_ones(root, tiltyard, tmp_path):
+    source = tmp_path / "net.py"
+    runs = []
+    for text in ("raise SystemExit('imported!')\n", "raise SystemExit('imported again!')\n"):
+        source.write_text(text)
+        wanted = Experiment.model_validate({"name": "toy", "env": {"id": "CartPole-v1"}, "model": {"id": "net.py:Net"}})
+        runs.append(create(root, wanted, base=[tmp_path], command=[]))
+    rows = json.loads(tiltyard("diff", runs[0].id, runs[1].id, "--json").stdout)
+    assert [row["setting"] for row in rows] == ["plugins/net.py"] and rows[0]["left"] != rows[0]["right"]
+    assert "CartPole-v1" in tiltyard("show", runs[0].id).stdout
