@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 class TiltyardError(Exception):
-    """Something failed while doing what was asked. `details` is text to show below the sentence (a user's traceback)."""
+    """Something failed while doing what was asked. `details` is text shown below the sentence: a user's traceback."""
 
     exit_code = EXIT_FAILED
 

@@ -224,9 +224,7 @@ def record(
     screen.update(progress, found, split)
 
 
-def keep(
-    run: Run, engine: Engine, ledger: Ledger, save: Save, progress: Progress, *, milestone: bool = False
-) -> None:
+def keep(run: Run, engine: Engine, ledger: Ledger, save: Save, progress: Progress, *, milestone: bool = False) -> None:
     """Commit a checkpoint and drop those that need not be kept."""
     ledger.saved = progress
 

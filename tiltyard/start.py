@@ -83,7 +83,7 @@ def fork(
     return run
 
 
-# ------------------------------------------------------------------------------------------------ before a folder exists
+# ------------------------------------------------------------------------------------------------ before a folder
 
 
 def prepare(
@@ -163,7 +163,9 @@ def change_settings(run: Run, overrides: Sequence[str]) -> None:
         number = int(run.status().get("attempt", 0)) + 1
         shutil.copyfile(run.experiment_file, run.folder / f"experiment.before-attempt-{number}.yaml")
         disk.write_text(run.experiment_file, resolved_yaml(loaded.experiment))
-        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(overrides)}", overrides=[*overrides])
+        log_event(
+            run, "resumed", f"settings changed for attempt {number}: {' '.join(overrides)}", overrides=[*overrides]
+        )
 
 
 def branch(source: Run | str | Path, overrides: Sequence[str], *, at: int | str | None = None) -> Run:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
@@ -116,7 +115,7 @@ class EpisodeEnd:
 
 @dataclass
 class Step:
-    """What a group of envs answers: the observation to act on next, and what the last action brought. Arrays are [B, ...]."""
+    """What a group of envs answers: what to act on next, and what the last action brought. Arrays are [B, ...]."""
 
     obs: Arrays
     reward: Array

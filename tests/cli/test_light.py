@@ -24,9 +24,7 @@ print("IMPORTED:" + ",".join(sorted(name for name in {heavy!r} if name in sys.mo
 @pytest.fixture
 def one_run(runs: Path, tmp_path: Path) -> str:
     (tmp_path / "watched.py").write_text(
-        "from gymnasium.envs.classic_control import CartPoleEnv\n"
-        "class Watched(CartPoleEnv):\n"
-        "    pass\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\nclass Watched(CartPoleEnv):\n    pass\n"
     )
     run = product.train(
         {
@@ -45,7 +43,17 @@ def one_run(runs: Path, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["ls"], ["ls", "--json"], ["show", "RUN"], ["diff", "RUN", "RUN"], ["logs", "RUN"], ["version"], ["config", "schema"], ["config", "show", "FILE"]],
+    [
+        ["--help"],
+        ["ls"],
+        ["ls", "--json"],
+        ["show", "RUN"],
+        ["diff", "RUN", "RUN"],
+        ["logs", "RUN"],
+        ["version"],
+        ["config", "schema"],
+        ["config", "show", "FILE"],
+    ],
     ids=" ".join,
 )
 def test_looking_imports_nothing_heavy_and_runs_no_plugin(words: list[str], one_run: str, runs: Path) -> None:

@@ -8,7 +8,15 @@ import tiltyard as product
 from tests.conftest import Command
 from tiltyard.run.folder import find
 
-SETTINGS = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "stop.env_steps=64", "eval.episodes=2", "track.tensorboard=false"]
+SETTINGS = [
+    "engine.envs=2",
+    "algo.rollout=16",
+    "algo.minibatch=32",
+    "algo.epochs=1",
+    "stop.env_steps=64",
+    "eval.episodes=2",
+    "track.tensorboard=false",
+]
 
 MODEL = """
 import layers
@@ -100,5 +108,9 @@ def test_env_wrapper_and_encoder_files(tiltyard: Command, runs: Path, tmp_path: 
     outcome = json.loads(done.stdout)
     assert outcome["metrics"]["eval/return"] == 18.0, "six steps of the env, tripled by the wrapper"
     assert outcome["metrics"]["episode/marker"] == 12.5, "scalars in the last info become metrics by name"
-    gains = [array for name, array in product.load_policy(find("last", runs).folder).net.arrays().items() if "gain" in name]
-    assert gains and all(not np.array_equal(gain, np.float32(0.5)) for gain in gains), "the encoder's parameter was trained"
+    gains = [
+        array for name, array in product.load_policy(find("last", runs).folder).net.arrays().items() if "gain" in name
+    ]
+    assert gains and all(not np.array_equal(gain, np.float32(0.5)) for gain in gains), (
+        "the encoder's parameter was trained"
+    )

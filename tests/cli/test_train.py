@@ -11,7 +11,14 @@ from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
-TINY = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "stop.env_steps=96", "track.tensorboard=false"]
+TINY = [
+    "engine.envs=2",
+    "algo.rollout=16",
+    "algo.minibatch=32",
+    "algo.epochs=1",
+    "stop.env_steps=96",
+    "track.tensorboard=false",
+]
 QUICK = [*TINY, "eval.episodes=2", "eval.time_limit=50"]
 
 
@@ -26,7 +33,9 @@ def test_train_without_a_file_prints_the_folder_and_what_to_type_next(tiltyard: 
     assert [record["env_steps"] for record in metrics.read(run.metrics_file)][-1] == 96
 
 
-def test_json_is_all_that_reaches_stdout_even_when_the_env_prints(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_json_is_all_that_reaches_stdout_even_when_the_env_prints(
+    tiltyard: Command, runs: Path, tmp_path: Path
+) -> None:
     (tmp_path / "loud.py").write_text(
         "import os\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -121,7 +130,9 @@ def test_fork_starts_from_a_checkpoint_with_changed_settings_and_a_lineage(tilty
 
 def test_model_init_takes_the_weights_that_fit_and_lists_the_rest(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "name=source", "eval.at_end=false")
-    done = tiltyard("train", "Acrobot-v1", *QUICK, "model.init=source", "name=taker", "stop.env_steps=32", "eval.at_end=false")
+    done = tiltyard(
+        "train", "Acrobot-v1", *QUICK, "model.init=source", "name=taker", "stop.env_steps=32", "eval.at_end=false"
+    )
     assert "weights from" in done.stderr and "left as initialised" in done.stderr
     source = checkpoint.read_tree(checkpoint.select(find("source", runs)).folder / "policies", "main")["weights"]
     started = [event["sentence"] for event in read_events(find("taker", runs)) if "weights from" in event["sentence"]]

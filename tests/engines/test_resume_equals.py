@@ -20,7 +20,11 @@ CASES: dict[str, dict[str, Any]] = {
     "replayed envs": {"env": "CartPole-v1"},
     "memory, stack and previous action": {
         "env": {"id": "CartPole-v1", "frame_stack": 3, "frameskip": 2, "time_limit": 37},
-        "model": {"memory": {"kind": "lstm", "size": 16, "bptt": 16}, "previous": True, "normalise": {"obs": True, "returns": True}},
+        "model": {
+            "memory": {"kind": "lstm", "size": 16, "bptt": 16},
+            "previous": True,
+            "normalise": {"obs": True, "returns": True},
+        },
     },
     "continuous actions": {"env": "CarPass-v0", "model": {"memory": {"kind": "gru", "size": 8}}},
     "kl-adaptive": {"env": "identity", "algo": {"lr": {"kind": "kl_adaptive", "start": 1e-3}}},
@@ -54,13 +58,20 @@ def final(run: tiltyard.Run) -> tuple[dict[str, np.ndarray], list[dict[str, Any]
 def test_three_resumes_change_nothing(runs: Path, name: str) -> None:
     whole = tiltyard.train(merged(CASES[name], stop={"env_steps": 2048}), live=False)
     # An uneven first stop: in the middle of everything, between evaluations and checkpoints.
-    parts = tiltyard.train(merged(CASES[name], stop={"env_steps": 2048, "updates": 3}, eval={**BASE["eval"], "at_end": False}), live=False)
+    parts = tiltyard.train(
+        merged(CASES[name], stop={"env_steps": 2048, "updates": 3}, eval={**BASE["eval"], "at_end": False}), live=False
+    )
     for updates in (7, 8, 16):
-        parts = tiltyard.resume(parts, [f"stop.updates={updates}", f"eval.at_end={str(updates == 16).lower()}"], live=False)
+        parts = tiltyard.resume(
+            parts, [f"stop.updates={updates}", f"eval.at_end={str(updates == 16).lower()}"], live=False
+        )
     one, two = final(whole), final(parts)
     assert one[0].keys() == two[0].keys()
     for key, array in one[0].items():
         assert array.tobytes() == two[0][key].tobytes(), key
     assert repr(one[1]) == repr(two[1])  # repr, because NaN is not equal to itself
-    assert len([event for event in read_events(parts) if event["kind"] == "resumed" and "continues" in event["sentence"]]) == 3
+    assert (
+        len([event for event in read_events(parts) if event["kind"] == "resumed" and "continues" in event["sentence"]])
+        == 3
+    )
     assert not [event for event in read_events(parts) if event["kind"] == "warning"]

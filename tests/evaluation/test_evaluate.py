@@ -74,7 +74,9 @@ def test_overrides_reach_the_env(tiltyard: Command, trained: Run) -> None:
 
 
 def test_steps_begin_no_episode_beyond_them_and_cut_none(tiltyard: Command, trained: Run) -> None:
-    found = result(tiltyard("eval", "last", "--steps", "60", "env.time_limit=10", "eval.envs=2", "--random", "--json").stdout)
+    found = result(
+        tiltyard("eval", "last", "--steps", "60", "env.time_limit=10", "eval.envs=2", "--random", "--json").stdout
+    )
     assert sum(found["lengths"]) >= 60 and sum(found["lengths"][:-2]) < 60  # type: ignore[arg-type,index]
 
 
@@ -86,7 +88,9 @@ def test_a_run_without_checkpoints(tiltyard: Command, trained: Run) -> None:
 
 def test_rollouts_are_the_episodes_that_were_measured(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
     found = result(
-        tiltyard("eval", "last", "--episodes", "3", "--workers", "2", "--save-rollouts", "data", "--save-info", "--json").stdout
+        tiltyard(
+            "eval", "last", "--episodes", "3", "--workers", "2", "--save-rollouts", "data", "--save-info", "--json"
+        ).stdout
     )
     episodes = sorted(product.read_episodes(tmp_path / "data"), key=lambda one: one.meta["episode"])
     assert [float(one.reward.sum()) for one in episodes] == found["returns"]

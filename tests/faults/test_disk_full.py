@@ -27,7 +27,14 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> None:
-    settings = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "save.env_steps=32", "save.last=1"]
+    settings = [
+        "engine.envs=2",
+        "algo.rollout=16",
+        "algo.minibatch=32",
+        "algo.epochs=1",
+        "save.env_steps=32",
+        "save.last=1",
+    ]
     off = ["eval.every=0", "eval.at_end=false", "track.tensorboard=false"]
     in_own_process("train", "CartPole-v1", *settings, *off, "stop.env_steps=64", "name=full")
     run = find("full", small_disk / "runs")

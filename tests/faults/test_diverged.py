@@ -9,7 +9,15 @@ from tests.conftest import Command
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 
-SETTINGS = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "algo.epochs=1", "save.env_steps=32", "eval.every=0", "track.tensorboard=false"]
+SETTINGS = [
+    "engine.envs=2",
+    "algo.rollout=16",
+    "algo.minibatch=32",
+    "algo.epochs=1",
+    "save.env_steps=32",
+    "eval.every=0",
+    "track.tensorboard=false",
+]
 ENV = """
 import numpy as np
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -54,9 +62,20 @@ def test_what_an_env_gives(tiltyard: Command, runs: Path, tmp_path: Path, what: 
 
 def test_shapes_and_dtypes_that_change_later(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "rots.py").write_text(ENV)
-    assert "shape [3] and its space declares [4]" in tiltyard("train", "rots.py:Rots", "env.options.what=shape", *SETTINGS, expect=1).stderr
+    assert (
+        "shape [3] and its space declares [4]"
+        in tiltyard("train", "rots.py:Rots", "env.options.what=shape", *SETTINGS, expect=1).stderr
+    )
     assert "float64" in tiltyard("train", "rots.py:Rots", "env.options.what=dtype", *SETTINGS, expect=1).stderr
-    tiltyard("train", "rots.py:Rots", "env.options.what=dtype", "env.strict=false", *SETTINGS, "stop.env_steps=200", "eval.at_end=false")
+    tiltyard(
+        "train",
+        "rots.py:Rots",
+        "env.options.what=dtype",
+        "env.strict=false",
+        *SETTINGS,
+        "stop.env_steps=200",
+        "eval.at_end=false",
+    )
 
 
 def test_a_loss_that_explodes_is_named(tiltyard: Command, runs: Path, tmp_path: Path) -> None:

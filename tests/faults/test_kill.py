@@ -86,7 +86,9 @@ def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None
 
 
 def small_run(runs: Path, *more: str) -> Run:
-    child = tiltyard("train", "CartPole-v1", *SETTINGS[1:], "stop.env_steps=1024", "eval.at_end=false", "--plain", *more)
+    child = tiltyard(
+        "train", "CartPole-v1", *SETTINGS[1:], "stop.env_steps=1024", "eval.at_end=false", "--plain", *more
+    )
     _, errors = child.communicate(timeout=100)
     assert child.returncode == 0, errors
     return find("last", runs)

@@ -21,7 +21,9 @@ def test_cartpole_is_solved_within_100_000_env_steps(runs: Path) -> None:
     seeds = range(count(10))
     solved = []
     for seed in seeds:
-        run = tiltyard.train(ROOT / "examples" / "cartpole.yaml", [f"seed={seed}", "track.tensorboard=false"], live=False)
+        run = tiltyard.train(
+            ROOT / "examples" / "cartpole.yaml", [f"seed={seed}", "track.tensorboard=false"], live=False
+        )
         solved.append(max(evaluation_returns(run)) >= 475 and run.status()["progress"]["env_steps"] <= 101_000)
     assert sum(solved) >= 0.9 * len(seeds), f"solved: {dict(zip(seeds, solved, strict=True))}"
 
@@ -48,7 +50,9 @@ def test_memory_env_needs_a_memory(runs: Path) -> None:
     with_memory = evaluation_returns(tiltyard.train(memory_experiment("lstm"), live=False))[-1]
     without = evaluation_returns(tiltyard.train(memory_experiment("none"), live=False))[-1]
     assert with_memory == 1.0
-    assert without < 0.75, "64 episodes with two equally likely cues: a policy without memory is right about half the time"
+    assert without < 0.75, (
+        "64 episodes with two equally likely cues: a policy without memory is right about half the time"
+    )
 
 
 @pytest.mark.slow

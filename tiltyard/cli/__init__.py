@@ -62,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The reader of our stdout left (`tiltyard ls | head`): not an error; keep the exit from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_DONE
+    except Exception as error:
+        if os.environ.get("TILTYARD_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        report(
+            TiltyardError(f"this is a defect of Tiltyard: {what}", "TILTYARD_TRACEBACK=1 shows where; please report it")
+        )
+        code = EXIT_FAILED
     sys.exit(code)
 
 

@@ -29,7 +29,9 @@ def positive(text: str) -> int:
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run (id, folder, `last`) or folder of a checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.options.gravity=5")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.options.gravity=5"
+    )
     parser.add_argument("--episodes", type=positive, help="whole episodes to play (default: eval.episodes)")
     parser.add_argument("--steps", type=positive, help="env steps within which episodes are begun")
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")

@@ -80,7 +80,9 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--expect", metavar="'METRIC>=NUMBER'", help="exit 1 when the finished run misses this, e.g. 'return>=475'")
+    parser.add_argument(
+        "--expect", metavar="'METRIC>=NUMBER'", help="exit 1 when the finished run misses this, e.g. 'return>=475'"
+    )
     parser.add_argument("--pdb", action="store_true", help="open the debugger where it crashed")
     parser.add_argument("--plain", action="store_true", help="lines instead of the live screen")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout")
@@ -91,7 +93,9 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=3e-4")
     parser.add_argument("--on", metavar="PROFILE", help="profile of the site file to run with")
     parser.add_argument("--seeds", metavar="0-4", help="one run per seed, one after another")
-    parser.add_argument("--debug", action="store_true", help="everything in one process with tiny batches, over in seconds")
+    parser.add_argument(
+        "--debug", action="store_true", help="everything in one process with tiny batches, over in seconds"
+    )
     _common(parser)
 
 
@@ -155,7 +159,9 @@ def parse_at(text: str | None) -> int | str | None:
     except ValueError:
         number = -1.0
     if not (0 <= number < 1e18 and number.is_integer()):
-        raise UseError(f"--at {text!r} is neither a number of env steps nor `best`", "`tiltyard show RUN` lists checkpoints")
+        raise UseError(
+            f"--at {text!r} is neither a number of env steps nor `best`", "`tiltyard show RUN` lists checkpoints"
+        )
     return int(number)
 
 
@@ -169,7 +175,7 @@ def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | N
         outcome = start.carry_out(run, live=False if args.plain else None)
     except UseError:
         raise
-    except (TiltyardError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, OSError) as error:
+    except Exception as error:  # whatever an env, a model or torch raises is told the same way
         if not args.pdb:
             raise _as_told(run, error) from error
         _debug(error)
@@ -184,7 +190,7 @@ def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | N
 
 def _debug(error: BaseException) -> None:
     """The debugger where it really went wrong: in the env or model, if that is what raised."""
-    import pdb  # noqa: T100
+    import pdb
     import traceback
 
     traceback.print_exception(error)
@@ -198,7 +204,8 @@ def _as_told(run: Run, error: Exception) -> TiltyardError:
     if isinstance(error, TiltyardError):
         return error
     return TiltyardError(
-        f"{type(error).__name__}: {error}", f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb stops there"
+        f"{type(error).__name__}: {error}",
+        f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb stops there",
     )
 
 

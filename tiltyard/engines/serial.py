@@ -150,8 +150,13 @@ class SerialEngine:
     def _empty_rollout(self) -> Rollout:
         """Preallocated and filled over and over; NaN shows what was never written."""
         t, b, spec = self.length, self.rows, self.spec
-        numbers = lambda: np.full((t, b), np.nan, np.float32)  # noqa: E731
-        flags = lambda: np.zeros((t, b), bool)  # noqa: E731
+
+        def numbers() -> np.ndarray:
+            return np.full((t, b), np.nan, np.float32)
+
+        def flags() -> np.ndarray:
+            return np.zeros((t, b), bool)
+
         return Rollout(
             obs={key: np.zeros((t, b, *item.shape), item.dtype) for key, item in spec.obs.items()},
             first=flags(),

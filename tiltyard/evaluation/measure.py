@@ -139,7 +139,11 @@ def choose_checkpoint(source: Run | str | Path, at: int | str | None = None) -> 
 def changed(run: Run, overrides: Sequence[str]) -> Experiment:
     """The run's experiment with settings changed for this evaluation."""
     experiment = run.experiment()
-    return load(experiment.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment if overrides else experiment
+    return (
+        load(experiment.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment
+        if overrides
+        else experiment
+    )
 
 
 def _perform(task: Task) -> list[Played]:
@@ -160,6 +164,7 @@ def _perform(task: Task) -> list[Played]:
 
         def keep(index: int, episode: Episode) -> None:
             writer.write(replace(episode, meta={"episode": index}))
+
     return play(
         random_choice(spec, seed) if task.random else policy_choice(policy.net, task.greedy, seed),
         measured_env(experiment.env, spec, experiment.eval.time_limit),

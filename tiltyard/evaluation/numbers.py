@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -52,7 +51,7 @@ def student_t(freedom: int, level: float = 0.975) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
 
 
 def as_json(result: Evaluation) -> dict[str, Any]:
@@ -72,7 +71,9 @@ def write_files(result: Evaluation, facts: dict[str, Any], stem: Path) -> tuple[
         writer = csv.writer(file)
         writer.writerow(["episode", "seed", "return", "length"])
         writer.writerows([index, *row] for index, row in enumerate(rows))
-    os.replace(draft, table)
-    (draft := whole.with_name(f".{whole.name}.tmp")).write_text(json.dumps({**facts, **as_json(result)}, indent=2) + "\n")
-    os.replace(draft, whole)
+    draft.replace(table)
+    (draft := whole.with_name(f".{whole.name}.tmp")).write_text(
+        json.dumps({**facts, **as_json(result)}, indent=2) + "\n"
+    )
+    draft.replace(whole)
     return table, whole

@@ -113,7 +113,9 @@ def play(
         share = shares[row]  # a slot that has played its share goes on unheeded until the others are done
         return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
 
-    group = EnvGroup(env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds)
+    group = EnvGroup(
+        env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds
+    )
     film = VideoWriter(video, fps=group.fps) if video is not None else None
     group.filmed = 0 if film is not None and spec.renders else None
     choose, played, taken = begin(rows), [], 0
@@ -157,7 +159,7 @@ def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
         return drawn
     for name, item in group.spec.obs.items():
         if item.image:
-            return obs[name][0]
+            return np.asarray(obs[name][0])
     raise UseError(
         f"env {group.env.id} cannot be filmed: it has no rgb_array rendering and no image observation",
         "leave --video out, or give the env render_mode='rgb_array'",

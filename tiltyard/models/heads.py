@@ -5,12 +5,17 @@ Knows nothing of models or envs. The flat action is float32 [..., columns]; the 
     part          columns        outputs     distribution
     categorical   1 (an index)   options     softmax over the options, less those that a mask forbids
     binary        n (0 or 1)     n           independent coins, logits
-    continuous    n              n           independent normals: the output is the mean, log_std stands beside
+    continuous    n              n           independent normals, log_std stands beside; the mean is tanh(output)
+                                             where the box has bounds, the output itself where it has none
+
+Without the tanh a mean can leave a bounded box for good: every draw is then clipped to the same edge, and no noise
+explores any more.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +43,21 @@ def continuous_columns(action: ActionSpec) -> int:
     return sum(part.columns for part in action.parts if part.kind == "continuous")
 
 
+@lru_cache(maxsize=256)
+def bounded(part: ActionPart) -> tuple[bool, ...]:
+    """Which columns of a continuous part have two finite bounds."""
+    return tuple(math.isfinite(low) and math.isfinite(high) for low, high in zip(part.low, part.high, strict=True))
+
+
+def _means(part: ActionPart, piece: Tensor) -> Tensor:
+    inside = bounded(part)
+    if all(inside):
+        return torch.tanh(piece)
+    if not any(inside):
+        return piece
+    return torch.where(torch.tensor(inside, device=piece.device), torch.tanh(piece), piece)
+
+
 class ActionDist:
     """Distribution over flat actions. Parts are independent: log probabilities, entropies and divergences add up.
 
@@ -63,7 +83,7 @@ class ActionDist:
                     mask_at += width
                 self.pieces.append((part, torch.log_softmax(piece, -1), log_std))
             elif part.kind == "continuous":
-                self.pieces.append((part, piece, log_std[std_at : std_at + width]))
+                self.pieces.append((part, _means(part, piece), log_std[std_at : std_at + width]))
                 std_at += width
             else:
                 self.pieces.append((part, piece, log_std))
