@@ -74,15 +74,16 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("folder", facts["folder"]),
         *(("" if number else "next", command) for number, command in enumerate(facts["next"])),
     ]
-    return "".join(f"{name:<12} {text.clean(value)}\n" for name, value in rows if value)
+    return "".join(f"{name:<12} {text.clean(value).rstrip()}\n" for name, value in rows if value)
 
 
 def _progress(facts: dict[str, Any]) -> str:
     progress, target = facts["progress"], facts.get("target_env_steps")
-    of_target = f" of {target:,} ({text.percent(progress['env_steps'], target)})" if target else ""
+    of_target = f" of {target:,}" if target else ""
+    share = f" ({text.percent(progress['env_steps'], target)})" if target else ""
     counts = f"{text.count(progress['updates'])} updates, {text.count(progress['episodes'])} episodes"
     spent = f"{text.duration(progress['seconds'])}, attempt {facts['attempt']}"
-    return f"{text.count(progress['env_steps'])}{of_target} env steps, {counts}, {spent}"
+    return f"{text.count(progress['env_steps'])}{of_target} env steps{share}, {counts}, {spent}"
 
 
 def _returns(found: dict[str, float]) -> str:
