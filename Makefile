@@ -49,7 +49,7 @@ test-long: lint
 demo: export TILTYARD_RUNS := demo/runs
 demo: $(STAMP)
 	@mkdir -p demo
-	$(BIN)/tiltyard train examples/cartpole.yaml stop.return=475
+	$(BIN)/tiltyard train examples/cartpole.yaml stop.return=475 --expect 'return>=475'
 	$(BIN)/tiltyard eval last --episodes 20 --video --out demo/evaluation
 	$(BIN)/tiltyard show last --plot demo/learning-curve.png
 	@echo

@@ -9,6 +9,7 @@ envs (vector.py) cuts episodes itself, so that there is one place where `truncat
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,11 +42,16 @@ BUILTIN_WRAPPERS: Mapping[str, str] = {
 }
 
 RENDER_MODE = "rgb_array"
+# Pictures are arrays here: SDL needs neither sound nor a screen for that, and MuJoCo aborts the process without a screen.
+_WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _PIP = re.compile(r"pip install [^`;\n]+")
 
 
 def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any]:
     """The env with its wrappers; with `render` it can draw itself as RGB arrays."""
+    if render and not os.environ.get("DISPLAY"):
+        for name, value in _WITHOUT_SCREEN.items():
+            os.environ.setdefault(name, value)
     made = _make_bare(env, base, render)
     for index, plugin in enumerate(env.wrappers):
         setting = f"env.wrappers.{index}"

@@ -44,7 +44,7 @@ def episode_seed(seed: int, role: str, row: int, number: int) -> int:
 
 
 class EnvGroup:
-    """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run."""
+    """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run; `render` is for row 0."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class EnvGroup:
         self.comes_back = spec.comes_back
         self.codec = ActionCodec(spec.action)
         self._options = [part.options for part in spec.action.parts if part.kind == "categorical"]
-        self.envs: list[gymnasium.Env[Any, Any]] = [make_env(env, base, render) for _ in range(rows)]
+        self.envs: list[gymnasium.Env[Any, Any]] = [make_env(env, base, render and row == 0) for row in range(rows)]
         self._calls = [made.step for made in self.envs]
         self.buffer = ObsBuffer(self.envs[0].observation_space, rows, env.frame_stack, env.strict)
         self._allocate(previous)

@@ -40,4 +40,7 @@ class Screen:
             console.finish(state, lines)
 
     def close(self) -> None:
+        """Give the terminal back and end the log, whatever happened."""
+        for console in self.consoles:
+            console.close()
         self.log.close()
