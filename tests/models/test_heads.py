@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from torch import distributions as td
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, action
 from tiltyard.models.heads import ActionDist, continuous_columns, outputs
+from tiltyard.types import ActionPart
 
 MIXED = action(CATEGORICAL, CONTINUOUS, BINARY, CATEGORICAL)
 LOG_STD = torch.tensor([-0.5, 0.3])
@@ -13,7 +16,7 @@ def reference(params, log_std):
     """The same mixed distribution from torch's own parts."""
     return [
         td.Categorical(logits=params[..., 0:3]),
-        td.Independent(td.Normal(params[..., 3:5], log_std.exp()), 1),
+        td.Independent(td.Normal(params[..., 3:5].tanh(), log_std.exp()), 1),
         td.Independent(td.Bernoulli(logits=params[..., 5:7]), 1),
         td.Categorical(logits=params[..., 7:10]),
     ]
@@ -44,7 +47,17 @@ def test_mixed_parts_agree_with_torch_distributions():
 
 def test_mode_is_the_likeliest():
     params = torch.tensor([[0.0, 2.0, 1.0, 0.7, -0.7, 3.0, -3.0, 0.0, 0.0, 9.0]])
-    assert ActionDist(MIXED, params, LOG_STD, None).mode().tolist() == [pytest.approx([1, 0.7, -0.7, 1, 0, 2])]
+    assert ActionDist(MIXED, params, LOG_STD, None).mode().tolist() == [
+        pytest.approx([1, math.tanh(0.7), -math.tanh(0.7), 1, 0, 2])
+    ]
+
+
+def test_means_stay_inside_bounds_where_there_are_any():
+    spec = action(ActionPart("continuous", 3, low=(-1.0, -math.inf, 0.0), high=(1.0, math.inf, math.inf)))
+    mode = ActionDist(spec, torch.tensor([[5.0, 5.0, 5.0]]), torch.zeros(3), None).mode()
+    assert mode.tolist() == [pytest.approx([math.tanh(5.0), 5.0, 5.0])]
+    free = action(ActionPart("continuous", 1, low=(-math.inf,), high=(math.inf,)))
+    assert ActionDist(free, torch.tensor([[5.0]]), torch.zeros(1), None).mode().tolist() == [[5.0]]
 
 
 def test_draws_follow_the_probabilities():
@@ -53,7 +66,7 @@ def test_draws_follow_the_probabilities():
     drawn = ActionDist(MIXED, params, LOG_STD, None).sample(generator)
     share = torch.bincount(drawn[:, 0].long(), minlength=3) / len(drawn)
     torch.testing.assert_close(share, torch.softmax(params[0, :3], -1), atol=5e-3, rtol=0)
-    torch.testing.assert_close(drawn[:, 1:3].mean(0), params[0, 3:5], atol=1e-2, rtol=0)
+    torch.testing.assert_close(drawn[:, 1:3].mean(0), params[0, 3:5].tanh(), atol=1e-2, rtol=0)
     torch.testing.assert_close(drawn[:, 1:3].std(0), LOG_STD.exp(), atol=1e-2, rtol=0)
     torch.testing.assert_close(drawn[:, 3:5].mean(0), torch.sigmoid(params[0, 5:7]), atol=5e-3, rtol=0)
 

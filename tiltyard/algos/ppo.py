@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -146,17 +147,17 @@ class Ppo:
         clipped = ratio.clamp(1 - now["clip"], 1 + now["clip"])
         policy_loss = -_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
 
-        error = (value - target).square()
+        error = F.mse_loss(value, target, reduction="none")
         if self.algo.value_clip is not None:
             moved = old_value + (value - old_value).clamp(-self.algo.value_clip, self.algo.value_clip)
-            error = torch.maximum(error, (moved - target).square())
+            error = torch.maximum(error, F.mse_loss(moved, target, reduction="none"))
         value_loss = 0.5 * _mean(error, weight)
-        loss = policy_loss + now["value_coef"] * value_loss
+        loss = torch.add(policy_loss, value_loss, alpha=now["value_coef"])
 
         with torch.set_grad_enabled(now["entropy"] > 0):
             entropy = _mean(dist.entropy(), weight)
         if now["entropy"]:
-            loss = loss - now["entropy"] * entropy
+            loss = torch.sub(loss, entropy, alpha=now["entropy"])
         if now["kl"]:
             loss = loss + now["kl"] * _mean(_divergence(log_ratio), weight)
 
@@ -323,6 +324,9 @@ def _divergence(log_ratio: Tensor) -> Tensor:
 
 def _normalise(advantage: Tensor, weight: Tensor | None) -> Tensor:
     """Mean 0 and variance 1 over valid samples."""
+    if weight is None:
+        spread, middle = torch.std_mean(advantage, correction=0)
+        return (advantage - middle) / (spread + 1e-8)
     centred = advantage - _mean(advantage, weight)
     return centred / (_mean(centred.square(), weight).sqrt() + 1e-8)
 
