@@ -116,6 +116,8 @@ class Stopwatch:
 
     def metrics(self, progress: Progress) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
+        # What nobody measured (records, status, the screen) is other too: the shares add up to one.
+        self.add({"other": max(0.0, elapsed - sum(self.spent.values()))})
         return {
             "speed/env_steps_per_second": (progress.env_steps - self.since.env_steps) / elapsed,
             "speed/frames_per_second": (progress.frames - self.since.frames) / elapsed,

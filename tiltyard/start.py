@@ -19,7 +19,8 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import Loaded, load, resolved_yaml
-from tiltyard.config.site import load_site, pick_profile, runs_root
+from tiltyard.config.place import runs_root
+from tiltyard.config.site import load_site, pick_profile
 from tiltyard.engines import check_engine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
@@ -27,6 +28,7 @@ from tiltyard.run import checkpoint, disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
 from tiltyard.run.lock import Lock
+from tiltyard.run.status import write_status
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training import Outcome, train_run
@@ -98,8 +100,10 @@ def prepare(
     if isinstance(target, Experiment):
         target = target.model_dump(mode="json", by_alias=True)
     chosen = pick_profile(site, profile, site_file) if profile else None
+    if chosen is not None:
+        os.environ.update(chosen.environment)
     loaded = load(target, overrides, profile=chosen, debug=debug)
-    root = runs_root(site)
+    root = runs_root()
     experiment = _with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
     check(experiment, loaded.base)
@@ -163,6 +167,8 @@ def change_settings(run: Run, overrides: Sequence[str]) -> None:
         number = int(run.status().get("attempt", 0)) + 1
         shutil.copyfile(run.experiment_file, run.folder / f"experiment.before-attempt-{number}.yaml")
         disk.write_text(run.experiment_file, resolved_yaml(loaded.experiment))
+        now = loaded.experiment
+        write_status(run, target_env_steps=now.stop.env_steps, tags=now.tags, notes=now.notes)
         log_event(
             run, "resumed", f"settings changed for attempt {number}: {' '.join(overrides)}", overrides=[*overrides]
         )

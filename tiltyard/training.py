@@ -67,7 +67,7 @@ def train_run(run: Run, *, screen: Screen) -> Outcome:
             evaluator = Evaluator(experiment, spec, run.base)
             ledger, progress = restore(run, experiment, engine, attempt, screen)
             mirrors = Mirrors(run.folder, experiment, progress.env_steps)
-            closing.callback(lambda: [screen.say(sentence) for sentence in mirrors.close()])
+            closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine))
             return _loop(run, experiment, engine, evaluator, ledger, progress, attempt, lock, signals, mirrors, screen)
         except BaseException as error:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tiltyard.config.load import load
-from tiltyard.config.site import Profile, Site, find_site, load_site, pick_profile, runs_root
+from tiltyard.config.place import find_site, runs_root
+from tiltyard.config.site import Profile, Site, load_site, pick_profile
 from tiltyard.errors import ConfigError, UseError
 
 

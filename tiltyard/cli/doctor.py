@@ -111,7 +111,7 @@ def check_memory() -> Finding:
 
 
 def check_runs() -> Finding:
-    from tiltyard.config.site import runs_root
+    from tiltyard.config.place import runs_root
 
     try:
         root = runs_root()

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.cli import text
+from tiltyard.config.place import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
 from tiltyard.run import disk
-from tiltyard.run.folder import Run, default_root, find, list_runs, read_events, read_owner, remove
+from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove
 from tiltyard.run.lock import life
 from tiltyard.run.status import STATES
 
@@ -39,7 +40,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _root(args: argparse.Namespace) -> Path:
-    return disk.absolute(args.root) if args.root is not None else default_root()
+    return disk.absolute(args.root) if args.root is not None else runs_root()
 
 
 def _write_json(value: Any) -> None:

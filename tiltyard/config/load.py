@@ -22,7 +22,7 @@ from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
 from tiltyard.config.problems import Found, prune, special_answers, validate
 from tiltyard.config.reference import describe, flat, schema
 from tiltyard.config.shape import Section, fields
-from tiltyard.config.site import Profile, Site, load_site, runs_root
+from tiltyard.config.site import Profile, Site, load_site
 from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.refs import CONVENTIONAL, kind_of, named_plugins, parse, short
@@ -40,7 +40,7 @@ __all__ = [
     "presets",
     "read_yaml",
     "resolved_yaml",
-    "runs_root",
+   
     "schema",
 ]
 

@@ -1,10 +1,6 @@
 """The site file: where runs live and the profiles that say where a run is executed; no part of an experiment.
 
-    TILTYARD_SITE                        the file to use, over all search
-    ./tiltyard.yaml, ../tiltyard.yaml    the current folder and its parents, up to the home folder
-    ~/.config/tiltyard/tiltyard.yaml     ($XDG_CONFIG_HOME) the user's own
-
-`${VAR}` is expanded in every string; `$${` stands for a plain `${`.
+Which file counts is decided in place.py. `${VAR}` is expanded in every string; `$${` stands for a plain `${`.
 """
 
 from __future__ import annotations
@@ -18,12 +14,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tiltyard.config.experiment import Settings
+from tiltyard.config.place import FILE, find_site
 from tiltyard.config.problems import validate
 from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.refs import short
 
-FILE = "tiltyard.yaml"
 _SETTABLE = ("engine", "save", "track")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -48,25 +44,6 @@ class Site(Settings):
     """Folder of all runs; relative to the site file. `./runs` when left out."""
     profiles: dict[str, Profile] = {}
     """Places to run at, chosen with `--on NAME`."""
-
-
-def find_site(start: Path | None = None) -> Path | None:
-    """The site file that counts in folder `start` (the current one when left out)."""
-    if named := os.environ.get("TILTYARD_SITE"):
-        path = Path(named).expanduser()
-        if not path.is_file():
-            raise UseError(f"TILTYARD_SITE names {path}, which is no file", "correct or unset the variable")
-        return path.absolute()
-    home = Path.home()
-    folder = (start or Path.cwd()).absolute()
-    for place in (folder, *folder.parents):
-        if (place / FILE).is_file():
-            return place / FILE
-        if place == home:
-            break
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
-    user = config / "tiltyard" / FILE
-    return user if user.is_file() else None
 
 
 def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
@@ -107,14 +84,6 @@ def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
         where = f"{path} has no profiles" if path else f"there is no site file {FILE} here or above"
         raise UseError(f"there is no profile {name!r}: {where}", "write one below `profiles:`")
     raise UseError(f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(name, site.profiles))
-
-
-def runs_root(site: Site | None = None) -> Path:
-    """The folder of all runs: $TILTYARD_RUNS, else the site file's `runs`, else ./runs."""
-    if named := os.environ.get("TILTYARD_RUNS"):
-        return Path(named).expanduser().absolute()
-    site = load_site()[0] if site is None else site
-    return Path(site.runs).expanduser().absolute() if site.runs else Path.cwd() / "runs"
 
 
 def _check_set(values: Any, setting: str) -> list[Problem]:

@@ -42,7 +42,7 @@ BUILTIN_WRAPPERS: Mapping[str, str] = {
 }
 
 RENDER_MODE = "rgb_array"
-# Pictures are arrays here: SDL needs neither sound nor a screen for that, and MuJoCo aborts the process without a screen.
+# Pictures are arrays here: SDL needs neither sound nor screen for that, and MuJoCo aborts the process without a screen.
 _WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _PIP = re.compile(r"pip install [^`;\n]+")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiltyard.config.place import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
 from tiltyard.run.events import log_event, read_events
@@ -42,7 +43,6 @@ __all__ = [
     "Lock",
     "Run",
     "create",
-    "default_root",
     "find",
     "list_runs",
     "log_event",
@@ -217,7 +217,7 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> R
     `root` is the site's runs folder when left out. With whole=False a folder that was deleted in part is found too,
     so that it can be removed.
     """
-    root = default_root() if root is None else root
+    root = runs_root() if root is None else root
     given = str(text)
     if "\0" in given or not given.strip():
         raise UseError("the run's name is empty or holds a null byte", "list the runs with: tiltyard ls")
@@ -225,16 +225,6 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> R
     if whole:
         _check(folder)
     return Run(folder)
-
-
-def default_root() -> Path:
-    """The runs folder that the environment or the site file names."""
-    # The variable rules over the site file, and reading that file costs more than listing a thousand runs.
-    if named := os.environ.get("TILTYARD_RUNS"):
-        return Path(named).expanduser().absolute()
-    from tiltyard.config.site import runs_root
-
-    return runs_root()
 
 
 def run_of(path: Path) -> Run:

@@ -31,9 +31,10 @@ class Screen:
         for console in self.consoles:
             console.update(progress, metrics, time_split)
 
-    def say(self, sentence: str) -> None:
+    def say(self, *sentences: str) -> None:
         for console in self.consoles:
-            console.say(sentence)
+            for sentence in sentences:
+                console.say(sentence)
 
     def finish(self, state: str, lines: Sequence[str]) -> None:
         for console in self.consoles:
