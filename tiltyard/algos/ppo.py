@@ -168,6 +168,7 @@ class Ppo:
             )
         most = self.algo.max_grad_norm
         self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
+        self.net.keep_inside()
         epoch.add(policy_loss, value_loss, entropy, norm, log_ratio, batch.valid)
 
     def _advantages(self, rollout: Rollout, gamma: float, lam: float) -> tuple[Array, Array]:

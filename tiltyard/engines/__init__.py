@@ -23,12 +23,14 @@ def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
 
 def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
     """Everything about model and size that can be known before a run exists: options, shapes, device, memory."""
+    from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.serial import device_named
     from tiltyard.models.net import PolicyNet
 
     device_named(experiment.engine.device)
     _check_memory(experiment, spec)
-    PolicyNet(spec, experiment.model, base, seed=0)
+    net = PolicyNet(spec, experiment.model, base, seed=0)
+    Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
 
 
 def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:

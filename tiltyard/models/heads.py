@@ -9,7 +9,8 @@ Knows nothing of models or envs. The flat action is float32 [..., columns]; the 
                                              where the box has bounds, the output itself where it has none
 
 Without the tanh a mean can leave a bounded box for good: every draw is then clipped to the same edge, and no noise
-explores any more.
+explores any more. For the same reason the noise is never wider than half the box (`widest_noise`): wider, it is
+clipped to the two edges and the inside is never tried.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def continuous_columns(action: ActionSpec) -> int:
 def bounded(part: ActionPart) -> tuple[bool, ...]:
     """Which columns of a continuous part have two finite bounds."""
     return tuple(math.isfinite(low) and math.isfinite(high) for low, high in zip(part.low, part.high, strict=True))
+
+
+def widest_noise(action: ActionSpec) -> list[float]:
+    """The largest log_std of every continuous column."""
+    parts = [part for part in action.parts if part.kind == "continuous"]
+    return [0.0 if inside else math.inf for part in parts for inside in bounded(part)]
 
 
 def _means(part: ActionPart, piece: Tensor) -> Tensor:

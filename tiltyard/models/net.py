@@ -109,6 +109,8 @@ class PolicyNet(nn.Module):
             self.model = _build_model(spec, model, base, outputs)
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
             self.log_std = nn.Parameter(torch.full((heads.continuous_columns(spec.action),), model.log_std))
+            self._widest = torch.tensor(heads.widest_noise(spec.action))
+            self.keep_inside()
             self.obs_stats = nn.ModuleList()  # in the order of `normalised`
             self.normalised: tuple[str, ...] = ()
             if model.normalise.obs:
@@ -196,6 +198,12 @@ class PolicyNet(nn.Module):
                 values.append(worth)
             params, value = torch.stack(outs), torch.stack(values)
         return heads.ActionDist(self.spec.action, params, self.log_std, mask), value
+
+    @torch.no_grad()
+    def keep_inside(self) -> None:
+        """Bring parameters back that a gradient step moved out of their range. Costs nothing without continuous actions."""
+        if self.log_std.numel():
+            torch.minimum(self.log_std, self._widest.to(self.log_std.device), out=self.log_std.data)
 
     def observe(self, obs: ObsIn, valid: Tensor | NDArray[Any]) -> None:
         """Add observations [T, B, ...] of valid rows to the running statistics."""
