@@ -14,7 +14,7 @@ from tiltyard.config.load import resolved_yaml
 from tiltyard.envs.spaces import action_spec, observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.models.net import PolicyNet
-from tiltyard.models.policy import Policy, init_from, load_policy, save_policy
+from tiltyard.models.policy import Policy, load_policy, save_policy
 from tiltyard.run.checkpoint import commit
 from tiltyard.run.folder import Run
 from tiltyard.types import EnvSpec, Progress
@@ -213,17 +213,3 @@ def test_a_models_code_is_run_from_the_run_folder_of_this_user_only(tmp_path, mo
     assert load_policy(folder, trust_code=True).net.parameter_count == 4 * 3 + 3
     checkpoint(run / "checkpoints" / "000000000002", env())
     load_policy(run / "checkpoints" / "000000000002")  # a built-in model has no code of anybody's
-
-
-def test_weights_that_fit_are_taken_and_the_rest_is_listed():
-    source = PolicyNet(env(obs=vector(4)), Model(hidden=[16, 16]), (), seed=1)
-    target = PolicyNet(env(obs=vector(6)), Model(hidden=[16, 16]), (), seed=2)
-    before = target.arrays()
-    taken, left = init_from(target, {**source.arrays(), "model.extra": np.zeros(1, np.float32)})
-    now, theirs = target.arrays(), source.arrays()
-    assert "model.actor.hidden.1.weight" in taken
-    assert all((now[name] == theirs[name]).all() for name in taken)
-    assert "model.actor.hidden.0.weight: (16, 4) there, (16, 6) here" in left
-    assert "model.extra: not in this model" in left
-    assert (now["model.actor.hidden.0.weight"] == before["model.actor.hidden.0.weight"]).all()
-    assert {*taken, *(text.split(":")[0] for text in left)} == {*now, "model.extra"}

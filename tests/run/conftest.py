@@ -25,9 +25,12 @@ def small_disk(tmp_path):
     """A file system of 512 KiB of its own; needs the right to mount."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = shutil.which("mount") and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True, check=False
-    ).returncode
+    mounted = (
+        shutil.which("mount")
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True, check=False
+        ).returncode
+    )
     if not mounted:
         pytest.skip("mounting a file system is not permitted here")
     yield place

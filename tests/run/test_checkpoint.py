@@ -106,7 +106,11 @@ def test_links_are_not_files_of_a_checkpoint(bare_run, tmp_path):
     (tmp_path / "elsewhere").write_text("x")
     with pytest.raises(TiltyardError, match="no plain file"):
         checkpoint.commit(
-            bare_run, 2, Progress(env_steps=2), None, lambda folder: (folder / "link").symlink_to(tmp_path / "elsewhere")
+            bare_run,
+            2,
+            Progress(env_steps=2),
+            None,
+            lambda folder: (folder / "link").symlink_to(tmp_path / "elsewhere"),
         )
     assert names(bare_run) == []
 
@@ -275,7 +279,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk):
         with pytest.raises(TiltyardError) as caught:
             save(run, 200, size=size)
         assert "No space left on device" in caught.value.message
-        assert "000000000100 is intact" in caught.value.message and "tiltyard resume toy/0001-brisk-otter" in caught.value.hint
+        assert (
+            "000000000100 is intact" in caught.value.message
+            and "tiltyard resume toy/0001-brisk-otter" in caught.value.hint
+        )
     assert names(run) == ["000000000100"]
     assert checkpoint.newest_valid(run)[0].env_steps == 100
     save(run, 300)  # there is room again: nothing was left behind

@@ -37,7 +37,9 @@ def make(root, name="toy", **settings):
 def test_a_new_run_has_everything_and_reads_back(root):
     text = "# mine\nname: toy\nenv: CartPole-v1\n"
     wanted = experiment(tags=["a", "b"], notes="first try", seed=7)
-    run = create(root, wanted, source_text=text, source_name="toy.yaml", base=(), command=["tiltyard", "train", "toy.yaml"])
+    run = create(
+        root, wanted, source_text=text, source_name="toy.yaml", base=(), command=["tiltyard", "train", "toy.yaml"]
+    )
     assert RUN_FOLDER.fullmatch(run.folder.name) and run.folder.name.startswith("0001-")
     assert run.id == f"toy/{run.folder.name}" and run.name == "toy" and run.base == (run.folder,)
     assert run.experiment() == wanted
@@ -46,7 +48,9 @@ def test_a_new_run_has_everything_and_reads_back(root):
     assert status["schema"] == 1 and status["state"] == run.state == "created" and status["id"] == run.id
     assert status["tags"] == ["a", "b"] and status["notes"] == "first try" and status["env"] == "CartPole-v1"
     facts = json.loads((run.folder / "provenance.json").read_text())
-    assert facts["command"] == ["tiltyard", "train", "toy.yaml"] and facts["seed"] == 7 and facts["source"] == "toy.yaml"
+    assert (
+        facts["command"] == ["tiltyard", "train", "toy.yaml"] and facts["seed"] == 7 and facts["source"] == "toy.yaml"
+    )
     assert [event["kind"] for event in read_events(run)] == ["created"]
     assert not [path.name for path in run.folder.parent.iterdir() if path.name.startswith(".")]
 

@@ -55,7 +55,10 @@ def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
     assert owner.stdout.readline() == "held\n"
     with pytest.raises(UseError) as caught:
         Lock.acquire(bare_run)
-    assert caught.value.message == f"run toy/0001-brisk-otter is being written by pid {owner.pid} on host {socket.gethostname()}"
+    assert (
+        caught.value.message
+        == f"run toy/0001-brisk-otter is being written by pid {owner.pid} on host {socket.gethostname()}"
+    )
     assert "tiltyard stop" in caught.value.hint and caught.value.exit_code == 2
     owner.kill()
     # Not reaped yet: a zombie is as dead as it will get.

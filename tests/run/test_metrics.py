@@ -15,7 +15,15 @@ from tiltyard.run import metrics
 
 
 def record(steps, **values):
-    return {"env_steps": steps, "frames": steps, "updates": 1, "episodes": 0, "seconds": 0.5, "attempt": 1, "metrics": values}
+    return {
+        "env_steps": steps,
+        "frames": steps,
+        "updates": 1,
+        "episodes": 0,
+        "seconds": 0.5,
+        "attempt": 1,
+        "metrics": values,
+    }
 
 
 def steps_of(records):
@@ -26,7 +34,9 @@ def test_append_and_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert metrics.read(path) == []
     metrics.append(path, record(10, **{"train/return": 1.5}))
-    metrics.append(path, {**record(20), "metrics": {"train/return": np.float32(2.5), "n": np.int64(3), "eval/return": 9}})
+    metrics.append(
+        path, {**record(20), "metrics": {"train/return": np.float32(2.5), "n": np.int64(3), "eval/return": 9}}
+    )
     records = metrics.read(path)
     assert steps_of(records) == [10, 20] and records[0]["time"] > 0
     assert metrics.series(records, "train/return") == ([10, 20], [1.5, 2.5])
@@ -97,13 +107,17 @@ def test_damage_anywhere_costs_only_the_damaged_line(tmp_path):
         garbage = rng.choice([b"\0" * 80 + b"\n", b"\xff\xfe\n", b"[1]\n", b'"text"\n', b"12\n", b"{}\n", b'{"env_steps": "x"}\n',
                               b'{"rewind_to": "x"}\n', b"[" * 100_000 + b"\n", rng.randbytes(50).replace(b"\n", b"") + b"\n"])  # fmt: skip
         path.write_bytes(b"".join([*lines[:victim], garbage, *lines[victim + 1 :]]))
-        assert steps_of(metrics.read(path)) == [steps for steps in range(1, 21) if steps != victim + 1], (seed, garbage[:40])
+        assert steps_of(metrics.read(path)) == [steps for steps in range(1, 21) if steps != victim + 1], (
+            seed,
+            garbage[:40],
+        )
 
 
 def test_a_full_disk_is_named_and_the_next_record_is_whole(small_disk):
     path = small_disk / "metrics.jsonl"
     metrics.append(path, record(1))
     (small_disk / "ballast").write_bytes(bytes(512 * 1024 - 8192))
+
     def fill_up():
         for steps in range(2, 2000):
             metrics.append(path, record(steps))

@@ -179,7 +179,14 @@ def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_pa
         f'TOKEN = "{GITHUB}"\nkey = "{AMAZON}"\nurl = "https://bob:sw0rdfish@h/"\nw = "{WANDB}"\n{PRIVATE}\npw = "tr0ub4dor-and-3"\n'
     )
     (repository / "sw0rdfish-free.txt").write_text("untracked")
-    command = ["tiltyard", "train", "--token", "argument-secret", f"env.options.api_key={OPENAI}", f"https://u:{SLACK}@h/"]
+    command = [
+        "tiltyard",
+        "train",
+        "--token",
+        "argument-secret",
+        f"env.options.api_key={OPENAI}",
+        f"https://u:{SLACK}@h/",
+    ]
     run = create(
         tmp_path / "runs",
         Experiment.model_validate({"name": "toy", "env": {"id": "CartPole-v1"}}),
@@ -195,3 +202,10 @@ def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_pa
     assert facts["environment"]["SLURM_JOB_ID"] == "4711" and facts["environment"]["SLURM_JWT"] == "***"
     assert "UNRELATED" not in facts["environment"] and "WANDB_API_KEY" not in facts["environment"]
     assert facts["command"][:2] == ["tiltyard", "train"] and "TOKEN" in found["provenance.diff"]
+
+
+def test_the_working_folder_is_no_password() -> None:
+    shell = {"PWD": "/home/me/project", "OLDPWD": "/home/me/other", "DB_PWD": "hunter2hunter2"}
+    assert mask_secrets("in /home/me/project after /home/me/other with hunter2hunter2", shell) == (
+        "in /home/me/project after /home/me/other with ***"
+    )

@@ -11,7 +11,20 @@ from tests.counts import count
 from tiltyard.errors import TiltyardError
 from tiltyard.run.checkpoint import read_tree, write_tree
 
-DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+]
 
 
 def same(a, b):
@@ -40,7 +53,7 @@ def random_tree(rng, depth=0):
         case "bool":
             return rng.random() < 0.5
         case "int":
-            return rng.randint(-10**6, 10**6)
+            return rng.randint(-(10**6), 10**6)
         case "big":
             return rng.choice([-1, 1]) * rng.getrandbits(rng.choice([53, 54, 64, 128, 20_000]))
         case "float":
@@ -54,7 +67,9 @@ def random_tree(rng, depth=0):
             values = np.random.default_rng(rng.getrandbits(32)).integers(0, 2, shape)
             return np.asarray(values).astype(rng.choice(DTYPES))
         case "dict":
-            keys = rng.sample(["a", "b", "a/b", "$array", "$dict", "", ".", "weights", "__metadata__", "0"], rng.randint(0, 4))
+            keys = rng.sample(
+                ["a", "b", "a/b", "$array", "$dict", "", ".", "weights", "__metadata__", "0"], rng.randint(0, 4)
+            )
             return {key: random_tree(rng, depth + 1) for key in keys}
         case _:
             return [random_tree(rng, depth + 1) for _ in range(rng.randint(0, 4))]
@@ -72,7 +87,9 @@ def test_every_dtype_with_its_extremes(tmp_path):
         dtype = np.dtype(name)
         if dtype.kind == "f":
             info = np.finfo(dtype)
-            tree[name] = np.array([info.max, info.min, info.tiny, info.smallest_subnormal, np.nan, np.inf, -np.inf, -0.0], dtype)
+            tree[name] = np.array(
+                [info.max, info.min, info.tiny, info.smallest_subnormal, np.nan, np.inf, -np.inf, -0.0], dtype
+            )
         elif dtype.kind in "iu":
             tree[name] = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
         else:
@@ -82,8 +99,15 @@ def test_every_dtype_with_its_extremes(tmp_path):
 
 def test_odd_layouts_keep_their_values(tmp_path):
     square = np.arange(12, dtype=np.float32).reshape(3, 4)
-    tree = {"transposed": square.T, "strided": square[:, ::2], "fortran": np.asfortranarray(square), "scalar": np.array(3.5)}
-    back = round_trip(tmp_path, {**tree, "big_endian": square.astype(">f4"), "broadcast": np.broadcast_to(square[0], (5, 4))})
+    tree = {
+        "transposed": square.T,
+        "strided": square[:, ::2],
+        "fortran": np.asfortranarray(square),
+        "scalar": np.array(3.5),
+    }
+    back = round_trip(
+        tmp_path, {**tree, "big_endian": square.astype(">f4"), "broadcast": np.broadcast_to(square[0], (5, 4))}
+    )
     for name, array in tree.items():
         assert np.array_equal(back[name], array) and back[name].shape == array.shape, name
     assert np.array_equal(back["big_endian"], square) and back["big_endian"].dtype == np.float32

@@ -201,7 +201,7 @@ class PolicyNet(nn.Module):
 
     @torch.no_grad()
     def keep_inside(self) -> None:
-        """Bring parameters back that a gradient step moved out of their range. Costs nothing without continuous actions."""
+        """Bring back what a gradient step moved out of its range; free without continuous actions."""
         if self.log_std.numel():
             torch.minimum(self.log_std, self._widest.to(self.log_std.device), out=self.log_std.data)
 

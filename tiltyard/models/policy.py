@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import tiltyard
 from tiltyard import refs
@@ -38,7 +37,7 @@ from tiltyard.errors import UseError
 from tiltyard.models.encoders import BUILTIN_ENCODERS
 from tiltyard.models.net import BUILTIN_MODELS, PolicyNet
 from tiltyard.run.checkpoint import read_tree, select, write_tree
-from tiltyard.run.folder import Run
+from tiltyard.run.folder import Run, find
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def load_policy(
     `trust_code`. `space` is the env's observation space, needed where its categories do not start at 0.
     """
     folder = source.folder if isinstance(source, Run) else Path(source)
+    if not folder.exists():
+        folder = find(source if isinstance(source, str) else folder).folder
     if not (folder / "policies").is_dir():
         folder = select(source if isinstance(source, Run) else folder, at).folder
     tree = read_tree(folder / "policies", name)
@@ -111,25 +112,6 @@ def _refuse_foreign_code(model: Model, base: Sequence[Path]) -> None:
                     f"{place} belongs to another user, and the policy needs code from it: {text}",
                     "read that file, then pass --trust-code (trust_code=True in Python)",
                 )
-
-
-def init_from(net: PolicyNet, arrays: Mapping[str, NDArray[Any]]) -> tuple[list[str], list[str]]:
-    """Take the arrays that fit by name and shape into the net; returns the names taken and sentences on those left."""
-    own = net.state_dict()
-    taken, left = [], []
-    with torch.no_grad():
-        for name in sorted({*own, *arrays}):
-            if name not in own:
-                left.append(f"{name}: not in this model")
-            elif name not in arrays:
-                left.append(f"{name}: not in the source, keeps its initial values")
-            elif tuple(own[name].shape) != np.shape(arrays[name]):
-                left.append(f"{name}: {np.shape(arrays[name])} there, {tuple(own[name].shape)} here")
-            else:
-                own[name].copy_(torch.as_tensor(arrays[name]))
-                taken.append(name)
-    net.refresh()
-    return taken, left
 
 
 # ---------------------------------------------------------------------------------------------- in the hand

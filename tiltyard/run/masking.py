@@ -16,6 +16,7 @@ from urllib.parse import quote
 MASK = "***"
 # Shorter values are words like `yes` and `1`, which would be masked all over a text.
 SHORTEST = 6
+FOLDERS = ("PWD", "OLDPWD")  # the shell's: a working folder, not a password
 
 # Every repetition below has a bound: a diff is a megabyte that anybody may have written, and must be read in no time.
 _SECRET_WORDS = (
@@ -80,7 +81,7 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
     """Longest first, so that a value inside another does not leave the other's rest behind."""
     found: set[str] = set()
     for name, value in environment.items():
-        if looks_secret(name):
+        if looks_secret(name) and name not in FOLDERS:
             # A value of several lines (a key) turns up line by line in a diff; an address holds it percent-encoded.
             parts = {value, value.strip(), quote(value, safe=""), *(line.strip() for line in value.splitlines())}
             found |= {part for part in parts if len(part) >= SHORTEST}
