@@ -170,3 +170,17 @@ def test_wrappers_apply_innermost_first() -> None:
     made = make_env(env, BASE)
     assert made.observation_space.shape == (36 * 36,)
     assert type(made).__name__ == "RescaleObservation"
+
+
+def test_discrete_steps_reach_both_ends_and_every_value_between() -> None:
+    settings = Env(id="CarPass-v0", wrappers=[{"id": "discrete_steps", "options": {"steps": 5}}])  # type: ignore[list-item]
+    env = make_env(settings, ())
+    assert list(env.action_space.nvec) == [5, 5]
+    given = []
+    env.unwrapped.step = lambda action: given.append(action) or (None, 0.0, False, False, {})  # type: ignore[method-assign]
+    for index in range(5):
+        env.env.step(env.action(np.array([index, 4 - index])))
+    assert np.array_equal(given, [[-1, 1], [-0.5, 0.5], [0, 0], [0.5, -0.5], [1, -1]])
+    assert given[0].dtype == np.float32
+    with pytest.raises(UseError, match="finite bounds"):
+        make_env(Env(id="CartPole-v1", wrappers=["discrete_steps"]), ())  # type: ignore[list-item]

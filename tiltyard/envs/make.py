@@ -37,6 +37,7 @@ BUILTIN_ENVS: Mapping[str, str] = {
 
 BUILTIN_WRAPPERS: Mapping[str, str] = {
     "flatten_multi_discrete": "tiltyard.envs.wrappers:FlattenMultiDiscrete",
+    "discrete_steps": "tiltyard.envs.wrappers:DiscreteSteps",
     "grey_image": "tiltyard.envs.wrappers:GreyImage",
     "resize_image": "tiltyard.envs.wrappers:ResizeImage",
 }

@@ -1,6 +1,7 @@
 """Wrappers by short name (make.py): none of them has a state, so that episodes still replay exactly.
 
 flatten_multi_discrete   MultiDiscrete [3, 4] actions as one Discrete(12), the last element counting fastest
+discrete_steps           a bounded Box of actions as `steps` evenly spaced values per element, ends included
 grey_image               uint8 [H, W, 3] -> uint8 [1, H, W], weighted as the eye does
 resize_image             uint8 images to `height` x `width`, averaging areas
 """
@@ -36,6 +37,26 @@ class FlattenMultiDiscrete(gymnasium.ActionWrapper[Any, Any, Any]):
         flat = np.array(np.unravel_index(int(action), tuple(int(n) for n in self._options)))
         shifted: Array = flat.reshape(self._inner.shape) + np.asarray(self._inner.start)
         return shifted.astype(self._inner.dtype)
+
+
+class DiscreteSteps(gymnasium.ActionWrapper[Any, Any, Any]):
+    """A choice among values instead of a number: a policy can then favour two far ends at once, as no normal can."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], *, steps: int = 11) -> None:
+        super().__init__(env)
+        inner = env.action_space
+        if not isinstance(inner, spaces.Box) or not (np.isfinite(inner.low) & np.isfinite(inner.high)).all():
+            raise UseError(f"discrete_steps needs a Box of actions with finite bounds, not {inner}", "leave it out")
+        if not 2 <= steps <= 1000:
+            raise UseError(f"discrete_steps takes 2 to 1000 steps, not {steps}", "11 is a good start")
+        low, high = inner.low.astype(np.float64).reshape(-1), inner.high.astype(np.float64).reshape(-1)
+        self._inner = inner
+        self._values = np.linspace(low, high, steps, axis=1)  # [elements, steps]
+        self.action_space = spaces.MultiDiscrete([steps] * len(low))
+
+    def action(self, action: Any) -> Array:
+        chosen: Array = np.take_along_axis(self._values, np.asarray(action).reshape(-1, 1), 1)
+        return chosen.reshape(self._inner.shape).astype(self._inner.dtype)
 
 
 class GreyImage(gymnasium.ObservationWrapper[Any, Any, Any]):
