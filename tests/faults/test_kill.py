@@ -58,7 +58,7 @@ def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None
     reached = 0
     for _ in range(kills):
         if rng.random() < 0.5:  # half of the kills right in the middle of a save
-            wait_until(lambda: list((run.folder / "checkpoints").glob(".tmp-*")) or child.poll() is not None)
+            wait_until(lambda: list((run.folder / "checkpoints").glob(".tmp-*")) or child.poll() is not None)  # noqa: B023
         else:
             time.sleep(rng.uniform(0.0, 0.4))
         assert child.poll() is None, child.stderr.read() if child.stderr else ""

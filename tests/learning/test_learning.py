@@ -55,7 +55,6 @@ def test_memory_env_needs_a_memory(runs: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_car_pass_reaches_190_and_never_exceeds_its_supremum(runs: Path) -> None:
     run = tiltyard.train(ROOT / "examples" / "car_pass.yaml", ["track.tensorboard=false"], live=False)
     returns = evaluation_returns(run)
