@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tiltyard.errors import Problem, UseError, did_you_mean
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Experiment
+    from tiltyard.config.experiment import Experiment, Model
 
 # The class that a plug-in file holds when the name does not say.
-CONVENTIONAL = {"env": "CustomEnv", "model": "CustomModel", "encoder": "CustomEncoder", "wrapper": "CustomWrapper"}
+CONVENTIONAL = {"env": "CustomEnv", "model": "CustomModel", "encoder": "CustomEncoder", "wrapper": "CustomWrapper", "policy": "CustomPolicy"}
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _MODULE = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
@@ -276,16 +276,54 @@ def short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------ plug-ins of an ex
 
 
-def named_plugins(experiment: Experiment) -> list[tuple[str, str, str]]:
-    """(dotted setting, kind of plug-in, id) of everything that an experiment names by import string."""
-    env, model = experiment.env, experiment.model
+Named = tuple[str, str, str]  # dotted setting, kind of plug-in, id
+
+
+def named_plugins(experiment: Experiment) -> list[Named]:
+    """Everything that an experiment names by import string."""
+    env = experiment.env
     return [
         ("env.id", "env", env.id),
         *((f"env.wrappers.{i}.id", "wrapper", wrapper.id) for i, wrapper in enumerate(env.wrappers)),
+        *model_plugins(experiment.model),
+    ]
+
+
+def model_plugins(model: Model) -> list[Named]:
+    """The part of `named_plugins` that a policy needs, which may be loaded without its experiment."""
+    return [
         ("model.id", "model", model.id),
         ("model.encoder.id", "encoder", model.encoder.id),
         *((f"model.encoders.{name}.id", "encoder", encoder.id) for name, encoder in model.encoders.items()),
     ]
+
+
+def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from: Sequence[Path]) -> None:
+    """UseError when somebody else decides which code these names run: the one check before a run's code is executed.
+
+    `read_from` are the files and folders that the names stand in. Whoever owns one of them chose the names, also those
+    of modules that are installed here; whoever owns a plug-in's file, a file that it imports or a folder above them up
+    to `base` chose the code.
+    """
+    from tiltyard.frozen import neighbours
+
+    tops = [folder.absolute() for folder in base]
+    for setting, kind, text in named:
+        form = kind_of(text)
+        if form is None and ":" not in text:  # a built-in name or a Gymnasium id, and no `module:Id-v0`
+            continue
+        places = [*read_from]
+        if form == "file":
+            path = parse(text, {}, CONVENTIONAL[kind], base).path
+            assert path is not None
+            places += [folder for folder in path.parents if any(folder.is_relative_to(top) for top in tops)]
+            places += neighbours(path)
+        for place in places:
+            if place.exists() and place.stat().st_uid != os.getuid():
+                raise UseError(
+                    f"{shown(place)} belongs to another user, and {setting} = {text} runs code on its word",
+                    "read that code, then pass --trust-code (trust_code=True in Python)",
+                )
 
 
 def plugin_files(experiment: Experiment, base: Sequence[Path]) -> list[tuple[str, Path]]:

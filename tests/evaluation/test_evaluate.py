@@ -149,6 +149,27 @@ def test_python_face(trained: Run, runs: Path) -> None:
     assert total == measured.returns[0], "the loaded policy acts as the evaluated one did"
 
 
+def test_a_policy_written_by_hand_plays_the_same_episodes(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "balance.py").write_text(
+        "class CustomPolicy:\n"
+        "    def __init__(self, spec):\n"
+        "        assert spec.action.columns == 1\n"
+        "    def reset(self, seed):\n"
+        "        self.seed = seed\n"
+        "    def act(self, obs, mask):\n"
+        "        return int(obs[2] + 0.3 * obs[3] + 0.05 * obs[1] > 0)\n"
+    )
+    mine = result(tiltyard("eval", "last", "--policy", "balance.py", "--episodes", "4", "--json").stdout)
+    random = result(tiltyard("eval", "last", "--random", "--episodes", "4", "--json").stdout)
+    shared = result(tiltyard("eval", "last", "--random", "--episodes", "4", "--workers", "2", "--json").stdout)
+    assert mine["returns"] == [500.0] * 4, "leaning into the fall balances the pole: the hand-written code acted"
+    assert mine["seeds"] == random["seeds"] and random["mean"] < 100  # type: ignore[operator]
+    assert random["returns"] == shared["returns"]
+    (tmp_path / "balance.py").write_text("class CustomPolicy:\n    def __init__(self, spec):\n        self.nothing\n")
+    done = tiltyard("eval", "last", "--policy", "balance.py", expect=1)
+    assert "policy balance.py raised AttributeError" in done.stderr and "self.nothing" in done.stderr
+
+
 def test_the_interval_is_students() -> None:
     for freedom, known in ((1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)):
         assert student_t(freedom) == pytest.approx(known, rel=5e-3)

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,14 +17,18 @@ if TYPE_CHECKING:
     from tiltyard.types import Evaluation
 
 
+MOST = 1_000_000  # episodes, and env steps within which they are begun: as many as eval.episodes may be
+WORKERS_PER_CORE = 4
+
+
 def positive(text: str) -> int:
     """A count on the command line: 20, 1e6, 1_000_000."""
     try:
         number = float(text.replace("_", ""))
     except ValueError:
         number = 0.0
-    if not (1 <= number <= 1e12 and number.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1e12")
+    if not (1 <= number <= MOST and number.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST:,}")
     return int(number)
 
 
@@ -41,6 +46,7 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--greedy", action="store_true", help="take the likeliest action (default: as eval.greedy says)")
     how.add_argument("--sample", action="store_true", help="draw actions as in training")
     how.add_argument("--random", action="store_true", help="a baseline: random actions instead of the policy's")
+    how.add_argument("--policy", metavar="FILE.py:NAME", help="a policy of yours in the same episodes")
     parser.add_argument("--video", action="store_true", help="film the first episode")
     parser.add_argument("--save-rollouts", metavar="DIR", help="keep every episode as a Parquet file")
     parser.add_argument("--save-info", action="store_true", help="keep the env's info with the rollouts")
@@ -65,7 +71,8 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
 
     chosen = choose_checkpoint(args.run, "best" if args.best else parse_at(args.at))
     run = run_of(chosen.folder)
-    mode = "random" if args.random else "sample" if args.sample else "greedy" if args.greedy else "eval"
+    named = [mode for mode in ("random", "policy", "sample", "greedy") if getattr(args, mode)]
+    mode = named[0] if named else "eval"
     stem = f"{chosen.env_steps:012d}-{mode}"
     out = Path(args.out) if args.out else None
     numbers, film = (out or run.folder / "eval") / stem, (out or run.folder / "videos") / f"{stem}.mp4"
@@ -76,8 +83,8 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
         episodes=args.episodes,
         steps=args.steps,
         greedy=True if args.greedy else False if args.sample else None,
-        random=args.random,
-        workers=args.workers,
+        policy="random" if args.random else args.policy,
+        workers=_workers(args.workers),
         video=film if args.video else None,
         rollouts=Path(args.save_rollouts) if args.save_rollouts else None,
         save_info=args.save_info,
@@ -101,7 +108,11 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
 def summary(what: str, mode: str, result: Evaluation, files: dict[str, str]) -> str:
     """The result as a person reads it."""
     interval = f" [{result.low:.6g}, {result.high:.6g}]" if math.isfinite(result.low) else " (one episode: no interval)"
-    actions = {"random": "random actions", "eval": "greedy" if result.greedy else "sampled"}.get(mode, mode)
+    actions = {
+        "random": "random actions",
+        "policy": "a policy written by hand",
+        "eval": "greedy" if result.greedy else "sampled",
+    }.get(mode, mode)
     lines = [
         what,
         f"return    {result.mean:.6g}{interval}  mean and 95 % interval of {len(result.returns)} episodes, {actions}",
@@ -111,6 +122,15 @@ def summary(what: str, mode: str, result: Evaluation, files: dict[str, str]) -> 
         *(f"{kind:<9} {os.path.relpath(path)}" for kind, path in files.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _workers(asked: int) -> int:
+    """Each worker is a process with a torch of its own: more than the cores can feed are not started."""
+    cores = len(os.sched_getaffinity(0))
+    most = cores * WORKERS_PER_CORE
+    if asked > most:
+        sys.stderr.write(f"--workers {asked:,} is more than {cores} cores can feed: {most} are started\n")
+    return min(asked, most)
 
 
 def _must_be_writable(folder: Path) -> None:

@@ -23,8 +23,9 @@ from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.evaluation.choices import hand_written, trained
 from tiltyard.evaluation.numbers import summarise
-from tiltyard.evaluation.play import Keep, Played, play, policy_choice, random_choice
+from tiltyard.evaluation.play import Keep, Played, play
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
 from tiltyard.run.checkpoint import select
@@ -32,6 +33,7 @@ from tiltyard.run.folder import Run, find, run_of
 from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
+MEASURED = ("env", "eval")  # sections that an evaluation may change
 
 
 def measured_env(env: Env, spec: EnvSpec, time_limit: int | None) -> Env:
@@ -51,7 +53,7 @@ class Evaluator:
         started, settings = time.monotonic(), self.experiment.eval
         self.net.load_arrays(weights)
         played = play(
-            policy_choice(self.net, settings.greedy, settings.seed),
+            trained(self.net, settings.greedy, settings.seed),
             measured_env(self.experiment.env, self.spec, settings.time_limit),
             self.spec,
             base=self.base,
@@ -75,7 +77,7 @@ class Task:
     steps: int | None
     seed: int
     greedy: bool
-    random: bool
+    policy: str | None
     video: str | None
     rollouts: str | None
     save_info: bool
@@ -90,16 +92,20 @@ def evaluate(
     steps: int | None = None,
     at: int | str | None = None,
     greedy: bool | None = None,
-    random: bool = False,
+    policy: str | None = None,
     workers: int = 1,
     video: Path | None = None,
     rollouts: Path | None = None,
     save_info: bool = False,
     trust_code: bool = False,
 ) -> Evaluation:
-    """Measure the policy of a run (newest checkpoint, `at="best"` or `at=STEP`) or of one checkpoint folder."""
+    """Measure the policy of a run (newest checkpoint, `at="best"` or `at=STEP`) or of one checkpoint folder.
+
+    `policy` names another one to measure in the same episodes: "random", or an import string (see choices.py).
+    """
     started = time.monotonic()
     chosen = choose_checkpoint(source, at)
+    run_of(chosen.folder).require_own_code(trust_code)
     experiment = changed(run_of(chosen.folder), overrides)
     settings = experiment.eval
     wanted = list(range(episodes or (settings.episodes if steps is None else MANY)))
@@ -115,7 +121,7 @@ def evaluate(
             steps=steps,
             seed=settings.seed,
             greedy=settings.greedy if greedy is None else greedy,
-            random=random,
+            policy=policy,
             video=str(video) if video is not None and k == 0 else None,
             rollouts=str(rollouts) if rollouts is not None else None,
             save_info=save_info,
@@ -138,23 +144,32 @@ def choose_checkpoint(source: Run | str | Path, at: int | str | None = None) -> 
 
 def changed(run: Run, overrides: Sequence[str]) -> Experiment:
     """The run's experiment with settings changed for this evaluation."""
-    experiment = run.experiment()
-    return (
-        load(experiment.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment
-        if overrides
-        else experiment
-    )
+    before = run.experiment()
+    if not overrides:
+        return before
+    after = load(before.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment
+    for name in Experiment.model_fields:
+        if name not in MEASURED and getattr(before, name) != getattr(after, name):
+            raise UseError(
+                f"eval cannot change {name}: it measures the policy of run {run.id} as it was trained",
+                "change env.* or eval.* settings (eval.seed for other episodes); other training needs `tiltyard fork`",
+            )
+    return after
 
 
 def _perform(task: Task) -> list[Played]:
     torch.set_num_threads(1)
     folder = Path(task.checkpoint)
     run = run_of(folder)
+    run.require_own_code(task.trust_code)
     experiment = changed(run, task.overrides)
     policy = load_policy(folder, trust_code=task.trust_code)
     spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
     policy.require_same(spec)
     seed = task.seed
+    begin = trained(policy.net, task.greedy, seed)
+    if task.policy is not None:
+        begin = hand_written(task.policy, spec, (Path.cwd(), *run.base))
     keep: Keep | None = None
     if task.rollouts is not None:
         from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and seldom needed
@@ -166,7 +181,7 @@ def _perform(task: Task) -> list[Played]:
             writer.write(replace(episode, meta={"episode": index}))
 
     return play(
-        random_choice(spec, seed) if task.random else policy_choice(policy.net, task.greedy, seed),
+        begin,
         measured_env(experiment.env, spec, experiment.eval.time_limit),
         spec,
         base=run.base,

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.spaces import random_action
 from tiltyard.envs.vector import EnvGroup, episode_seed
 from tiltyard.errors import UseError
-from tiltyard.models.net import PolicyNet
+from tiltyard.evaluation.choices import Begin
 from tiltyard.types import Arrays, EnvSpec, Episode
 from tiltyard.video import VideoWriter
 
@@ -48,50 +46,10 @@ class _Slot:
 
 
 Keep = Callable[[int, Episode], None]
-Choose = Callable[[Arrays, np.ndarray, np.ndarray | None], np.ndarray]
-
-
-def policy_choice(net: PolicyNet, greedy: bool, seed: int) -> Callable[[int], Choose]:
-    """Acts as the policy does; the memory of all slots is kept between calls."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def begin(rows: int) -> Choose:
-        state = net.initial_state(rows)
-
-        def choose(obs: Arrays, first: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-            nonlocal state
-            acted = net.act(
-                {key: torch.from_numpy(array) for key, array in obs.items()},
-                state,
-                torch.from_numpy(first),
-                None if mask is None else torch.from_numpy(mask),
-                greedy=greedy,
-                generator=generator,
-            )
-            state = acted.state
-            return np.asarray(acted.action.numpy())
-
-        return choose
-
-    return begin
-
-
-def random_choice(spec: EnvSpec, seed: int) -> Callable[[int], Choose]:
-    """The baseline: every allowed action is equally likely."""
-    rng = np.random.default_rng(seed)
-
-    def begin(rows: int) -> Choose:
-        def choose(obs: Arrays, first: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-            masks = [None] * rows if mask is None else list(mask)
-            return np.stack([random_action(spec.action, rng, row_mask) for row_mask in masks])
-
-        return choose
-
-    return begin
 
 
 def play(
-    begin: Callable[[int], Choose],
+    begin: Begin,
     env: Env,
     spec: EnvSpec,
     *,
@@ -118,7 +76,7 @@ def play(
     )
     film = VideoWriter(video, fps=group.fps) if video is not None else None
     group.filmed = 0 if film is not None and spec.renders else None
-    choose, played, taken = begin(rows), [], 0
+    choose, played, taken = begin(group), [], 0
     try:
         now = group.reset()
         while any(slot.playing is not None for slot in table):

@@ -1,0 +1,101 @@
+"""Who acts in an evaluation: the trained policy, or a policy written by hand, `random` being the built-in one.
+
+A policy of the user's (`eval --policy file.py:Name`) is a class built as `Name(spec)` with two methods:
+
+    reset(seed)              an episode begins; its seed
+    act(obs, mask) -> action what the env's own `step` takes; obs is the array, or {name: array} if there are several;
+                             mask tells the allowed options of categorical actions, None where the env has none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tiltyard import refs
+from tiltyard.envs.actions import ActionCodec, random_action
+from tiltyard.envs.vector import EnvGroup
+from tiltyard.errors import TiltyardError
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import Array, Arrays, EnvSpec
+
+BUILTIN_POLICIES = {"random": "tiltyard.evaluation.choices:RandomPolicy"}
+
+Choose = Callable[[Arrays, Array, Array | None], Array]
+Begin = Callable[[EnvGroup], Choose]
+
+
+class HandWritten(Protocol):
+    def reset(self, seed: int) -> None: ...
+    def act(self, obs: Any, mask: Array | None) -> Any: ...
+
+
+class RandomPolicy:
+    """The baseline: every allowed action is equally likely. The same draws for the same episode, whoever plays it."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self._action, self._codec = spec.action, ActionCodec(spec.action)
+
+    def reset(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def act(self, obs: Any, mask: Array | None) -> Any:
+        return self._codec.decode(random_action(self._action, self._rng, mask))
+
+
+def trained(net: PolicyNet, greedy: bool, seed: int) -> Begin:
+    """Acts as the policy does; the memory of all slots is kept between calls."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def begin(group: EnvGroup) -> Choose:
+        state = net.initial_state(group.rows)
+
+        def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
+            nonlocal state
+            acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator)
+            state = acted.state
+            return np.asarray(acted.action.numpy())
+
+        return choose
+
+    return begin
+
+
+def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
+    """Acts as the class named by `text` does, one object per slot."""
+    maker = refs.load(refs.parse(text, BUILTIN_POLICIES, refs.CONVENTIONAL["policy"], base))
+
+    def begin(group: EnvGroup) -> Choose:
+        hands: list[HandWritten] = [_blaming(text, lambda: maker(spec)) for _ in range(group.rows)]
+
+        def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
+            rows = []
+            for row, hand in enumerate(hands):
+                if first[row]:
+                    _blaming(text, lambda: hand.reset(group.seeds_now[row]))  # noqa: B023 - called at once
+                seen = {name: array[row].copy() for name, array in obs.items()}
+                allowed = None if mask is None else mask[row].copy()
+                view = seen["obs"] if list(seen) == ["obs"] else seen
+                rows.append(_blaming(text, lambda: group.codec.encode(hand.act(view, allowed))))  # noqa: B023
+            return np.stack(rows)
+
+        return choose
+
+    return begin
+
+
+def _blaming(text: str, action: Callable[[], Any]) -> Any:
+    """Whatever a policy of the user's raises is told as its own."""
+    try:
+        return action()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TiltyardError(
+            f"policy {text} raised {reason}",
+            "it is built with the env's spec and needs reset(seed) and act(obs, mask)",
+            refs.user_traceback(error),
+        ) from error
