@@ -57,7 +57,8 @@ class ConfigError(UseError):
 
     def __init__(self, problems: list[Problem], source: str = "") -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in {source or 'the settings'}")
+        hint = "" if any(problem.hint for problem in problems) else "`tiltyard config reference` explains every setting"
+        super().__init__(f"{count} in {source or 'the settings'}", hint)
         self.problems = problems
         self.details = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
 

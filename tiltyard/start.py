@@ -28,6 +28,7 @@ from tiltyard.run import checkpoint, disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
 from tiltyard.run.lock import Lock
+from tiltyard.run.masking import mask_command
 from tiltyard.run.status import write_status
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
@@ -63,9 +64,15 @@ def train(
     return run
 
 
-def resume(source: Run | str | Path, overrides: Sequence[str] = (), *, live: bool | None = None) -> Run:
-    """Continue a run, with changed settings if given: `resume(run, ["stop.env_steps=2e6"])` trains it longer."""
+def resume(
+    source: Run | str | Path, overrides: Sequence[str] = (), *, live: bool | None = None, trust_code: bool = False
+) -> Run:
+    """Continue a run, with changed settings if given: `resume(run, ["stop.env_steps=2e6"])` trains it longer.
+
+    The code of its plug-ins is run only when the run is this user's own, or with `trust_code`.
+    """
     run = source if isinstance(source, Run) else find(str(source))
+    run.require_own_code(trust_code)
     if overrides:
         change_settings(run, overrides)
     carry_out(run, live=live)
@@ -78,9 +85,10 @@ def fork(
     *,
     at: int | str | None = None,
     live: bool | None = None,
+    trust_code: bool = False,
 ) -> Run:
     """A new run that starts from one of another run's checkpoints with changed settings."""
-    run = branch(source, overrides, at=at)
+    run = branch(source, overrides, at=at, trust_code=trust_code)
     carry_out(run, live=live)
     return run
 
@@ -106,15 +114,18 @@ def prepare(
     root = runs_root()
     experiment = _with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
-    check(experiment, loaded.base)
+    check(experiment, loaded.base, None if experiment.resume in ("auto", "never") else Path(experiment.resume))
     return Prepared(loaded, root)
 
 
-def check(experiment: Experiment, base: Sequence[Path]) -> None:
-    """Probe the env in a child process, build the engine's model once, and look at memory and trackers."""
+def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> None:
+    """Probe the env in a child process, build the engine's model once, and look at memory and trackers.
+
+    `continues` is the checkpoint to start from, if it is another run's.
+    """
     mirrors.check(experiment.track)
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
-    check_engine(experiment, spec, base)
+    check_engine(experiment, spec, base, continues)
 
 
 def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
@@ -169,18 +180,21 @@ def change_settings(run: Run, overrides: Sequence[str]) -> None:
         disk.write_text(run.experiment_file, resolved_yaml(loaded.experiment))
         now = loaded.experiment
         write_status(run, target_env_steps=now.stop.env_steps, tags=now.tags, notes=now.notes)
-        log_event(
-            run, "resumed", f"settings changed for attempt {number}: {' '.join(overrides)}", overrides=[*overrides]
-        )
+        changes = mask_command(overrides)
+        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(changes)}", overrides=changes)
 
 
-def branch(source: Run | str | Path, overrides: Sequence[str], *, at: int | str | None = None) -> Run:
+def branch(
+    source: Run | str | Path, overrides: Sequence[str], *, at: int | str | None = None, trust_code: bool = False
+) -> Run:
     """The folder of a fork: the parent's settings with changes, and a copy of one checkpoint to start from."""
     root = runs_root()
     parent = source if isinstance(source, Run) else find(str(source), root)
     chosen = checkpoint.select(parent, at)
+    parent.require_own_code(trust_code)
     loaded = load(parent.experiment().model_dump(mode="json", by_alias=True), overrides, base=parent.base)
-    check(loaded.experiment, loaded.base)
+    check(loaded.experiment, loaded.base, chosen.folder)
+    changes = mask_command(overrides)
     run = create(
         root,
         loaded.experiment,
@@ -188,10 +202,10 @@ def branch(source: Run | str | Path, overrides: Sequence[str], *, at: int | str 
         source_name=None,
         base=loaded.base,
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-        parent={"run": parent.id, "folder": str(parent.folder), "env_steps": chosen.env_steps, "changes": [*overrides]},
+        parent={"run": parent.id, "folder": str(parent.folder), "env_steps": chosen.env_steps, "changes": changes},
     )
     checkpoint.copy_into(run, chosen)
-    log_event(run, "forked", f"forked from {parent.id} at env step {chosen.env_steps:,}", changes=[*overrides])
+    log_event(run, "forked", f"forked from {parent.id} at env step {chosen.env_steps:,}", changes=changes)
     return run
 
 

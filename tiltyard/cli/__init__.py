@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tiltyard import __version__
 from tiltyard.errors import (
@@ -20,6 +21,7 @@ from tiltyard.errors import (
     EXIT_WRONG_USE,
     ConfigError,
     TiltyardError,
+    UseError,
     did_you_mean,
 )
 
@@ -87,10 +89,30 @@ def dispatch(words: list[str]) -> int:
         return EXIT_WRONG_USE
     module, summary = VERBS[verb]
     commands = importlib.import_module(module)
-    parser = argparse.ArgumentParser(prog=f"tiltyard {verb}", description=summary, allow_abbrev=False)
+    parser = Words(prog=f"tiltyard {verb}", description=summary, allow_abbrev=False)
     getattr(commands, f"configure_{verb}")(parser)
     code = getattr(commands, f"run_{verb}")(parser.parse_intermixed_args(rest))
     return int(code)
+
+
+class Words(argparse.ArgumentParser):
+    """Wrong words on the command line are told like everything else; this is where argparse lets one say so."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"{self.prog} --help lists what it takes"
+        if message.startswith("the following arguments are required:"):
+            needed = [
+                action.metavar or action.dest for action in self._actions if action.required and action.nargs != "*"
+            ]
+            message = f"{self.prog} needs {' and '.join(str(name) for name in needed)}"
+        elif message.startswith("unrecognized arguments: "):
+            word = message.removeprefix("unrecognized arguments: ").split()[0]
+            near = did_you_mean(word, [name for action in self._actions for name in action.option_strings])
+            message = f"{self.prog} has no {word}" if word.startswith("-") else f"{self.prog} has no use for {word!r}"
+            hint = near if near.startswith("did") else hint
+        else:
+            message = f"{self.prog}: {message.removeprefix('argument ')}"
+        raise UseError(message, hint)
 
 
 def overview() -> str:

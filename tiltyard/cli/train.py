@@ -88,6 +88,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout")
 
 
+def _trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
+
+
 def configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="experiment file (YAML) or env id")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=3e-4")
@@ -119,6 +123,7 @@ def run_train(args: argparse.Namespace) -> int:
 def configure_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run: its id, folder or unique end of its name; `last` is the newest")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. stop.env_steps=2e6")
+    _trust(parser)
     _common(parser)
 
 
@@ -129,6 +134,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
     with data_stdout() as data:
         run = find(args.run)
+        run.require_own_code(args.trust_code)
         if args.overrides:
             start.change_settings(run, args.overrides)
         return _train_here(run, args, expectation, data)
@@ -138,6 +144,7 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=1e-4")
     parser.add_argument("--at", metavar="STEP|best", help="checkpoint: env steps, or best; the newest when left out")
+    _trust(parser)
     _common(parser)
 
 
@@ -146,7 +153,7 @@ def run_fork(args: argparse.Namespace) -> int:
     from tiltyard import start
 
     with data_stdout() as data:
-        run = start.branch(args.run, args.overrides, at=parse_at(args.at))
+        run = start.branch(args.run, args.overrides, at=parse_at(args.at), trust_code=args.trust_code)
         return _train_here(run, args, expectation, data)
 
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiltyard import refs
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
-from tiltyard.types import Engine, EnvSpec
+from tiltyard.types import Arrays, Engine, EnvSpec
 
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
+WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
 
 
 def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> Engine:
@@ -21,16 +23,54 @@ def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
     return SerialEngine(experiment, spec, base)
 
 
-def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-    """Everything about model and size that can be known before a run exists: options, shapes, device, memory."""
+def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
+    """Everything about model and size that can be known before a run exists: options, shapes, device, memory.
+
+    `continues` is the checkpoint that training will go on from: its weights must fit.
+    """
     from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.serial import device_named
     from tiltyard.models.net import PolicyNet
+    from tiltyard.run.checkpoint import read_tree
 
     device_named(experiment.engine.device)
     _check_memory(experiment, spec)
+    _check_weights(experiment, spec, base)
     net = PolicyNet(spec, experiment.model, base, seed=0)
     Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
+    if continues is not None:
+        net.load_arrays(read_tree(continues / "policies", "main")["weights"])
+    if experiment.model.init:
+        _check_init(net.arrays(), read_tree(Path(experiment.model.init) / "policies", "main")["weights"])
+
+
+def _check_init(ours: Arrays, theirs: Arrays) -> None:
+    """Weights to start from are of use when at least one of them fits."""
+    if not any(name in theirs and theirs[name].shape == array.shape for name, array in ours.items()):
+        there, here = (", ".join(f"{n} {a.shape}" for n, a in [*side.items()][:3]) for side in (theirs, ours))
+        raise UseError(
+            f"model.init: no weight there fits this model (there {there}, ...; here {here}, ...)",
+            "start from a run with a similar env and model, or leave model.init out",
+        )
+
+
+def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+    """A built-in model is first built without memory; a user's cannot be, and is theirs to size."""
+    import torch
+
+    from tiltyard.models.net import PolicyNet
+
+    if any(refs.kind_of(text) for _, _, text in refs.model_plugins(experiment.model)):
+        return
+    with torch.device("meta"):
+        count = PolicyNet(spec, experiment.model, base, seed=0).parameter_count
+    wanted, free = 4 * WEIGHT_COPIES * count, free_memory()
+    if free is not None and wanted > free:
+        raise UseError(
+            f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB to be trained, "
+            f"and {free / 2**30:.1f} GiB are free",
+            "set smaller widths: model.hidden, model.memory.size, or the encoder's options",
+        )
 
 
 def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
@@ -38,10 +78,12 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
     rows, steps = experiment.engine.envs, experiment.algo.rollout
-    wanted, free = LEARNING_COPIES * each * rows * steps + rows * spec.env_bytes, free_memory()
+    copies = rows + min(experiment.eval.envs, experiment.eval.episodes)
+    wanted, free = LEARNING_COPIES * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(
-            f"engine.envs = {rows:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB, "
+            f"engine.envs = {rows:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
+            f"with {copies:,} copies of the env, "
             f"and {free / 2**30:.1f} GiB are free",
             "use fewer envs or shorter rollouts",
         )

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tiltyard.models.encoders import orthogonal_
+
 State = dict[str, Tensor]
 
 
@@ -28,7 +30,7 @@ class Core(nn.Module):
         self.layer: nn.LSTM | nn.GRU = nn.LSTM(inputs, size) if kind == "lstm" else nn.GRU(inputs, size)
         for name, parameter in self.layer.named_parameters():
             if name.startswith("weight"):
-                nn.init.orthogonal_(parameter)
+                orthogonal_(parameter)
             else:
                 nn.init.zeros_(parameter)
 

@@ -10,7 +10,6 @@ Owns the policy's files and single observations; checkpoints and runs are tiltya
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +33,7 @@ from tiltyard.envs.spaces import (
     spec_to_json,
 )
 from tiltyard.errors import UseError
-from tiltyard.models.encoders import BUILTIN_ENCODERS
-from tiltyard.models.net import BUILTIN_MODELS, PolicyNet
+from tiltyard.models.net import PolicyNet
 from tiltyard.run.checkpoint import read_tree, select, write_tree
 from tiltyard.run.folder import Run, find
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
@@ -92,26 +90,11 @@ def load_policy(
     model = Model.model_validate(tree["model"])
     places = tuple(base) if base is not None else (folder.absolute().parent.parent,)
     if not trust_code:
-        _refuse_foreign_code(model, places)
+        named = refs.model_plugins(model)
+        refs.refuse_foreign_code(named, places, (folder, folder / "policies", folder / "policies" / f"{name}.json"))
     net = PolicyNet(spec, model, places, seed=0)
     net.load_arrays(tree["weights"])
     return Policy(net, spec, frame_stack=tree["env"]["frame_stack"], space=space, seed=seed)
-
-
-def _refuse_foreign_code(model: Model, base: Sequence[Path]) -> None:
-    """Code files that somebody else owns, or that lie in somebody else's folder, are not run unasked."""
-    named = [(model.id, BUILTIN_MODELS, "CustomModel")]
-    named += [(plugin.id, BUILTIN_ENCODERS, "CustomEncoder") for plugin in (model.encoder, *model.encoders.values())]
-    for text, builtins, conventional in named:
-        ref = refs.parse(text, builtins, conventional, base)
-        if ref.path is None:
-            continue
-        for place in (*base, ref.path.parent, ref.path):
-            if place.stat().st_uid != os.getuid():
-                raise UseError(
-                    f"{place} belongs to another user, and the policy needs code from it: {text}",
-                    "read that file, then pass --trust-code (trust_code=True in Python)",
-                )
 
 
 # ---------------------------------------------------------------------------------------------- in the hand

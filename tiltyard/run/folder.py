@@ -101,6 +101,13 @@ class Run:
         """status.json as it stands; UseError when it is missing, broken or of a newer Tiltyard."""
         return _read_status(self.folder)
 
+    def require_own_code(self, trust_code: bool) -> None:
+        """UseError when going on would run code that another user chose; asked before each use of a run's plug-ins."""
+        from tiltyard.refs import named_plugins, refuse_foreign_code
+
+        if not trust_code:
+            refuse_foreign_code(named_plugins(self.experiment()), self.base, (self.folder, self.experiment_file))
+
     @property
     def state(self) -> str:
         """created, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
@@ -164,7 +171,7 @@ def _claim(group: Path) -> tuple[Path, int]:
     except OSError as error:
         raise UseError(
             f"the runs folder {group.parent} cannot be written: {error.strerror or error}",
-            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours, or use --root",
+            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours",
         ) from error
 
 
