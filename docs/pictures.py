@@ -1,7 +1,7 @@
 """Draws the pictures of the README from a real run: `python docs/pictures.py RUN_FOLDER`.
 
-Writes docs/learning-curve.png and docs/console.png. The console is the live screen itself, fed with the run's records
-and set in a font that comes with matplotlib, so that the picture is the same on every machine.
+Writes docs/pictures/learning-curve.png and console.png. The console is the live screen itself, fed with the run's
+records and set in a font that comes with matplotlib, so that the picture is the same on every machine.
 """
 
 from __future__ import annotations
@@ -86,6 +86,6 @@ def draw(screen: Console, out: Path) -> None:
 
 if __name__ == "__main__":
     chosen = Run(Path(sys.argv[1]).absolute())
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "pictures"
     learning_curve(chosen.folder, here / "learning-curve.png")
     draw(live_screen(chosen), here / "console.png")

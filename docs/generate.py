@@ -1,0 +1,39 @@
+"""Writes the reference pages that are read off the code: `python docs/generate.py`, or `make docs`.
+
+    docs/reference/settings.md    every setting, from the settings classes
+    docs/reference/metrics.md     every metric, from the table in tiltyard.run.metrics
+
+A test compares the pages with what this script would write. Everything else in docs/ is written by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tiltyard.config import reference
+from tiltyard.run import metrics
+
+HERE = Path(__file__).parent / "reference"
+
+METRICS = """# Metrics
+
+Written by `python docs/generate.py`.
+Every record of `metrics.jsonl` holds some of these under `metrics`. TensorBoard and W&B get the same names.
+Losses and the like are there once per update; `eval/...` where an evaluation was made.
+
+"""
+
+
+def pages() -> dict[Path, str]:
+    """Path -> text of every generated page."""
+    return {
+        HERE / "settings.md": reference.reference_page(),
+        HERE / "metrics.md": METRICS + metrics.reference_page(),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        sys.stderr.write(f"wrote {path}\n")

@@ -1,0 +1,252 @@
+"""The documentation is executed: what README.md, the guides and the errors page show is typed here, page by page.
+
+    ```console / ```sh    lines after `$ ` are commands; the other lines are output, `...` leaves some of it out
+    ```yaml, ```python    a first line `# some/file.yaml` makes the block that file; other Python is run as a program
+
+A command ends with code 0, or with the one that its comment says: `# exits with 2`. `&` gives it a process of its own.
+Every shown line of output must begin as some line does that was really written, numbers and run names apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tiltyard.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
+NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
+PATIENCE = 120.0  # seconds for a run in the background to write its first checkpoint
+
+
+@dataclass
+class Command:
+    """One line after `$ `, and the output that the page shows below it."""
+
+    text: str
+    shown: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+    @property
+    def exits_with(self) -> int:
+        said = re.search(r"#.*exits with (\d+)", self.text)
+        return int(said[1]) if said else 0
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield match[1], match[2]
+
+
+def commands(block: str) -> list[Command]:
+    found: list[Command] = []
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
+        if line.startswith("$ "):
+            found.append(Command(line[2:]))
+        elif line.strip() not in ("", "..."):
+            assert found, f"output before the first command: {line}"
+            found[-1].shown.append(line)
+    return found
+
+
+def beginning(line: str) -> str:
+    """The first word, with numbers and the words of run names made equal."""
+    words = re.sub(r"\d{4}-[a-z]+-[a-z]+", "RUN", line).split()
+    return re.sub(r"\d[\d,._]*", "#", words[0]) if words else ""
+
+
+class Reader:
+    """Somebody who types what a page shows, in an empty folder with the examples beside it."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capfd = folder, capfd
+        self.background: subprocess.Popen[bytes] | None = None
+        self.typed = 0
+
+    def follow(self, page: Path) -> None:
+        try:
+            for language, text in blocks(page):
+                named = FILE_NAME.match(text)
+                if language in ("yaml", "python") and named:
+                    self.write(Path(named[1]), text)
+                elif language == "python":
+                    self.run_program(text)
+                elif language in ("console", "sh"):
+                    for command in commands(text):
+                        self.type(command)
+        finally:
+            if self.background is not None and self.background.poll() is None:
+                self.background.kill()
+                self.background.wait()
+
+    def write(self, path: Path, text: str) -> None:
+        assert not path.is_absolute()
+        assert ".." not in path.parts
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text, encoding="utf-8")
+
+    def run_program(self, text: str) -> None:
+        program = self.folder / "shown.py"
+        program.write_text(text, encoding="utf-8")
+        runpy.run_path(str(program), run_name="__main__")
+        self.typed += 1
+
+    def type(self, command: Command) -> None:
+        words = command.words
+        if command.text.startswith(NOT_EXECUTED):
+            return
+        self.typed += 1
+        if words[0] == "tiltyard" and words[-1] == "&":
+            self.background = subprocess.Popen(
+                [sys.executable, "-m", "tiltyard", *words[1:-1]],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        elif words[0] == "sleep":
+            self.wait_for_a_checkpoint()
+        elif words[:2] == ["kill", "-9"]:
+            assert self.background is not None
+            assert self.background.poll() is None, "it was over before it could be killed"
+            self.background.kill()
+            self.background.wait()
+        elif words[0] == "tiltyard":
+            self.compare(command, self.call(command))
+        elif words[0] in ("ls", "head"):
+            said = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True)
+            self.compare(command, said.stdout)
+        else:
+            pytest.fail(f"nobody here knows how to type: {command.text}")
+
+    def call(self, command: Command) -> str:
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(command.words[1:])
+        said = "".join(self.capfd.readouterr())
+        assert ended.value.code == command.exits_with, f"$ {command.text}\nexit {ended.value.code}\n{said}"
+        return said
+
+    def compare(self, command: Command, said: str) -> None:
+        real = {beginning(line) for line in said.splitlines()}
+        for line in command.shown:
+            assert beginning(line) in real, f"$ {command.text}\nshows: {line}\nreally wrote:\n{said}"
+
+    def wait_for_a_checkpoint(self) -> None:
+        """As long as it takes on this machine, which is not what it took where the page was written."""
+        end = time.monotonic() + PATIENCE
+        while not list(self.folder.glob("runs/*/[0-9]*/checkpoints/[0-9]*/manifest.json")):
+            assert self.background is not None
+            assert self.background.poll() is None, "it ended by itself"
+            assert time.monotonic() < end, "no checkpoint yet"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Reader:
+    for name in ("TILTYARD_RUNS", "TILTYARD_SITE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a profile shown sets it: undone after the page
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    monkeypatch.chdir(folder)
+    return Reader(folder, capfd)
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_shows_works(page: Path, reader: Reader) -> None:
+    reader.follow(page)
+    if page != ROOT / "docs" / "README.md":
+        assert reader.typed, f"{page} shows nothing that can be typed"
+    if page == ROOT / "README.md":
+        explained = (ROOT / "docs" / "concepts" / "run-folder.md").read_text(encoding="utf-8")
+        there = {path.name for run in reader.folder.glob("runs/*/[0-9]*") for path in run.iterdir()}
+        assert "checkpoints" in there
+        assert [name for name in sorted(there) if name not in explained] == []
+
+
+@pytest.mark.slow
+def test_make_demo_works_with_the_environment_it_finds(tmp_path: Path) -> None:
+    """`-o` tells make that the environment is as it should be, so that nothing is installed."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    assert "\n$ make demo" in (ROOT / "README.md").read_text(encoding="utf-8")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "TILTYARD"))}
+    done = subprocess.run(
+        ["make", "demo", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip" not in done.stdout
+    assert (tmp_path / "demo" / "learning-curve.png").read_bytes().startswith(b"\x89PNG")
+    films = list((tmp_path / "demo" / "evaluation").glob("*.mp4"))
+    assert [film.read_bytes()[4:8] for film in films] == [b"ftyp"]
+    last = done.stdout[done.stdout.index("picture") :]
+    for word in (
+        "demo/learning-curve.png",
+        str(films[0].relative_to(tmp_path)),
+        "demo/runs/cartpole/0001-",
+        "tiltyard ls",
+    ):
+        assert word in last
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+    assert len(pages) == 2
+    for path, text in pages.items():
+        assert Path(path).read_text(encoding="utf-8") == text, f"{path} is stale: python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert "://" in target or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_pictures_are_small_and_used() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pictures = sorted((ROOT / "docs" / "pictures").iterdir())
+    assert len(pictures) >= 2
+    for picture in pictures:
+        assert picture.stat().st_size < 150_000
+        assert str(picture.relative_to(ROOT)) in readme
+
+
+def test_every_command_and_exit_code_is_on_its_page() -> None:
+    from tiltyard.cli import VERBS
+
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"`tiltyard {verb}" not in page] == []
+
+
+def test_every_variable_we_read_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tiltyard").rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r'environ(?:\.get\(|\[)"(TILTYARD_\w+)"', text)}
+    assert read
+    assert [name for name in sorted(read) if f"`{name}`" not in page] == []
