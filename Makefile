@@ -3,6 +3,7 @@
 #   make demo    train CartPole, evaluate it, draw its learning curve, film it        (everything below ./demo)
 #   make check   the inner loop: lint and the quick tests, under three minutes
 #   make test    lint and all tests             make test-long   the same, with ten times the repetitions
+#   make docs    write the generated pages of docs/reference anew
 #   make lint    ruff and mypy                  make clean       remove what the others made, except $(VENV) and runs/
 
 PYTHON  ?= python3
@@ -16,7 +17,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 .DEFAULT_GOAL := check
-.PHONY: venv lint check test test-long demo clean
+.PHONY: venv lint check test test-long docs demo clean
 
 venv: $(STAMP)
 
@@ -44,6 +45,9 @@ test: lint
 
 test-long: lint
 	TILTYARD_LONG=1 $(PYTEST)
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 # Exported to the recipe's commands: `last` is the newest run below this root.
 demo: export TILTYARD_RUNS := demo/runs
