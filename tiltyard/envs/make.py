@@ -172,8 +172,8 @@ def _construct(build: Callable[[], Any], what: str) -> Any:
     except TiltyardError:
         raise
     except gymnasium.error.DependencyNotInstalled as error:
-        command = _PIP.search(str(error))
-        hint = command.group(0).strip() if command else "install the package it names"
+        commands = [command.strip() for command in _PIP.findall(str(error))]
+        hint = " && ".join(commands) or "install the package it names"
         raise UseError(f"{what} needs a package that is not installed: {_first_line(error)}", hint) from error
     except ModuleNotFoundError as error:
         raise UseError(
