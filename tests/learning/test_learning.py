@@ -30,7 +30,7 @@ def test_cartpole_is_solved_within_100_000_env_steps(runs: Path) -> None:
 
 def test_basic_env_reaches_its_optimum(runs: Path) -> None:
     run = tiltyard.train(
-        {**LITTLE, "env": "basic", "algo": {"rollout": 16, "minibatch": 64}, "stop": {"env_steps": 8192}}, live=False
+        {**LITTLE, "env": "basic", "algo": {"rollout": 16, "minibatch": 64}, "stop": {"env_steps": 4096}}, live=False
     )
     assert evaluation_returns(run)[-1] == 1.0
 
@@ -41,7 +41,7 @@ def memory_experiment(kind: str) -> dict[str, object]:
         "env": {"id": "memory", "options": {"length": 6}},
         "model": {"memory": {"kind": kind, "size": 32, "bptt": 16}, "hidden": [32]},
         "algo": {"rollout": 64, "minibatch": 256, "lr": 3e-3, "epochs": 4},
-        "stop": {"env_steps": 40_000},
+        "stop": {"env_steps": 16_384},
         "eval": {"episodes": 64, "every": 0},
     }
 
@@ -69,7 +69,7 @@ def timeout_experiment(wrappers: list[str]) -> dict[str, object]:
         **LITTLE,
         "env": {"id": "timeout", "wrappers": wrappers},
         "algo": {"rollout": 64, "minibatch": 256, "gamma": 0.95},
-        "stop": {"env_steps": 30_000},
+        "stop": {"env_steps": 16_384},
         "eval": {"at_end": False, "every": 0},
     }
 
@@ -91,3 +91,33 @@ def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, t
 
     assert stayed(right) > 0.95
     assert stayed(wrong) < 0.05
+
+
+@pytest.mark.parametrize("shows", ["category", "vector", "image", "words", "number"])
+def test_identity_is_learned_however_it_is_shown(runs: Path, shows: str) -> None:
+    run = tiltyard.train(
+        {
+            **LITTLE,
+            "env": {"id": "identity", "options": {"shows": shows}},
+            "model": {"hidden": [32], "log_std": -0.5},
+            "algo": {"rollout": 64, "minibatch": 128, "epochs": 4, "lr": 3e-3},
+            "stop": {"env_steps": 20_000, "return": 9.0},
+            "eval": {"every": 2_048, "episodes": 20},
+        },
+        live=False,
+    )
+    assert max(evaluation_returns(run)) >= 9.0
+
+
+def test_delayed_rewards_and_a2c(runs: Path) -> None:
+    run = tiltyard.train(
+        {
+            **LITTLE,
+            "env": "delay",
+            "algo": {"id": "a2c", "lr": 5e-3, "entropy": 0.01},
+            "stop": {"env_steps": 60_000, "return": 9.9},
+            "eval": {"every": 5_000},
+        },
+        live=False,
+    )
+    assert max(evaluation_returns(run)) >= 9.9

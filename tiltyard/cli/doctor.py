@@ -120,8 +120,11 @@ def check_runs() -> Finding:
     place = root
     while not place.exists():
         place = place.parent
-    if not os.access(place, os.W_OK):
-        return Finding("runs", "bad", f"{root} cannot be written", "set TILTYARD_RUNS to a folder of yours")
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        reason = f"{root} cannot be written: {error.strerror}"
+        return Finding("runs", "bad", reason, "set TILTYARD_RUNS to a folder of yours")
     free = shutil.disk_usage(place).free
     found = f"{root}, {free / 2**30:.1f} GiB free"
     if free < LOW_DISK:
