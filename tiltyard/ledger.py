@@ -27,7 +27,7 @@ from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
-from tiltyard.types import Checkpoint, Engine, EnvSpec, Progress, Report, Tree
+from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of
 
@@ -139,11 +139,22 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
     limit = f", at most {spec.episode_limit:,} steps" if spec.episode_limit else ""
     return [
         f"run     {run.id}",
-        f"env     {experiment.env.id}: {obs}; {spec.action.columns} action column(s){limit}",
+        f"env     {experiment.env.id}: {obs}; {actions_text(spec.action)}{limit}",
         *engine.describe(),
         *(f"note    {note}" for note in spec.notes),
         f"folder  {run.folder}",
     ]
+
+
+def actions_text(action: ActionSpec) -> str:
+    """2 choices; 3 x 3 choices; 2 numbers; 4 switches."""
+    choices = [str(part.options) for part in action.parts if part.kind == "categorical"]
+    switches = sum(part.columns for part in action.parts if part.kind == "binary")
+    numbers = sum(part.columns for part in action.parts if part.kind == "continuous")
+    said = [f"{' x '.join(choices)} choices"] if choices else []
+    said += [f"{switches} switches"] if switches else []
+    said += [f"{numbers} numbers"] if numbers else []
+    return "acts by " + " and ".join(said)
 
 
 def restore(run: Run, experiment: Experiment, engine: Engine, attempt: int, screen: Screen) -> tuple[Ledger, Progress]:

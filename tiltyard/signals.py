@@ -7,11 +7,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR2 only set `asked`; a second SIGINT interrupts at once."""
+    """While entered, these signals only set `asked`; a second SIGINT interrupts at once.
+
+    SIGHUP comes when a terminal is closed; under `nohup` it is ignored, and stays so.
+    """
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -19,7 +22,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._note) for number in ASKING}
+            heard = [each for each in ASKING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR2 and SIGINT end a training at the end of its update: a committed checkpoint and exit code 75."""
+"""SIGTERM, SIGUSR2, SIGINT and SIGHUP end a training at the end of its update: a committed checkpoint and exit code 75."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_exits_75(runs: Path, number: signal.Signals) -> None:
     child = tiltyard("train", "CartPole-v1", *SETTINGS[1:], "save.env_steps=1e9", "--plain")
     wait_until(lambda: any(path.read_text().count("\n") > 3 for path in runs.glob("*/0*/metrics.jsonl")))
