@@ -9,6 +9,8 @@ Every shown line of output must begin as some line does that was really written,
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import re
 import runpy
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from tiltyard.cli import main
+from tiltyard.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -237,11 +239,15 @@ def test_pictures_are_small_and_used() -> None:
         assert str(picture.relative_to(ROOT)) in readme
 
 
-def test_every_command_and_exit_code_is_on_its_page() -> None:
-    from tiltyard.cli import VERBS
-
+def test_every_command_and_option_is_on_its_page() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert [verb for verb in VERBS if f"`tiltyard {verb}" not in page] == []
+    for verb, (module, _) in VERBS.items():
+        parser = argparse.ArgumentParser()
+        getattr(importlib.import_module(module), f"configure_{verb}")(parser)
+        options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+        missing = [word for word in sorted(options - {"--help", "--follow"}) if not re.search(rf"{word}\b", page)]
+        assert missing == [], f"tiltyard {verb}"
 
 
 def test_every_variable_we_read_is_documented() -> None:
