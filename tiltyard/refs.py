@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
 
 # The class that a plug-in file holds when the name does not say.
-CONVENTIONAL = {"env": "CustomEnv", "model": "CustomModel", "encoder": "CustomEncoder", "wrapper": "CustomWrapper", "policy": "CustomPolicy"}
+CONVENTIONAL = {
+    "env": "CustomEnv",
+    "model": "CustomModel",
+    "encoder": "CustomEncoder",
+    "wrapper": "CustomWrapper",
+    "policy": "CustomPolicy",
+}
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _MODULE = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")

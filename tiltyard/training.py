@@ -61,6 +61,7 @@ def train_run(run: Run, *, screen: Screen) -> Outcome:
         try:
             experiment = run.experiment()
             attempt = begin_attempt(run, experiment)
+            screen.begin(attempt)
             spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
             engine = make_engine(experiment, spec, run.base)
             closing.callback(engine.close)

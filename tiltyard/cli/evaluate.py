@@ -134,10 +134,10 @@ def _workers(asked: int) -> int:
 
 
 def _must_be_writable(folder: Path) -> None:
-    """Found out before the episodes are played, not after."""
+    """Found out before the episodes are played, not after, and without making the folder: they may be refused yet."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        probe = there / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:

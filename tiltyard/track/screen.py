@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.run.folder import Run
@@ -11,17 +12,19 @@ from tiltyard.types import Progress
 
 
 class Screen:
-    """The live (or plain) console on stderr and its plain twin in logs/attempt-N.log."""
+    """The live (or plain) console on stderr and, from `begin` on, its plain twin in logs/attempt-N.log."""
 
     def __init__(self, run: Run, experiment: Experiment, *, live: bool | None = None) -> None:
-        attempt = int(run.status().get("attempt", 0)) + 1
-        logs = run.folder / "logs"
+        self.run, self.experiment = run, experiment
+        self.log: TextIO | None = None
+        self.consoles = [Console(experiment, run.id, run.folder, live=live)]
+
+    def begin(self, attempt: int) -> None:
+        """Open the attempt's log. The caller holds the run's lock."""
+        logs = self.run.folder / "logs"
         logs.mkdir(exist_ok=True)
         self.log = (logs / f"attempt-{attempt:03d}.log").open("a", encoding="utf-8", errors="replace")
-        self.consoles = (
-            Console(experiment, run.id, run.folder, live=live),
-            Console(experiment, run.id, run.folder, live=False, stream=self.log),
-        )
+        self.consoles.append(Console(self.experiment, self.run.id, self.run.folder, live=False, stream=self.log))
 
     def start(self, lines: Sequence[str]) -> None:
         for console in self.consoles:
@@ -44,4 +47,5 @@ class Screen:
         """Give the terminal back and end the log, whatever happened."""
         for console in self.consoles:
             console.close()
-        self.log.close()
+        if self.log is not None:
+            self.log.close()

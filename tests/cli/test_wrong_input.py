@@ -1,0 +1,515 @@
+"""Wrong input as a stranger types it: one sentence, a hint, exit 2, no traceback of ours, and nothing created."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard import start
+from tiltyard.config.load import describe, load
+from tiltyard.errors import UseError
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run, find
+
+TINY = [
+    "engine.envs=2",
+    "algo.rollout=16",
+    "algo.minibatch=32",
+    "algo.epochs=1",
+    "stop.env_steps=64",
+    "eval.at_end=false",
+    "track.tensorboard=false",
+]
+STRANGER = 12345
+BAD_ENV = f"{Path(__file__).parents[1] / 'envs' / 'bad_envs.py'}:BadEnv"
+
+Refused = Callable[..., str]
+
+
+def everything_below(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def refused(tiltyard: Command, runs: Path) -> Refused:
+    """Run a command that must be refused; what it said. The runs folder is the same before and after, to the byte."""
+
+    def call(*words: str, own_traceback: bool = False) -> str:
+        before = everything_below(runs)
+        said = tiltyard(*words, expect=2)
+        assert said.stdout == ""
+        assert said.stderr.startswith("error: ") and "hint: " in said.stderr, said.stderr
+        assert own_traceback or "Traceback" not in said.stderr
+        assert "tiltyard/" not in said.stderr.replace(str(runs), ""), said.stderr
+        assert "defect" not in said.stderr
+        assert everything_below(runs) == before
+        return said.stderr
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with two runs, trained once for all tests here: `cart` of CartPole, `own` of a plug-in of each kind."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "parts.py").write_text(PARTS)
+    (root / "nets.py").write_text(NETS)  # a file of its own: the probe of the env then needs no torch
+    parts = ["env.wrappers=[parts.py:Tripled]", "model.encoder=nets.py:Sum"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILTYARD_RUNS", str(root / "runs"))
+        patch.chdir(root)
+        start.train("CartPole-v1", ["name=cart", *TINY])
+        start.train("parts.py:Corridor", ["name=own", *parts, *TINY])
+    return root / "runs"
+
+
+@pytest.fixture
+def trained(trained_once: Path, runs: Path) -> Path:
+    """A fresh copy of those runs as this test's runs folder."""
+    shutil.copytree(trained_once, runs)
+    return runs
+
+
+PARTS = """
+import gymnasium, numpy as np
+class Corridor(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.full(3, self.t, np.float32), {}
+    def step(self, action):
+        self.t += 1
+        return np.full(3, self.t, np.float32), 1.0, self.t == 4, False, {}
+class Tripled(gymnasium.Wrapper):
+    pass
+"""
+NETS = """
+import torch
+class Sum(torch.nn.Module):
+    size = 1
+    def __init__(self, spec):
+        super().__init__()
+    def forward(self, x):
+        return x.sum(-1, keepdim=True)
+"""
+
+
+# ---------------------------------------------------------------------------------------------- words and settings
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trian CartPole-v1", "there is no command 'trian'"),
+        ("train", "tiltyard train needs target"),
+        ("train CartPole-v1 --sed 3", "did you mean '--seeds'?"),
+        ("train CartPole-v1 lr", "'lr' is no override"),
+        ("train algo.lr=3", "is a setting where a YAML file or env id is expected"),
+        ("train CartPole-v1 algo.lrr=1", "did you mean 'algo.lr'?"),
+        ("train CartPole-v1 algo.lr=fast", "must be a number or a schedule"),
+        ("train CartPole-v1 engine.envs=2.5", "must be a whole number"),
+        ("train CartPole-v1 algo.minibatch=999999", "is more than the batch of 1024"),
+        ("train CartPole-v1 model.memory.kind=lstm algo.rollout=100", "is no multiple of model.memory.bptt = 16"),
+        ("train CartPole-v1 stop.env_steps=null", "the run would never end"),
+        ("train CartPole-v1 algo.id=a3c", "a2c"),
+        ("train CartPole-v1 framework=tf", "PyTorch"),
+        ("train CartPole-v1 --seeds 4-0", "growing"),
+        ("train CartPole-v1 --expect good", "METRIC>=NUMBER"),
+        ("train CartPole-v1 --on cluster", "there is no profile 'cluster'"),
+        ("train CartPole-v1 resume=nowhere", "there is no run 'nowhere'"),
+        ("train CartPole-v1 model.id=nets/none.py", "there is no file nets/none.py"),
+        ("train CartPole-v1 seed=-1", "seed = -1: must be at least 0"),
+        ("train CartPole-v1 engine.envs=0", "engine.envs = 0: must be at least 1"),
+        ("train CartPole-v1 algo.lr=1e30", "algo.lr = 1e+30: must be at most"),
+        ("eval last", "there is no run in"),
+        ("eval nothing --episodes 0", "'0' is not a whole number"),
+        ("eval nothing --episodes 1e12", "'1e12' is not a whole number from 1 to 1,000,000"),
+        ("eval nothing --workers -2", "'-2' is not a whole number"),
+        ("eval nothing --greedy --sample", "not allowed with argument --greedy"),
+        ("fork nothing --at then", "neither a number of env steps nor `best`"),
+        ("resume nothing", "there is no run 'nothing'"),
+        ("show nothing", "there is no run 'nothing'"),
+        ("show one two", "has no use for 'two'"),
+        ("stop nothing", "there is no run 'nothing'"),
+        ("rm", "tiltyard rm needs RUN"),
+        ("ls --state good", "is no state of a run"),
+        ("config shwo", "did you mean 'show'?"),
+    ],
+)
+def test_wrong_words_and_settings(refused: Refused, runs: Path, words: str, said: str) -> None:
+    assert said in refused(*words.split())
+    assert not runs.exists()
+
+
+def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
+    assert "did you mean 'CartPole-v1'?" in refused("train", "CartPol-v1")
+    said = refused("train", "CartPole-v1", "env.options.sutton_barto=true")
+    assert "env.options.sutton_barto = true: CartPoleEnv takes no option" in said and "sutton_barto_reward" in said
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "..", "a\nb", "x" * 81, "-dash", ".hidden", "a b", "''", "a\0b"])
+def test_run_names_that_are_no_folder_names(refused: Refused, tmp_path: Path, name: str) -> None:
+    said = refused("train", "CartPole-v1", f"name={name}")
+    assert "1 problem" in said or "override" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == []
+
+
+BOMB = "".join(
+    f"{letter}: &{letter} [{', '.join([f'*{before}' if before else 'x'] * 10)}]\n"
+    for before, letter in zip(["", *"abcdefgh"], "abcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "is empty"),
+        (b"# nothing but words\n", "is empty"),
+        (b"\x7fELF\x00\x01\x02" * 40, "is a binary file"),
+        ("env: Café\n".encode("latin-1"), "byte 0xe9 is not UTF-8"),
+        (BOMB.encode(), "more than 100,000 values once aliases are unfolded"),
+        (b"env: CartPole-v1\nseed: 1\nseed: 2\n", "line 3: the key 'seed' is there twice, first in line 2"),
+        (b"env: CartPole-v1\nalgo: {lr: [\n", "line"),
+        (b"- env\n- algo\n", "holds a list where"),
+        (b"env: !!python/object/apply:os.system [id]\n", "!!python"),
+    ],
+)
+def test_files_that_describe_nothing(refused: Refused, tmp_path: Path, raw: bytes, said: str) -> None:
+    (tmp_path / "x.yaml").write_bytes(raw)
+    assert said in refused("train", "x.yaml")
+
+
+def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    assert "folder.yaml is a folder" in refused("train", "folder.yaml")
+    assert "is a folder" in refused("train", str(tmp_path))
+    assert "none.yaml does not exist" in refused("train", "none.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "pipe.yaml" in refused("train", "pipe.yaml")  # must not wait for a writer
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def numeric_settings() -> list[tuple[str, str, list[str]]]:
+    """(name, type as the reference says it, other settings it needs) of every setting that is or holds a number."""
+    found = []
+    for name, kind, _, _ in describe():
+        if "number" not in kind:
+            continue
+        plain, _, variant = name.partition(" (")
+        variant = variant.rstrip(")")
+        around = [f"algo.id={variant.removeprefix('id: ')}"] if variant.startswith("id:") else []
+        if plain.startswith("<schedule>"):
+            shape = variant.removeprefix("kind: ")
+            whole = {
+                "linear": "{kind: linear, start: 0.001}",
+                "piecewise": "{kind: piecewise, points: [[0, 0.001]]}",
+                "kl_adaptive": "{kind: kl_adaptive, start: 0.001}",
+            }[shape]
+            around = [f"algo.lr={whole}"]
+            plain = plain.replace("<schedule>", "algo.lr")
+        found.append((plain, kind, around))
+    return found
+
+
+def within(value: float, kind: str) -> bool:
+    """Whether the reference page says that the number is allowed."""
+    low = re.search(r"from (-?[\d.,]+)", kind)
+    above = re.search(r"above (-?[\d.,]+)", kind)
+    high = re.search(r" to ([\d.,]+)", kind)
+    number = lambda match: float(match[1].replace(",", ""))  # noqa: E731
+    return (
+        (low is None or value >= number(low))
+        and (above is None or value > number(above))
+        and value <= (number(high) if high else 1e15)
+    )
+
+
+@pytest.mark.parametrize(("name", "kind", "around"), numeric_settings())
+def test_every_number_is_in_its_range_or_refused(name: str, kind: str, around: list[str]) -> None:
+    """Negative, zero, huge, not finite and not a number, for every numeric setting there is."""
+    for text in ("-1", "0", "1e30", "-1e30", "9" * 400, ".nan", ".inf", "-.inf", "many", "true", "[]", "{}"):
+        shape = {"list of list": f"[[0, {text}]]", "list of": f"[{text}]"}
+        given = next((shape[front] for front in shape if kind.startswith(front)), text)
+        allowed = text in ("-1", "0") and within(float(text), kind)
+        words = [*around, f"{name}={given}"]
+        if allowed:
+            load("CartPole-v1", words)
+            continue
+        with pytest.raises(UseError) as caught:
+            load("CartPole-v1", words)
+        assert name in caught.value.details, f"{words}: {caught.value.details}"
+
+
+def test_the_numbers_above_are_all_there_are() -> None:
+    names = {name for name, _, _ in numeric_settings()}
+    assert {"seed", "algo.lr", "algo.lr.over", "engine.envs", "eval.every", "save.milestones", "model.hidden"} <= names
+    assert len(numeric_settings()) > 55
+
+
+def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, runs: Path) -> None:
+    said = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
+    assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", said)
+    assert re.search(r"and [\d.]+ GiB are free", said)
+    said = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
+    assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB to be trained, and", said)
+    assert not runs.exists()
+
+
+# ---------------------------------------------------------------------------------------------- envs and plug-ins
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("float64", "dtype float64 and its space declares float32"),
+        ("list", "is a list instead of a numpy array of float32"),
+        ("nan", "holds NaN"),
+        ("shape", "has shape [3] and its space declares [2]"),
+    ],
+)
+def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, said: str) -> None:
+    words = refused("train", BAD_ENV, f"env.options.fault={fault}")
+    assert said in words and "step 3" in words
+    assert not runs.exists()
+
+
+def test_an_env_that_prints_is_told_of_and_kept_out_of_the_data(tiltyard: Command, runs: Path) -> None:
+    settings = [*TINY, "env.options.fault=prints", "env.time_limit=8"]
+    done = tiltyard("train", BAD_ENV, *settings, "--json")
+    assert json.loads(done.stdout)["state"] == "finished"
+    assert "prints to stdout ('hello from the simulator')" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["model.id={}", "model.encoder={}", "env.wrappers=[{}]", "env.id={}"])
+def test_a_plug_in_that_raises_shows_its_own_traceback_and_none_of_ours(
+    refused: Refused, runs: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "broken.py").write_text("import os\n\ndef early():\n    return 1 / 0\n\nearly()\n")
+    said = refused("train", "CartPole-v1", place.format("broken.py:Any"), own_traceback=True)
+    assert said.startswith("error: broken.py raised ZeroDivisionError while imported: division by zero")
+    assert 'broken.py", line 4, in early' in said and said.count("File ") == 2
+    assert not runs.exists()
+
+
+# ---------------------------------------------------------------------------------------------- run folders
+
+
+def test_eval_and_fork_of_a_run_without_checkpoints(refused: Refused, trained: Path) -> None:
+    run = find("cart", trained)
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.mkdir()
+    for verb in ("eval", "fork"):
+        assert f"run {run.id} has no checkpoint" in refused(verb, "cart")
+
+
+def test_a_checkpoint_of_another_env_or_model_prints_both_shapes(refused: Refused, trained: Path) -> None:
+    run = find("cart", trained)
+    newest = next(run.checkpoints.glob("0*"))
+    for words in (
+        ["train", "Acrobot-v1", f"resume={newest}", *TINY],
+        ["train", "Acrobot-v1", "resume=cart", *TINY],
+        ["fork", "cart", "env.id=Acrobot-v1"],
+    ):
+        said = refused(*words)
+        assert "of another model or env" in said and "(64, 4) there, (64, 6) here" in said
+    assert "(64, 4) there, (32, 4) here" in refused("fork", "cart", "model.hidden=[32]")
+    said = refused("eval", "cart", "env.id=Acrobot-v1", "--out", "elsewhere")
+    assert "(4,)" in said and "(6,)" in said
+    assert "eval cannot change model" in refused("eval", "cart", "model.hidden=[3]", "--out", "elsewhere")
+    assert "cannot change env" in refused("resume", "cart", "env.id=Acrobot-v1")
+
+
+def test_half_deleted_runs_and_those_of_a_newer_tiltyard(refused: Refused, trained: Path) -> None:
+    run = find("cart", trained)
+    kept = {name: (run.folder / name).read_text() for name in ("status.json", "experiment.yaml")}
+    for name, text in kept.items():
+        (run.folder / name).unlink()
+        for verb in ("resume", "eval", "fork", "show"):
+            assert f"is no whole run: {name} is missing" in refused(verb, "cart/0001")
+        (run.folder / name).write_text(text)
+    (run.folder / "status.json").write_text(json.dumps({**json.loads(kept["status.json"]), "schema": 99}))
+    for verb in ("resume", "eval", "fork", "show"):
+        assert "newer Tiltyard (schema 99, this one knows up to 1)" in refused(verb, "cart/0001")
+    (run.folder / "status.json").write_text(kept["status.json"])
+    run.experiment_file.write_text(kept["experiment.yaml"].replace("version: 1", "version: 99"))
+    for verb in ("resume", "eval", "fork"):
+        assert "newer Tiltyard" in refused(verb, "cart")
+    run.experiment_file.write_text(kept["experiment.yaml"])
+    manifest = next(run.checkpoints.glob("0*/manifest.json"))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 99}))
+    assert "made by a newer Tiltyard (schema 99" in refused("eval", str(manifest.parent), "--out", "elsewhere")
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tiltyard.run.folder import Lock, Run
+with Lock(Run(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder() -> Iterator[Callable[[Run], subprocess.Popen[str]]]:
+    """A process that writes a run."""
+    started = []
+
+    def hold(run: Run) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.folder)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_a_live_process_writes_and_the_lock_of_a_dead_one(
+    refused: Refused, tiltyard: Command, trained: Path, holder: Callable[[Run], subprocess.Popen[str]]
+) -> None:
+    run = find("cart", trained)
+    process = holder(run)
+    named = f"is being written by pid {process.pid} on host {socket.gethostname()}"
+    assert named in refused("resume", "cart")
+    assert named in refused("resume", "cart", "stop.env_steps=96")
+    assert named in refused("rm", "cart", "--yes")
+    process.kill()
+    process.wait()
+    tiltyard("resume", "cart", "stop.env_steps=96")
+    assert run.status()["progress"]["env_steps"] == 96
+    assert any(event["kind"] == "recovered" for event in read_events(run))
+
+
+def test_a_read_only_run_folder(refused: Refused, trained: Path, tmp_path: Path) -> None:
+    place = tmp_path / "shut"
+    shutil.copytree(trained, place)
+    mounted = subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True, text=True)
+    if mounted.returncode == 0:
+        subprocess.run(["mount", "-o", "remount,ro,bind", place], capture_output=True, check=False)
+    try:
+        try:
+            (place / "probe").touch()
+        except OSError:
+            pass
+        else:
+            pytest.skip(f"no folder can be made read-only for this user here: {mounted.stderr.strip()}")
+        run = find("cart", place)
+        words = ["resume", str(run.folder)], ["resume", str(run.folder), "stop.env_steps=96"], ["eval", str(run.folder)]
+        for each in words:
+            said = refused(*each)
+            assert "cannot be written" in said and "Read-only file system" in said
+        os.environ["TILTYARD_RUNS"] = str(place)  # the fixture `runs` puts it back
+        assert "cannot be written: Read-only file system" in refused("train", "CartPole-v1", "name=new", *TINY)
+        assert "Read-only file system" in refused("rm", "cart", "--yes")
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", place], check=True)
+
+
+def test_rm_stays_inside_its_root_and_never_follows_links(refused: Refused, trained: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "cart"
+    elsewhere.mkdir(parents=True)
+    outside = elsewhere / "0001-far-away"
+    shutil.copytree(find("cart", trained).folder, outside)
+    before = everything_below(outside)
+    assert "is not a run folder inside the runs folder" in refused("rm", str(outside), "--yes")
+    (trained / "cart" / "0002-linked-run").symlink_to(outside)
+    (trained / "linked").symlink_to(elsewhere)
+    for name in ("cart/0002-linked-run", "linked/0001-far-away", str(trained / "linked" / "0001-far-away")):
+        assert "never through a link" in refused("rm", name, "--yes")
+    for name in (str(trained), str(trained / "cart"), "/", "..", str(tmp_path)):
+        refused("rm", name, "--yes") if name != str(trained / "cart") else None
+    assert "nobody to ask" in refused("rm", "cart")
+    assert everything_below(outside) == before
+
+
+# ---------------------------------------------------------------------------------------------- somebody else's code
+
+
+def give_away(folder: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give files to another user")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, STRANGER, STRANGER)
+
+
+def poison(run: Run, mark: Path) -> None:
+    """Importing any plug-in of the run leaves a mark."""
+    for path in run.folder.glob("plugins/**/*.py"):
+        path.write_text(path.read_text() + f"\nopen({str(mark)!r}, 'w').close()\n")
+
+
+EVAL = ["--episodes", "1", "--out", "out"]
+
+
+def test_another_users_code_is_run_only_when_trusted(
+    refused: Refused, tiltyard: Command, trained: Path, tmp_path: Path
+) -> None:
+    run, mark = find("own", trained), tmp_path / "mark"
+    poison(run, mark)
+    give_away(run.folder)
+    for words in (["eval", "own", *EVAL], ["resume", "own"], ["resume", "own", "stop.env_steps=96"], ["fork", "own"]):
+        said = refused(*words)
+        assert "belongs to another user" in said and "--trust-code" in said
+    for words in (["show", "own"], ["ls"], ["diff", "own", "cart"]):
+        tiltyard(*words)
+    assert not mark.exists()
+    tiltyard("eval", "own", *EVAL, "--trust-code")
+    assert mark.exists()
+    tiltyard("fork", "own", "name=mine", "stop.env_steps=96", "--trust-code")
+    tiltyard("resume", "mine", "stop.env_steps=128")  # its copy of the code is ours
+    tiltyard("resume", "own", "stop.env_steps=96", "--trust-code")
+
+
+@pytest.mark.parametrize("setting", ["env.id", "env.wrappers", "model.encoder"])
+def test_each_kind_of_plug_in_is_asked_about(refused: Refused, trained: Path, tmp_path: Path, setting: str) -> None:
+    """A run whose other plug-ins are built in: the one that is left must be enough to refuse it."""
+    run, mark = find("own" if setting == "env.id" else "cart", trained), tmp_path / "mark"
+    (run.folder / "plugins").mkdir(exist_ok=True)
+    (run.folder / "plugins" / "one.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    text = run.experiment_file.read_text()
+    old, new = {
+        "env.id": ("id: plugins/parts.py:Corridor", "id: plugins/one.py:Corridor"),
+        "env.wrappers": ("wrappers: []", "wrappers: [{id: plugins/one.py:Any}]"),
+        "model.encoder": ("id: auto", "id: plugins/one.py:Any"),
+    }[setting]
+    assert old in text
+    run.experiment_file.write_text(text.replace(old, new, 1))
+    give_away(run.folder)
+    for words in (["eval", run.id, *EVAL], ["resume", run.id], ["fork", run.id]):
+        assert "belongs to another user" in refused(*words)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["subprocess:Popen", "antigravity:Sky-v0"])
+def test_names_of_installed_modules_are_somebodys_word_too(refused: Refused, trained: Path, name: str) -> None:
+    run = find("cart", trained)
+    run.experiment_file.write_text(run.experiment_file.read_text().replace("id: CartPole-v1", f"id: {name}", 1))
+    give_away(run.folder)
+    for words in (["eval", "cart", *EVAL], ["resume", "cart"], ["fork", "cart"]):
+        said = refused(*words)
+        assert f"env.id = {name}" in said and "belongs to another user" in said
+
+
+def test_a_run_of_another_user_without_code_needs_no_trust(tiltyard: Command, trained: Path) -> None:
+    give_away(find("cart", trained).folder)
+    tiltyard("eval", "cart", *EVAL)
+    tiltyard("fork", "cart", "name=mine", "stop.env_steps=96")
