@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import pytest
 
+import tiltyard as product
 from tiltyard.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +250,17 @@ def test_every_command_and_option_is_on_its_page() -> None:
         options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
         missing = [word for word in sorted(options - {"--help", "--follow"}) if not re.search(rf"{word}\b", page)]
         assert missing == [], f"tiltyard {verb}"
+
+
+def test_python_signatures_are_as_shown() -> None:
+    page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
+    assert {name for name, _ in shown} <= set(product.__all__)
+    assert all(f"`{name}" in page for name in product.__all__)
+    for name, parameters in shown:
+        real = inspect.signature(getattr(product, name)).parameters
+        for default in re.findall(r"(\w+)=", parameters):
+            assert default in real, f"{name} takes no {default}"
 
 
 def test_every_variable_we_read_is_documented() -> None:
