@@ -147,7 +147,7 @@ FLOORS = {
     2: ("run", "track", "machine", "signals"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
-    5: ("start", "training", "ledger", "evaluation"),
+    5: ("start", "training", "attempt", "ledger", "evaluation"),
     7: ("cli", "testing", "__init__", "__main__"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

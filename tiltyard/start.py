@@ -226,7 +226,10 @@ def carry_out(run: Run, *, live: bool | None = None) -> Outcome:
 def next_commands(run: Run, outcome: Outcome) -> list[str]:
     """Where the run is and what one would type now."""
     lines = [f"run folder  {os.path.relpath(run.folder)}"]
-    if outcome.state == "finished":
+    if outcome.state == "finished" and not outcome.trained:
+        setting = outcome.reason.split("=")[0]
+        lines += [f"next        nothing was left to train; to go on: tiltyard resume {run.id} {setting}=..."]
+    elif outcome.state == "finished":
         lines += [f"next        tiltyard eval {run.id} --video", f"            tiltyard show {run.id}"]
     else:
         lines += [f"next        tiltyard resume {run.id}"]

@@ -13,15 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-from tiltyard.config.experiment import Experiment, Save, Stop
-from tiltyard.engines import make_engine
-from tiltyard.envs.probe import probe
-from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
-from tiltyard.evaluation.measure import Evaluator
-from tiltyard.ledger import (
-    Ledger,
-    Stopwatch,
-    begin_attempt,
+from tiltyard.attempt import (
+    Attempt,
+    begin,
     keep,
     measure,
     opening_lines,
@@ -30,13 +24,19 @@ from tiltyard.ledger import (
     restore,
     write_progress,
 )
+from tiltyard.config.experiment import Save, Stop
+from tiltyard.engines import make_engine
+from tiltyard.envs.probe import probe
+from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
+from tiltyard.evaluation.measure import Evaluator
+from tiltyard.ledger import Stopwatch
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
-from tiltyard.types import Engine, Progress
+from tiltyard.types import Progress
 
 STATUS_SECONDS = 1.0  # status.json is written at most this often while training
 
@@ -48,6 +48,8 @@ class Outcome:
     state: Literal["finished", "stopped"]
     reason: str
     progress: Progress
+    trained: bool
+    """whether there was anything left to train"""
     latest: dict[str, float]
 
     @property
@@ -60,83 +62,73 @@ def train_run(run: Run, *, screen: Screen) -> Outcome:
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as closing:
         try:
             experiment = run.experiment()
-            attempt = begin_attempt(run, experiment)
-            screen.begin(attempt)
+            number = begin(run, experiment, screen)
             spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
             engine = make_engine(experiment, spec, run.base)
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
-            ledger, progress = restore(run, experiment, engine, attempt, screen)
+            ledger, progress = restore(run, experiment, engine, number, screen)
             mirrors = Mirrors(run.folder, experiment, progress.env_steps)
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine))
-            return _loop(run, experiment, engine, evaluator, ledger, progress, attempt, lock, signals, mirrors, screen)
+            attempt = Attempt(run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors)
+            return _loop(attempt, lock, signals)
         except BaseException as error:
             record_failure(run, error)
             raise
 
 
-def _loop(
-    run: Run,
-    experiment: Experiment,
-    engine: Engine,
-    evaluator: Evaluator,
-    ledger: Ledger,
-    progress: Progress,
-    attempt: int,
-    lock: Lock,
-    signals: StopSignals,
-    mirrors: Mirrors,
-    screen: Screen,
-) -> Outcome:
-    save, every = experiment.save, experiment.eval.every
+def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
+    experiment, engine, ledger, run = attempt.experiment, attempt.engine, attempt.ledger, attempt.run
+    save, every, first = experiment.save, experiment.eval.every, attempt.progress
     last_save, last_status = time.monotonic(), 0.0
-    watch = Stopwatch(progress)
-    reason = stop_reason(experiment.stop, progress, ledger.latest)
+    watch = Stopwatch(first)
+    reason = stop_reason(experiment.stop, first, ledger.latest)
 
     while reason is None and not signals.asked:
-        before = progress
+        before = attempt.progress
         report = engine.step()
-        progress, found = report.progress, ledger.absorb(report)
+        progress = attempt.progress = report.progress
+        found = ledger.absorb(report)
         watch.add(report.time_split)
         for sentence in report.events:
-            log_event(run, "warning", sentence)
-            screen.say(sentence)
+            attempt.say("warning", sentence)
 
         best = False
         if every and progress.env_steps // every > before.env_steps // every:
             with watch.measuring("eval"):
-                found |= measure(run, engine, evaluator, ledger, progress)
+                found |= measure(attempt)
             best = ledger.improves(save, progress.env_steps)
         reason = stop_reason(experiment.stop, progress, ledger.latest)
 
         if progress.updates % experiment.track.every == 0 or "eval/return" in found or reason:
-            record(run, progress, found | watch.metrics(progress), attempt, mirrors, screen)
+            record(attempt, found | watch.metrics(progress))
             watch = Stopwatch(progress)
         if time.monotonic() - last_status > STATUS_SECONDS:
-            write_progress(run, progress, ledger)
+            write_progress(attempt)
             last_status = time.monotonic()
 
         milestone = any(before.env_steps < stone <= progress.env_steps for stone in save.milestones)
         if milestone or best or save_due(save, ledger.saved, progress, time.monotonic() - last_save):
             lock.check()
             with watch.measuring("save"):
-                keep(run, engine, ledger, save, progress, milestone=milestone)
+                keep(attempt, milestone=milestone)
             last_save = time.monotonic()
 
     lock.check()
+    progress = attempt.progress
     if reason is not None and experiment.eval.at_end and ledger.evaluated_at != progress.env_steps:
-        found = measure(run, engine, evaluator, ledger, progress)
+        found = measure(attempt)
         ledger.improves(save, progress.env_steps)
-        record(run, progress, found, attempt, mirrors, screen)
-        keep(run, engine, ledger, save, progress)
+        record(attempt, found)
+        keep(attempt)
     elif ledger.saved != progress:
-        keep(run, engine, ledger, save, progress)
+        keep(attempt)
     state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
     reason = reason or f"asked by {signals.asked}"
-    write_progress(run, progress, ledger, state=state, reason=reason)
+    write_progress(attempt, state=state, reason=reason)
     log_event(run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
-    return Outcome(state, reason, progress, dict(ledger.latest))
+    return Outcome(state, reason, progress, progress != first, dict(ledger.latest))
 
 
 # ------------------------------------------------------------------------------------------------ decisions

@@ -105,6 +105,7 @@ def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path)
     run = find("last", runs)
     done = tiltyard("resume", "last")
     assert "stop.env_steps=96 reached" in done.stderr
+    assert "nothing was left to train; to go on: tiltyard resume" in done.stderr and "stop.env_steps=..." in done.stderr
     tiltyard("resume", "last", "stop.env_steps=2e2")
     assert run.status()["progress"]["env_steps"] == 224
     assert run.experiment().stop.env_steps == 200

@@ -1,0 +1,208 @@
+"""One attempt at a run: what the training loop does to engine and folder, in single steps.
+
+The loop in training.py decides when; this file does it.
+
+    begin -> restore -> { measure, record, keep, write_progress } -> write_progress, or record_failure
+
+    checkpoints/N/   policies/main.*  engine/*   written by the engine      loop.*   the Ledger
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.errors import DivergedError, TiltyardError
+from tiltyard.evaluation.measure import Evaluator
+from tiltyard.ledger import Ledger
+from tiltyard.run import checkpoint, metrics
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.status import write_status
+from tiltyard.track.mirrors import Mirrors
+from tiltyard.track.screen import Screen
+from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
+
+
+@dataclass
+class Attempt:
+    """A process training a run, from lock to release."""
+
+    run: Run
+    experiment: Experiment
+    number: int
+    engine: Engine
+    evaluator: Evaluator
+    screen: Screen
+    ledger: Ledger
+    progress: Progress
+    mirrors: Mirrors
+
+    def say(self, kind: str, sentence: str) -> None:
+        """To the person watching and to events.jsonl."""
+        log_event(self.run, kind, sentence)
+        self.screen.say(sentence)
+
+
+def begin(run: Run, experiment: Experiment, screen: Screen) -> int:
+    """Count this start of the run and write it into status, events and log; returns its number."""
+    number = int(run.status().get("attempt", 0)) + 1
+    write_status(run, state="running", reason="", attempt=number, host=socket.gethostname(), pid=os.getpid())
+    log_event(run, "started", f"attempt {number} started with the {experiment.engine.kind} engine", attempt=number)
+    error = run.folder / "error.txt"
+    if error.exists():
+        error.replace(run.folder / f"error.before-attempt-{number}.txt")
+    screen.begin(number)
+    return number
+
+
+def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engine) -> list[str]:
+    """What is about to be trained, with the derived numbers."""
+    obs = ", ".join(f"{name} {item.shape} {item.dtype}" for name, item in spec.obs.items())
+    limit = f", at most {spec.episode_limit:,} steps" if spec.episode_limit else ""
+    return [
+        f"run     {run.id}",
+        f"env     {experiment.env.id}: {obs}; {actions_text(spec.action)}{limit}",
+        *engine.describe(),
+        *(f"note    {note}" for note in spec.notes),
+        f"folder  {run.folder}",
+    ]
+
+
+def actions_text(action: ActionSpec) -> str:
+    """2 choices; 3 x 3 choices; 2 numbers; 4 switches."""
+    choices = [str(part.options) for part in action.parts if part.kind == "categorical"]
+    switches = sum(part.columns for part in action.parts if part.kind == "binary")
+    numbers = sum(part.columns for part in action.parts if part.kind == "continuous")
+    said = [f"{' x '.join(choices)} choices"] if choices else []
+    said += [f"{switches} switches"] if switches else []
+    said += [f"{numbers} numbers"] if numbers else []
+    return "acts by " + " and ".join(said)
+
+
+def restore(run: Run, experiment: Experiment, engine: Engine, number: int, screen: Screen) -> tuple[Ledger, Progress]:
+    """Bring the engine to the newest valid checkpoint, or to the start of a fresh run."""
+
+    def say(kind: str, sentence: str) -> None:
+        log_event(run, kind, sentence)
+        screen.say(sentence)
+
+    found: Checkpoint | None = None
+    if experiment.resume == "never":
+        for sentence in checkpoint.set_aside(run, number):
+            say("warning", sentence)
+    else:
+        found, complaints = checkpoint.newest_valid(run)
+        for sentence in complaints:
+            say("warning", sentence)
+        if found is None and experiment.resume != "auto":
+            found = checkpoint.select(Path(experiment.resume))
+    if found is None:
+        if number > 1:
+            metrics.rewind(run.metrics_file, 0, number)
+            say("resumed", "no checkpoint had been written yet: training starts from the beginning")
+        if experiment.model.init:
+            say("started", _take_weights(engine, Path(experiment.model.init)))
+        return Ledger(), Progress()
+    for sentence in engine.load(found.folder):
+        say("warning", sentence)
+    ledger = Ledger.read(checkpoint.read_tree(found.folder, "loop"))
+    ledger.saved = found.progress
+    metrics.rewind(run.metrics_file, found.env_steps, number)
+    say("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
+    return ledger, found.progress
+
+
+def _take_weights(engine: Engine, source: Path) -> str:
+    """Start from another policy's weights: those that fit by name and shape."""
+    chosen = checkpoint.select(source)
+    theirs = checkpoint.read_tree(chosen.folder / "policies", "main")["weights"]
+    ours = engine.snapshot()
+    fit = [name for name, array in ours.weights.items() if name in theirs and theirs[name].shape == array.shape]
+    left = [
+        f"{name} (here {array.shape}, there {theirs[name].shape if name in theirs else 'missing'})"
+        for name, array in ours.weights.items()
+        if name not in fit
+    ] + [f"{name} (only there)" for name in theirs if name not in ours.weights]
+    if not fit:
+        raise TiltyardError(
+            f"model.init = {source}: no weight of it fits this model", "compare both with `tiltyard diff`"
+        )
+    engine.adopt("main", replace(ours, weights={**ours.weights, **{name: theirs[name] for name in fit}}), {})
+    rest = f"; left as initialised: {', '.join(left)}" if left else ""
+    return f"took {len(fit)} of {len(ours.weights)} weights from {chosen.folder}{rest}"
+
+
+def measure(attempt: Attempt) -> dict[str, float]:
+    """Evaluate the policy as it is now; seeds, envs and random streams are the evaluation's own."""
+    run, ledger, env_steps = attempt.run, attempt.ledger, attempt.progress.env_steps
+    video = run.folder / "videos" / f"{env_steps:012d}.mp4" if attempt.experiment.eval.video else None
+    result = attempt.evaluator.measure(attempt.engine.snapshot().weights, video)
+    ledger.evaluated_at = env_steps
+    found = {"eval/return": result.mean, "eval/length": result.mean_length, "eval/seconds": result.seconds}
+    if len(result.returns) > 1:  # one episode has no interval
+        found |= {"eval/return_low": result.low, "eval/return_high": result.high}
+    ledger.latest |= found
+    log_event(run, "evaluated", f"return {result.mean:.4g} at env step {env_steps:,}", returns=result.returns)
+    return found
+
+
+def record(attempt: Attempt, found: dict[str, float]) -> None:
+    """One line in metrics.jsonl, and the same to the mirrors and the screen."""
+    line = {**asdict(attempt.progress), "time": time.time(), "attempt": attempt.number, "metrics": found}
+    metrics.append(attempt.run.metrics_file, line)
+    for sentence in attempt.mirrors.record(line):
+        attempt.say("warning", sentence)
+    split = {name.removeprefix("time/"): value for name, value in found.items() if name.startswith("time/")}
+    attempt.screen.update(attempt.progress, found, split)
+
+
+def keep(attempt: Attempt, *, milestone: bool = False) -> None:
+    """Commit a checkpoint and drop those that need not be kept."""
+    run, ledger, progress, save = attempt.run, attempt.ledger, attempt.progress, attempt.experiment.save
+    ledger.saved = progress
+
+    def write(folder: Path) -> None:
+        attempt.engine.save(folder)
+        checkpoint.write_tree(folder, "loop", ledger.dump())
+
+    score = ledger.score(save, progress.env_steps)
+    checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)
+    checkpoint.prune(run, save)
+    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,}", score=score)
+
+
+def write_progress(attempt: Attempt, **changes: str) -> None:
+    """status.json as `tiltyard ls` shows it."""
+    latest = attempt.ledger.latest
+    write_status(
+        attempt.run,
+        progress=asdict(attempt.progress),
+        **{"return": latest.get("train/return"), "eval_return": latest.get("eval/return")},
+        best=attempt.ledger.best,
+        **changes,
+    )
+
+
+def record_failure(run: Run, error: BaseException) -> None:
+    """Say in the folder why it failed, with the batch that did it if there is one."""
+    if isinstance(error, KeyboardInterrupt):
+        sentence = "interrupted twice: ended without saving"
+    elif isinstance(error, TiltyardError):
+        sentence = error.message
+    else:
+        sentence = f"{type(error).__name__}: {error}"
+    try:
+        if isinstance(error, DivergedError) and error.batch:
+            checkpoint.write_tree(run.folder / "bad_batch", "batch", error.batch)
+        (run.folder / "error.txt").write_text("".join(traceback.format_exception(error)))
+        write_status(run, state="failed", reason=sentence)
+        log_event(run, "failed", sentence)
+    except OSError:
+        # The disk that refused a checkpoint refuses this too; the error itself is on its way to the user.
+        return
