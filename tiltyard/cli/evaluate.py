@@ -34,9 +34,7 @@ def positive(text: str) -> int:
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run (id, folder, `last`) or folder of a checkpoint")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.options.gravity=5"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.time_limit=200")
     parser.add_argument("--episodes", type=positive, help="whole episodes to play (default: eval.episodes)")
     parser.add_argument("--steps", type=positive, help="env steps within which episodes are begun")
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
@@ -68,6 +66,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     from tiltyard.evaluation.measure import choose_checkpoint, evaluate
     from tiltyard.evaluation.numbers import as_json, write_files
     from tiltyard.run.folder import run_of
+    from tiltyard.run.masking import mask_command
 
     chosen = choose_checkpoint(args.run, "best" if args.best else parse_at(args.at))
     run = run_of(chosen.folder)
@@ -91,7 +90,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
         trust_code=args.trust_code,
     )
     facts = {"run": run.id, "checkpoint": str(chosen.folder), "env_steps": chosen.env_steps, "mode": mode}
-    facts |= {"overrides": args.overrides}
+    facts |= {"overrides": mask_command(args.overrides)}
     table, whole = write_files(result, facts, numbers)
     files = {"csv": str(table), "json": str(whole)}
     if args.video:

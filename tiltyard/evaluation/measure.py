@@ -30,6 +30,7 @@ from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
+from tiltyard.run.masking import mask_all
 from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
@@ -174,7 +175,8 @@ def _perform(task: Task) -> list[Played]:
     if task.rollouts is not None:
         from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and seldom needed
 
-        meta = {"run": run.id, "env": experiment.env.id, "options": experiment.env.options, "checkpoint": folder.name}
+        options = mask_all(experiment.env.options)  # a dataset is handed on
+        meta = {"run": run.id, "env": experiment.env.id, "options": options, "checkpoint": folder.name}
         writer = EpisodeWriter(Path(task.rollouts), spec, meta, save_info=task.save_info)
 
         def keep(index: int, episode: Episode) -> None:

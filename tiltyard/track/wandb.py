@@ -24,6 +24,7 @@ from typing import Any
 from tiltyard.config.experiment import Experiment, Wandb
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
+from tiltyard.run.masking import mask_all, mask_secrets
 
 _WAIT = 30  # seconds that W&B may take to start or, after that, to end
 
@@ -108,9 +109,9 @@ def _open(wandb: Any, run_id: str, run_folder: Path, experiment: Experiment, set
         group=settings.group or experiment.env.id,
         job_type=settings.job_type,
         tags=list(dict.fromkeys([*experiment.tags, *settings.tags])),
-        notes=experiment.notes or None,
+        notes=mask_secrets(experiment.notes) or None,
         name="/".join(run_folder.absolute().parts[-2:]),
-        config=experiment.model_dump(mode="json"),
+        config=mask_all(experiment.model_dump(mode="json")),  # it leaves this machine
         settings=_settings(wandb),
     )
 
