@@ -42,6 +42,7 @@ class Attempt:
     ledger: Ledger
     progress: Progress
     mirrors: Mirrors
+    filmable: bool
 
     def say(self, kind: str, sentence: str) -> None:
         """To the person watching and to events.jsonl."""
@@ -80,8 +81,8 @@ def actions_text(action: ActionSpec) -> str:
     switches = sum(part.columns for part in action.parts if part.kind == "binary")
     numbers = sum(part.columns for part in action.parts if part.kind == "continuous")
     said = [f"{' x '.join(choices)} choices"] if choices else []
-    said += [f"{switches} switches"] if switches else []
-    said += [f"{numbers} numbers"] if numbers else []
+    said += [f"{switches} switch{'es' if switches > 1 else ''}"] if switches else []
+    said += [f"{numbers} number{'s' if numbers > 1 else ''}"] if numbers else []
     return "acts by " + " and ".join(said)
 
 

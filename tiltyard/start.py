@@ -230,7 +230,8 @@ def next_commands(run: Run, outcome: Outcome) -> list[str]:
         setting = outcome.reason.split("=")[0]
         lines += [f"next        nothing was left to train; to go on: tiltyard resume {run.id} {setting}=..."]
     elif outcome.state == "finished":
-        lines += [f"next        tiltyard eval {run.id} --video", f"            tiltyard show {run.id}"]
+        film = " --video" if outcome.filmable else ""
+        lines += [f"next        tiltyard eval {run.id}{film}", f"            tiltyard show {run.id}"]
     else:
         lines += [f"next        tiltyard resume {run.id}"]
     return lines

@@ -29,6 +29,7 @@ from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
 from tiltyard.evaluation.measure import Evaluator
+from tiltyard.evaluation.play import can_be_filmed
 from tiltyard.ledger import Stopwatch
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -50,6 +51,7 @@ class Outcome:
     progress: Progress
     trained: bool
     """whether there was anything left to train"""
+    filmable: bool
     latest: dict[str, float]
 
     @property
@@ -71,7 +73,9 @@ def train_run(run: Run, *, screen: Screen) -> Outcome:
             mirrors = Mirrors(run.folder, experiment, progress.env_steps)
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine))
-            attempt = Attempt(run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors)
+            attempt = Attempt(
+                run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
+            )
             return _loop(attempt, lock, signals)
         except BaseException as error:
             record_failure(run, error)
@@ -128,7 +132,7 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
     reason = reason or f"asked by {signals.asked}"
     write_progress(attempt, state=state, reason=reason)
     log_event(run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
-    return Outcome(state, reason, progress, progress != first, dict(ledger.latest))
+    return Outcome(state, reason, progress, progress != first, attempt.filmable, dict(ledger.latest))
 
 
 # ------------------------------------------------------------------------------------------------ decisions

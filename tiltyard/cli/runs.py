@@ -282,7 +282,13 @@ def run_diff(args: argparse.Namespace) -> int:
     if args.json:
         _write_json(rows)
     elif rows:
-        lines = [[row["setting"], text.value(row["left"]), text.value(row["right"])] for row in rows]
+        lines = [
+            [
+                row["setting"],
+                *(text.value(side[row["setting"]]) if row["setting"] in side else "-" for side in (left, right)),
+            ]
+            for row in rows
+        ]
         sys.stdout.write(text.table(("setting", args.left, args.right), lines))
     else:
         sys.stderr.write("no setting differs\n")

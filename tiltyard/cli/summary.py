@@ -64,7 +64,7 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("progress", _progress(facts)),
         ("return", _returns(facts["metrics"])),
         ("evaluation", _evaluation(facts)),
-        ("speed", _speed(facts["metrics"])),
+        ("speed", _speed(facts["progress"])),
         ("time", "  ".join(f"{part} {share:.0%}" for part, share in facts["time"].items() if share >= 0.005)),
         ("tags", ", ".join(facts["tags"])),
         ("notes", facts["notes"]),
@@ -106,9 +106,9 @@ def _evaluation(facts: dict[str, Any]) -> str:
     )
 
 
-def _speed(found: dict[str, float]) -> str:
-    speed = found.get("speed/env_steps_per_second", math.nan)
-    return f"{round(speed):,} env steps per second" if math.isfinite(speed) else ""
+def _speed(progress: dict[str, Any]) -> str:
+    """Over the whole training, as its seconds are counted: evaluations and saves apart."""
+    return f"{progress['env_steps'] / progress['seconds']:,.0f} env steps per second" if progress["seconds"] else ""
 
 
 def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tuple[str, str]]:

@@ -40,7 +40,6 @@ __all__ = [
     "presets",
     "read_yaml",
     "resolved_yaml",
-   
     "schema",
 ]
 

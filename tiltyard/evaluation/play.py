@@ -110,6 +110,11 @@ def play(
     return sorted(played, key=lambda one: one.index)
 
 
+def can_be_filmed(spec: EnvSpec) -> bool:
+    """Whether `picture` has anything to show."""
+    return spec.renders or any(item.image for item in spec.obs.values())
+
+
 def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
     """Row 0 as its env draws it, or, when it cannot, the first of its observations that is an image."""
     drawn = group.render_row(0) if group.spec.renders else None
