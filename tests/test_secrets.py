@@ -52,6 +52,10 @@ class Locked(gymnasium.Env):
 """
 
 
+# One whole run serves all tests here: they stay together on one worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("secrets")]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run trained, resumed and measured with every mirror, a film and rollouts, in a dirty repository full of secrets."""

@@ -33,7 +33,7 @@ from tiltyard.run.status import write_status
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training import Outcome, train_run
-from tiltyard.types import Checkpoint
+from tiltyard.types import Checkpoint, EnvSpec
 
 # What a run is: changing one of these makes another run, which is what `fork` is for.
 IDENTITY = ("env", "model", "seed", "name", "engine")
@@ -45,6 +45,7 @@ class Prepared:
 
     loaded: Loaded
     root: Path
+    spec: EnvSpec
 
     @property
     def experiment(self) -> Experiment:
@@ -59,8 +60,9 @@ def train(
     live: bool | None = None,
 ) -> Run:
     """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run."""
-    run = begin(prepare(target, overrides, profile=profile))
-    carry_out(run, live=live)
+    prepared = prepare(target, overrides, profile=profile)
+    run = begin(prepared)
+    carry_out(run, live=live, spec=prepared.spec)
     return run
 
 
@@ -114,11 +116,11 @@ def prepare(
     root = runs_root()
     experiment = _with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
-    check(experiment, loaded.base, None if experiment.resume in ("auto", "never") else Path(experiment.resume))
-    return Prepared(loaded, root)
+    continues = None if experiment.resume in ("auto", "never") else Path(experiment.resume)
+    return Prepared(loaded, root, check(experiment, loaded.base, continues))
 
 
-def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> None:
+def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
     """Probe the env in a child process, build the engine's model once, and look at memory and trackers.
 
     `continues` is the checkpoint to start from, if it is another run's.
@@ -126,6 +128,7 @@ def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) 
     mirrors.check(experiment.track)
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
     check_engine(experiment, spec, base, continues)
+    return spec
 
 
 def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
@@ -212,11 +215,11 @@ def branch(
 # ------------------------------------------------------------------------------------------------ training
 
 
-def carry_out(run: Run, *, live: bool | None = None) -> Outcome:
-    """Train the run in this process and say at the end what to type next."""
+def carry_out(run: Run, *, live: bool | None = None, spec: EnvSpec | None = None) -> Outcome:
+    """Train the run in this process and say at the end what to type next. A `spec` just probed is not probed again."""
     screen = Screen(run, run.experiment(), live=live)
     try:
-        outcome = train_run(run, screen=screen)
+        outcome = train_run(run, screen=screen, spec=spec)
         screen.finish(f"{outcome.state}: {outcome.reason}", next_commands(run, outcome))
         return outcome
     finally:

@@ -37,7 +37,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
-from tiltyard.types import Progress
+from tiltyard.types import EnvSpec, Progress
 
 STATUS_SECONDS = 1.0  # status.json is written at most this often while training
 
@@ -59,13 +59,17 @@ class Outcome:
         return EXIT_DONE if self.state == "finished" else EXIT_RESUMABLE
 
 
-def train_run(run: Run, *, screen: Screen) -> Outcome:
-    """Train the run in `run.folder` from where it stands until it is done, stopped or failed."""
+def train_run(run: Run, *, screen: Screen, spec: EnvSpec | None = None) -> Outcome:
+    """Train the run in `run.folder` from where it stands until it is done, stopped or failed.
+
+    `spec` is the env's, if it was probed a moment ago.
+    """
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as closing:
         try:
             experiment = run.experiment()
             number = begin(run, experiment, screen)
-            spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
+            if spec is None:
+                spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
             engine = make_engine(experiment, spec, run.base)
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)

@@ -175,6 +175,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     return Reader(folder, capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_works(page: Path, reader: Reader) -> None:
     reader.follow(page)

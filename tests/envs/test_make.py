@@ -124,6 +124,7 @@ class Levers(gymnasium.Env):
 
 def test_builtin_wrappers_are_all_tested_here() -> None:
     assert {target.split(":")[1] for target in BUILTIN_WRAPPERS.values()} == {
+        "DiscreteSteps",
         "FlattenMultiDiscrete",
         "GreyImage",
         "ResizeImage",

@@ -26,6 +26,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> None:
     settings = [
         "engine.envs=2",

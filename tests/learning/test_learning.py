@@ -46,6 +46,7 @@ def memory_experiment(kind: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_memory_env_needs_a_memory(runs: Path) -> None:
     with_memory = evaluation_returns(tiltyard.train(memory_experiment("lstm"), live=False))[-1]
     without = evaluation_returns(tiltyard.train(memory_experiment("none"), live=False))[-1]
@@ -55,6 +56,7 @@ def test_memory_env_needs_a_memory(runs: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_car_pass_reaches_190_and_never_exceeds_its_supremum(runs: Path) -> None:
     run = tiltyard.train(ROOT / "examples" / "car_pass.yaml", ["track.tensorboard=false"], live=False)
     returns = evaluation_returns(run)
@@ -74,6 +76,7 @@ def timeout_experiment(wrappers: list[str]) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, tmp_path: Path) -> None:
     """The room is worth 1 / (1 - 0.95) = 20, the prize 5: to stay is right. Taken for an end, the room is worth 4."""
     (tmp_path / "wrong.py").write_text(
@@ -93,6 +96,7 @@ def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, t
     assert stayed(wrong) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shows", ["category", "vector", "image", "words", "number"])
 def test_identity_is_learned_however_it_is_shown(runs: Path, shows: str) -> None:
     run = tiltyard.train(
@@ -109,6 +113,7 @@ def test_identity_is_learned_however_it_is_shown(runs: Path, shows: str) -> None
     assert max(evaluation_returns(run)) >= 9.0
 
 
+@pytest.mark.slow
 def test_delayed_rewards_and_a2c(runs: Path) -> None:
     run = tiltyard.train(
         {

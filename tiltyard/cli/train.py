@@ -18,6 +18,7 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
     from tiltyard.training import Outcome
+    from tiltyard.types import EnvSpec
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -113,7 +114,7 @@ def run_train(args: argparse.Namespace) -> int:
         prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
         for seed in seeds:
             run = start.begin(prepared, seed=seed)
-            result = _train_here(run, args, expectation, data)
+            result = _train_here(run, args, expectation, data, prepared.spec)
             code = code or result
             if result not in (EXIT_DONE, EXIT_FAILED):  # stopped by a signal: that ends the other seeds too
                 break
@@ -175,11 +176,13 @@ def parse_at(text: str | None) -> int | str | None:
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def _train_here(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
+def _train_here(
+    run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO, spec: EnvSpec | None = None
+) -> int:
     from tiltyard import start
 
     try:
-        outcome = start.carry_out(run, live=False if args.plain else None)
+        outcome = start.carry_out(run, live=False if args.plain else None, spec=spec)
     except UseError:
         raise
     except Exception as error:  # whatever an env, a model or torch raises is told the same way
