@@ -154,8 +154,11 @@ class Policy:
             ("acts by", self.spec.action.parts, spec.action.parts),
         ):
             if here != there:
+                ours, theirs = _in_words(here), _in_words(there)
+                if ours == theirs:  # the difference is in bounds or categories
+                    ours, theirs = str(here), str(there)
                 raise UseError(
-                    f"the policy {what} {here}, and the env has {there}",
+                    f"the policy {what} {ours}, and the env has {theirs}",
                     "use the env settings of the policy's own run",
                 )
 
@@ -228,6 +231,16 @@ def _frame(name: str, value: Any, spec: ArraySpec) -> Array:
     elif array.ndim == 2 and len(spec.shape) == 3:  # a grey picture
         array = array[None]
     return array.astype(spec.dtype)
+
+
+def _in_words(shapes: Any) -> str:
+    """obs (4,) float32 / categorical of 2 / continuous of 3 columns."""
+    if isinstance(shapes, Mapping):
+        return ", ".join(f"{name} {shape} {dtype}" for name, (_, shape, dtype, _) in shapes.items())
+    return ", ".join(
+        f"{part.kind} of {part.options} options" if part.kind == "categorical" else f"{part.kind} of {part.columns}"
+        for part in shapes
+    )
 
 
 def _shapes(obs: Mapping[str, ArraySpec]) -> dict[str, tuple[Any, ...]]:

@@ -279,8 +279,9 @@ def _by_name(text: str, root: Path) -> Path:
         return ends[0]
     known = [f"{folder.parent.name}/{folder.name}" for folder in folders]
     known += [folder.name for folder in folders] + [folder.name.partition("-")[2] for folder in folders]
-    hint = did_you_mean(text, known + [folder.parent.name for folder in folders])
-    raise UseError(f"there is no run {text!r} in {root}", hint or "list the runs with: tiltyard ls")
+    near = did_you_mean(text, known + [folder.parent.name for folder in folders])
+    hint = near if near.startswith("did") else "list the runs with: tiltyard ls"
+    raise UseError(f"there is no run {text!r} in {root}", hint)
 
 
 def _is_end(text: str, folder: Path) -> bool:
