@@ -78,6 +78,19 @@ def test_steps_begin_no_episode_beyond_them_and_cut_none(tiltyard: Command, trai
         tiltyard("eval", "last", "--steps", "60", "env.time_limit=10", "eval.envs=2", "--random", "--json").stdout
     )
     assert sum(found["lengths"]) >= 60 and sum(found["lengths"][:-2]) < 60  # type: ignore[arg-type,index]
+    shared = [
+        "eval",
+        "last",
+        "--steps",
+        "60",
+        "env.time_limit=10",
+        "eval.envs=2",
+        "--random",
+        "--workers",
+        "2",
+        "--json",
+    ]
+    assert 60 <= sum(result(tiltyard(*shared).stdout)["lengths"]) <= 60 + 2 * 10  # type: ignore[arg-type]
 
 
 def test_a_run_without_checkpoints(tiltyard: Command, trained: Run) -> None:

@@ -73,7 +73,10 @@ class Task:
 
     checkpoint: str
     overrides: list[str]
-    episodes: list[int]
+    first: int
+    count: int
+    every: int
+    """the episodes first, first + every, first + 2 every, ..., below count"""
     slots: int
     steps: int | None
     seed: int
@@ -109,17 +112,17 @@ def evaluate(
     run_of(chosen.folder).require_own_code(trust_code)
     experiment = changed(run_of(chosen.folder), overrides)
     settings = experiment.eval
-    wanted = list(range(episodes or (settings.episodes if steps is None else MANY)))
+    wanted = range(episodes or (settings.episodes if steps is None else MANY))
     workers = max(1, min(workers, len(wanted)))
-    if steps is not None and rollouts is None and episodes is None and workers > 1:
-        steps = -(-steps // workers)
     tasks = [
         Task(
             checkpoint=str(chosen.folder),
             overrides=list(overrides),
-            episodes=wanted[k::workers],
+            first=k,
+            count=len(wanted),
+            every=workers,
             slots=max(1, settings.envs // workers),
-            steps=steps,
+            steps=None if steps is None else -(-steps // workers),
             seed=settings.seed,
             greedy=settings.greedy if greedy is None else greedy,
             policy=policy,
@@ -188,7 +191,7 @@ def _perform(task: Task) -> list[Played]:
         spec,
         base=run.base,
         previous=experiment.model.previous,
-        episodes=task.episodes,
+        episodes=range(task.first, task.count, task.every),
         slots=task.slots,
         seed=seed,
         steps=task.steps,

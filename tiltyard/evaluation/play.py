@@ -7,7 +7,7 @@ and those running are finished. The same EnvGroup and PolicyNet as in training d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Played:
 class _Slot:
     """One env row: which episodes it still has to play, and what it recorded of the running one."""
 
-    queue: list[int]
+    queue: Iterator[int]
     playing: int | None = None
     obs: list[Arrays] = field(default_factory=list)
     action: list[np.ndarray] = field(default_factory=list)
@@ -55,7 +55,7 @@ def play(
     *,
     base: Sequence[Path],
     previous: bool,
-    episodes: Sequence[int],
+    episodes: range,
     slots: int,
     seed: int,
     steps: int | None = None,
@@ -64,8 +64,8 @@ def play(
 ) -> list[Played]:
     """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps."""
     rows = min(slots, len(episodes))
-    shares = [list(episodes[row::rows]) for row in range(rows)]
-    table = [_Slot(share[1:], share[0]) for share in shares]
+    shares = [episodes[row::rows] for row in range(rows)]
+    table = [_Slot(iter(share[1:]), share[0]) for share in shares]
 
     def seeds(row: int, number: int) -> int:
         share = shares[row]  # a slot that has played its share goes on unheeded until the others are done
@@ -101,8 +101,7 @@ def play(
                     terminated, truncated = bool(now.terminated[end.row]), bool(now.truncated[end.row])
                     keep(slot.playing, _episode(slot, now.final_obs, end.row, end.seed, terminated, truncated))
                 played.append(Played(slot.playing, end.seed, end.total, end.length, dict(end.metrics)))
-                more = slot.queue and (steps is None or taken < steps)
-                slot.playing = slot.queue.pop(0) if more else None
+                slot.playing = next(slot.queue, None) if steps is None or taken < steps else None
     finally:
         group.close()
         if film is not None:
