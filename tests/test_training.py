@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import tiltyard as product
 from tests.conftest import Command
@@ -165,3 +167,124 @@ def test_doctor_and_version(tiltyard: Command, runs: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TILTYARD_RUNS", "/proc/nowhere")
     done = tiltyard("doctor", expect=1)
     assert "cannot be written" in done.stdout and "hint: set TILTYARD_RUNS" in done.stdout
+
+
+def test_train_return_counts_only_a_full_window(runs: Path) -> None:
+    run = train("stop.train_return=5", "stop.env_steps=4096")
+    assert run.status()["progress"]["episodes"] >= 100
+
+
+def test_a_fork_that_changes_the_env_forgets_the_old_returns(tiltyard: Command, runs: Path) -> None:
+    train("stop.env_steps=64", "eval.every=32", "name=parent", "resume=never")
+    tiltyard("fork", "parent", "env.time_limit=3", "stop.return=5", "stop.env_steps=128", "name=child")
+    child = find("child", runs)
+    assert child.status()["progress"]["env_steps"] == 128, "the parent's evaluation of more than 5 does not count here"
+    assert child.status()["eval_return"] is None or child.status()["eval_return"] <= 3
+    assert metrics.read(child.metrics_file)[0]["env_steps"] == 96, (
+        "it goes on from the checkpoint despite resume: never"
+    )
+    one = train("stop.env_steps=64", "name=seeded")
+    weights = []
+    for seed in (5, 6):
+        tiltyard("fork", one.id, f"seed={seed}", "stop.env_steps=128", f"name=seed-{seed}", "env.time_limit=1")
+        newest = checkpoint.select(find(f"seed-{seed}", runs))
+        weights.append(checkpoint.read_tree(newest.folder / "policies", "main")["weights"])
+    assert any(weights[0][name].tobytes() != weights[1][name].tobytes() for name in weights[0])
+
+
+def test_a_milestone_at_the_last_step_is_kept_for_good(runs: Path) -> None:
+    run = train(
+        "stop.env_steps=64", "save.milestones=[64]", "save.last=1", "save.best=0", eval={"every": 0, "episodes": 1}
+    )
+    product.resume(run, ["stop.env_steps=192"], live=False)
+    assert steps(run) == [64, 192]
+
+
+def test_what_cannot_be_done_to_a_run_is_refused(tiltyard: Command, runs: Path) -> None:
+    train("stop.env_steps=32", "name=kept")
+    assert "goes on from its own checkpoints" in tiltyard("resume", "kept", "resume=/nowhere", expect=2).stderr
+    assert "ranked by eval/return" in tiltyard("resume", "kept", "save.metric=train/return", expect=2).stderr
+    assert "not from model.init" in tiltyard("fork", "kept", "model.init=kept", expect=2).stderr
+    done = tiltyard("train", "CartPole-v1", "save.metric=eval/retrun", expect=2)
+    assert "did you mean 'eval/return'" in done.stderr
+
+
+def test_a_seed_that_fails_does_not_take_the_others_with_it(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Picky(CartPoleEnv):\n"
+        "    left = 60\n"
+        "    def step(self, action):\n"
+        "        self.left -= 1\n"
+        "        assert self.left > 0\n"
+        "        return super().step(action)\n"
+    )
+    words = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "stop.env_steps=960", "--seeds", "0-1"]
+    tiltyard("train", "picky.py:Picky", *words, expect=1)
+    assert [Run(folder).state for folder in sorted(runs.glob("*/0*"))] == ["failed", "failed"]
+
+
+DROPOUT = """
+import torch
+from torch import nn
+
+class CustomModel(nn.Module):
+    def __init__(self, spec, outputs):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(spec.obs["obs"].shape[0], 16), nn.Tanh(), nn.Dropout(0.5))
+        self.policy, self.value = nn.Linear(16, outputs), nn.Linear(16, 1)
+
+    def forward(self, obs):
+        x = self.body(obs["obs"])
+        return self.policy(x), self.value(x).squeeze(-1)
+"""
+
+
+def test_evaluations_have_no_dropout_and_leave_training_alone(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "drops.py").write_text(DROPOUT)
+    torch.manual_seed(3)  # dropout draws from the process's own generator
+    one = train("stop.env_steps=256", "model.id=drops.py")
+    torch.manual_seed(3)
+    two = train("stop.env_steps=256", "model.id=drops.py", "eval.every=32")
+    weights = [
+        checkpoint.read_tree(checkpoint.select(run).folder / "policies", "main")["weights"] for run in (one, two)
+    ]
+    assert all(weights[0][name].tobytes() == weights[1][name].tobytes() for name in weights[0])
+    assert product.evaluate(two, episodes=4).returns == product.evaluate(two, episodes=4).returns
+    policy = product.load_policy(one.folder)
+    assert len({policy.act([0.01, 0.02, 0.03, 0.04]) for _ in range(20)}) == 1
+
+
+def test_the_previous_reward_is_the_same_in_training_and_evaluation(runs: Path) -> None:
+    run = train("stop.env_steps=64", "model.previous=true", "env.reward_scale=0.01")
+    measured = product.evaluate(run, episodes=3, rollouts=runs / "data", save_info=False)
+    episodes = list(product.read_episodes(runs / "data"))
+    assert {float(value) for one in episodes for value in one.obs["previous.reward"][1:, 0]} == {
+        float(np.float32(0.01))
+    }
+    assert sorted(float(one.reward.sum()) for one in episodes) == sorted(measured.returns), "rollouts hold raw rewards"
+    import gymnasium
+
+    policy, env = product.load_policy(run.folder), gymnasium.make("CartPole-v1")
+    obs, _ = env.reset(seed=measured.seeds[0])
+    total, reward, over = 0.0, 0.0, False
+    while not over:
+        obs, reward, terminated, truncated, _ = env.step(policy.act(obs, reward=float(reward)))
+        total, over = total + float(reward), terminated or truncated
+    assert total == measured.returns[0]
+
+
+def test_settings_of_the_built_in_model_are_refused_with_a_model_of_ones_own(
+    tiltyard: Command, runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "drops.py").write_text(DROPOUT)
+    done = tiltyard(
+        "train", "CartPole-v1", "model.id=drops.py", "model.hidden=[512]", "model.memory.kind=lstm", expect=2
+    )
+    assert "model.hidden" in done.stderr and "model.memory.kind" in done.stderr and "2 problems" in done.stderr
+
+
+def test_sampling_workers_draw_apart(runs: Path) -> None:
+    run = train("stop.env_steps=64")
+    returns = product.evaluate(run, episodes=8, greedy=False, workers=2).returns
+    assert [a for a, b in zip(returns[::2], returns[1::2], strict=True) if a != b], "two workers, two streams"

@@ -19,7 +19,7 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import DivergedError, TiltyardError
 from tiltyard.evaluation.measure import Evaluator
-from tiltyard.ledger import Ledger
+from tiltyard.ledger import Ledger, terms
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -104,6 +104,11 @@ def restore(run: Run, experiment: Experiment, engine: Engine, number: int, scree
         if found is None and experiment.resume != "auto":
             found = checkpoint.select(Path(experiment.resume))
     if found is None:
+        if run.status().get("lineage") and experiment.resume != "never":
+            raise TiltyardError(
+                f"run {run.id} is a fork and the checkpoint it should start from is not there: forking was cut short",
+                f"remove it with: tiltyard rm {run.id}, and fork again",
+            )
         if number > 1:
             metrics.rewind(run.metrics_file, 0, number)
             say("resumed", "no checkpoint had been written yet: training starts from the beginning")
@@ -112,7 +117,7 @@ def restore(run: Run, experiment: Experiment, engine: Engine, number: int, scree
         return Ledger(), Progress()
     for sentence in engine.load(found.folder):
         say("warning", sentence)
-    ledger = Ledger.read(checkpoint.read_tree(found.folder, "loop"))
+    ledger = Ledger.read(checkpoint.read_tree(found.folder, "loop"), experiment)
     ledger.saved = found.progress
     metrics.rewind(run.metrics_file, found.env_steps, number)
     say("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
@@ -170,7 +175,7 @@ def keep(attempt: Attempt, *, milestone: bool = False) -> None:
 
     def write(folder: Path) -> None:
         attempt.engine.save(folder)
-        checkpoint.write_tree(folder, "loop", ledger.dump())
+        checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": terms(attempt.experiment)})
 
     score = ledger.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)

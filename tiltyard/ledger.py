@@ -5,13 +5,16 @@ The Ledger is everything a resume needs beyond the engine's own state: it travel
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from typing import Any
 
-from tiltyard.config.experiment import Save
+from tiltyard.config.experiment import Experiment, Save
 from tiltyard.types import Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of
@@ -45,11 +48,17 @@ class Ledger:
         self.latest |= found
         return found
 
+    @property
+    def train_return(self) -> float | None:
+        """Mean return of the last training episodes, once there are enough: early ones are the short ones."""
+        return sum(self.returns) / WINDOW if len(self.returns) == WINDOW else None
+
     def score(self, save: Save, env_steps: int) -> float | None:
         """The metric that ranks checkpoints; an evaluation counts only for the very weights it measured."""
         if save.metric.startswith("eval/") and self.evaluated_at != env_steps:
             return None
-        return self.latest.get(save.metric)
+        score = self.latest.get(save.metric)
+        return score if score is not None and math.isfinite(score) else None
 
     def improves(self, save: Save, env_steps: int) -> bool:
         """Whether the policy as just measured is the best so far, which makes it worth a checkpoint."""
@@ -67,7 +76,21 @@ class Ledger:
         return {**plain, **kept, "saved": asdict(self.saved)}
 
     @staticmethod
-    def read(tree: Tree) -> Ledger:
+    def read(tree: Tree, now: Experiment) -> Ledger:
+        """What a checkpoint's ledger still says under the settings of now (a fork may have changed them)."""
+        then = tree.get("terms") or terms(now)
+        if then["env"] != terms(now)["env"]:
+            return Ledger()  # returns of another env mean nothing here
+        ledger = Ledger._read(tree)
+        if then["eval"] != terms(now)["eval"]:
+            ledger.latest = {name: value for name, value in ledger.latest.items() if not name.startswith("eval/")}
+            ledger.evaluated_at, ledger.best = -1, None
+        if then["score"] != terms(now)["score"]:
+            ledger.best = None
+        return ledger
+
+    @staticmethod
+    def _read(tree: Tree) -> Ledger:
         windows = {name: deque(values, maxlen=WINDOW) for name, values in tree["extras"].items()}
         return Ledger(
             deque(tree["returns"], maxlen=WINDOW),
@@ -78,6 +101,16 @@ class Ledger:
             tree["best"],
             Progress(**tree["saved"]),
         )
+
+
+def terms(experiment: Experiment) -> dict[str, Any]:
+    """What the numbers of a ledger depend on: the env, how it is measured, and what counts as best."""
+    return {
+        # A digest: options may hold secrets, and those are for experiment.yaml alone.
+        "env": sha256(experiment.env.model_dump_json().encode()).hexdigest(),
+        "eval": experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"}),
+        "score": {"metric": experiment.save.metric, "mode": experiment.save.mode},
+    }
 
 
 class Stopwatch:

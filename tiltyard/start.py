@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.combinations import ignored_settings
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import Loaded, load, resolved_yaml
 from tiltyard.config.place import runs_root
 from tiltyard.config.site import load_site, pick_profile
 from tiltyard.engines import check_engine
 from tiltyard.envs.probe import probe
-from tiltyard.errors import UseError
-from tiltyard.run import checkpoint, disk
+from tiltyard.errors import ConfigError, UseError, did_you_mean
+from tiltyard.ledger import terms
+from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
 from tiltyard.run.lock import Lock
@@ -126,9 +128,23 @@ def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) 
     `continues` is the checkpoint to start from, if it is another run's.
     """
     mirrors.check(experiment.track)
+    check_metric(experiment)
+    ignored = list(ignored_settings(experiment))
+    if ignored:
+        raise ConfigError(ignored, "the model's settings")
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
     check_engine(experiment, spec, base, continues)
     return spec
+
+
+def check_metric(experiment: Experiment) -> None:
+    """`save.metric` must be something that is ever recorded."""
+    metric, measured = experiment.save.metric, experiment.eval
+    if metrics.describe(metric) is None:
+        known = did_you_mean(metric, [each.name for each in metrics.METRICS])
+        raise UseError(f"save.metric = {metric} is no metric", known or "docs/reference/metrics.md lists them")
+    if metric.startswith("eval/") and measured.every == 0 and not measured.at_end and experiment.save.best > 1:
+        raise UseError(f"save.best = {experiment.save.best} by {metric} needs evaluations", "set eval.every")
 
 
 def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
@@ -177,11 +193,22 @@ def change_settings(run: Run, overrides: Sequence[str]) -> None:
             f"`resume` cannot change {changed[0]}: it would be another run than {run.id}",
             f"start one from its checkpoint: tiltyard fork {run.id} {' '.join(overrides)}",
         )
+    now = loaded.experiment
+    if now.resume != before.resume and now.resume not in ("auto", "never"):
+        raise UseError(
+            f"resume = {now.resume}: {run.id} goes on from its own checkpoints",
+            "start another run from that one: tiltyard fork CHECKPOINT",
+        )
+    if now.save.metric != before.save.metric:
+        raise UseError(
+            f"`resume` cannot change save.metric: the checkpoints of {run.id} are ranked by {before.save.metric}",
+            f"start a run with scores of its own: tiltyard fork {run.id} {' '.join(overrides)}",
+        )
+    check_metric(now)
     with Lock(run):
         number = int(run.status().get("attempt", 0)) + 1
         shutil.copyfile(run.experiment_file, run.folder / f"experiment.before-attempt-{number}.yaml")
-        disk.write_text(run.experiment_file, resolved_yaml(loaded.experiment))
-        now = loaded.experiment
+        disk.write_text(run.experiment_file, resolved_yaml(now))
         write_status(run, target_env_steps=now.stop.env_steps, tags=now.tags, notes=now.notes)
         changes = mask_command(overrides)
         log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(changes)}", overrides=changes)
@@ -195,7 +222,12 @@ def branch(
     parent = source if isinstance(source, Run) else find(str(source), root)
     chosen = checkpoint.select(parent, at)
     parent.require_own_code(trust_code)
-    loaded = load(parent.experiment().model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    before = parent.experiment()
+    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    if loaded.experiment.model.init != before.model.init:
+        raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
+    # A fork goes on from the copied checkpoint, whatever its parent was told to do.
+    loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
     check(loaded.experiment, loaded.base, chosen.folder)
     changes = mask_command(overrides)
     run = create(
@@ -207,7 +239,7 @@ def branch(
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         parent={"run": parent.id, "folder": str(parent.folder), "env_steps": chosen.env_steps, "changes": changes},
     )
-    checkpoint.copy_into(run, chosen)
+    checkpoint.copy_into(run, chosen, score=chosen.score if terms(before) == terms(run.experiment()) else None)
     log_event(run, "forked", f"forked from {parent.id} at env step {chosen.env_steps:,}", changes=changes)
     return run
 

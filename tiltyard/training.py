@@ -30,7 +30,7 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed
-from tiltyard.ledger import Stopwatch
+from tiltyard.ledger import Ledger, Stopwatch
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -76,13 +76,14 @@ def train_run(run: Run, *, screen: Screen, spec: EnvSpec | None = None) -> Outco
             ledger, progress = restore(run, experiment, engine, number, screen)
             mirrors = Mirrors(run.folder, experiment, progress.env_steps)
             closing.callback(lambda: screen.say(*mirrors.close()))
-            screen.start(opening_lines(run, experiment, spec, engine))
+            screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(
                 run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
             )
             return _loop(attempt, lock, signals)
         except BaseException as error:
-            record_failure(run, error)
+            if not lock.taken_over:  # else the folder is somebody else's now, and going well
+                record_failure(run, error)
             raise
 
 
@@ -91,11 +92,12 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
     save, every, first = experiment.save, experiment.eval.every, attempt.progress
     last_save, last_status = time.monotonic(), 0.0
     watch = Stopwatch(first)
-    reason = stop_reason(experiment.stop, first, ledger.latest)
+    reason = stop_reason(experiment.stop, first, ledger)
 
     while reason is None and not signals.asked:
         before = attempt.progress
         report = engine.step()
+        lock.check()
         progress = attempt.progress = report.progress
         found = ledger.absorb(report)
         watch.add(report.time_split)
@@ -107,7 +109,7 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
             with watch.measuring("eval"):
                 found |= measure(attempt)
             best = ledger.improves(save, progress.env_steps)
-        reason = stop_reason(experiment.stop, progress, ledger.latest)
+        reason = stop_reason(experiment.stop, progress, ledger)
 
         if progress.updates % experiment.track.every == 0 or "eval/return" in found or reason:
             record(attempt, found | watch.metrics(progress))
@@ -118,19 +120,18 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
 
         milestone = any(before.env_steps < stone <= progress.env_steps for stone in save.milestones)
         if milestone or best or save_due(save, ledger.saved, progress, time.monotonic() - last_save):
-            lock.check()
             with watch.measuring("save"):
                 keep(attempt, milestone=milestone)
             last_save = time.monotonic()
 
     lock.check()
     progress = attempt.progress
+    if ledger.saved != progress:
+        keep(attempt)
     if reason is not None and experiment.eval.at_end and ledger.evaluated_at != progress.env_steps:
         found = measure(attempt)
         ledger.improves(save, progress.env_steps)
         record(attempt, found)
-        keep(attempt)
-    elif ledger.saved != progress:
         keep(attempt)
     state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
     reason = reason or f"asked by {signals.asked}"
@@ -142,15 +143,15 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
 # ------------------------------------------------------------------------------------------------ decisions
 
 
-def stop_reason(stop: Stop, progress: Progress, latest: dict[str, float]) -> str | None:
+def stop_reason(stop: Stop, progress: Progress, ledger: Ledger) -> str | None:
     """The first stop condition that is met, in words."""
     reached = (
         ("env_steps", stop.env_steps, progress.env_steps),
         ("frames", stop.frames, progress.frames),
         ("seconds", stop.seconds, progress.seconds),
         ("updates", stop.updates, progress.updates),
-        ("return", stop.return_, latest.get("eval/return")),
-        ("train_return", stop.train_return, latest.get("train/return")),
+        ("return", stop.return_, ledger.latest.get("eval/return")),
+        ("train_return", stop.train_return, ledger.train_return),
     )
     for name, wanted, now in reached:
         if wanted is not None and now is not None and now >= wanted:

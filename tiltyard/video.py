@@ -189,8 +189,11 @@ class VideoWriter:
             *film.split(),
             str(self._part),
         ]
-        # Ctrl-C and SIGUSR2 are for the process that trains: blocked here, they stay blocked in the child.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2})
+        # Requests to stop are for the process that trains, though they may come to the whole group: blocked here, they
+        # stay blocked in the child.
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP}
+        )
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._complaints)
         finally:

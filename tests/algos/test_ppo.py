@@ -210,7 +210,7 @@ def test_rows_without_a_decision_teach_nothing(kind):
 
 def test_every_sample_is_used_once_per_epoch_in_minibatches_of_about_the_size_set():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=24, epochs=1))
-    chunks = ppo._chunks(act_out(net, spec, 16), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
+    chunks = ppo._chunks(act_out(net, spec, 16), np.zeros((16, ROWS)), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
     parts = [part.tolist() for part in ppo._minibatches(chunks)]
     assert sorted(len(part) for part in parts) == [21, 21, 22]
     order = [at for part in parts for at in part]
@@ -222,7 +222,7 @@ def test_chunks_keep_steps_in_order_and_start_from_the_memory_kept():
     model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=1), model=model, bptt=4)
     rollout = act_out(net, spec, 16, bptt=4)
-    chunks = ppo._chunks(rollout, np.zeros((16, ROWS)), np.zeros((16, ROWS)))
+    chunks = ppo._chunks(rollout, np.zeros((16, ROWS)), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
     picked = chunks.take(torch.tensor([2 * ROWS + 3]))  # chunk 2 of row 3
     np.testing.assert_array_equal(picked.obs["obs"][:, 0], rollout.obs["obs"][8:12, 3])
     np.testing.assert_array_equal(picked.numbers[0, :, 0], rollout.log_prob[8:12, 3])

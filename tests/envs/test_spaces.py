@@ -54,7 +54,7 @@ def test_every_leaf_has_a_name_a_shape_and_a_stored_dtype() -> None:
         "eye": ("box", (20, 24, 3), "uint8"),
         "keys": ("multi_discrete", (2,), "int64"),
         "bits": ("multi_binary", (3,), "uint8"),
-        "flag": ("box", (), "uint8"),
+        "flag": ("multi_binary", (), "uint8"),
         "ticks": ("box", (1,), "int32"),
         "say": ("text", (32,), "int32"),
     }

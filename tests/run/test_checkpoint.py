@@ -183,7 +183,7 @@ def test_copy_into_and_set_aside(bare_run, tmp_path):
     made = save(bare_run, 700, 3.0)
     other = Run(tmp_path / "runs" / "toy" / "0002-calm-heron")
     other.folder.mkdir()
-    copied = checkpoint.copy_into(other, made)
+    copied = checkpoint.copy_into(other, made, score=made.score)
     assert content(copied) == 700 and copied.score == 3.0 and copied.progress == made.progress
     assert checkpoint.newest_valid(other) == (copied, [])
     (sentence,) = checkpoint.set_aside(other, 2)
@@ -191,7 +191,7 @@ def test_copy_into_and_set_aside(bare_run, tmp_path):
     assert checkpoint.set_aside(other, 3) == []
     (made.folder / "loop.json").write_text("{}")
     with pytest.raises(TiltyardError, match=r"loop\.json"):
-        checkpoint.copy_into(other, made)
+        checkpoint.copy_into(other, made, score=None)
 
 
 # ---------------------------------------------------------------------------------------------- damage

@@ -100,8 +100,10 @@ class Ppo:
         _check_finite(rollout)
 
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
+        # What the net put out for these values, in the units it has had until now: value_clip compares outputs.
+        outputs = self.net.normalise_value(torch.as_tensor(rollout.value, device=self.net.log_std.device))
         self.net.observe_returns(torch.as_tensor(returns[rollout.valid]))
-        chunks = self._chunks(rollout, advantage, returns)
+        chunks = self._chunks(rollout, advantage, returns, outputs)
 
         epochs, kl = 0, 0.0
         epoch = _Epoch()
@@ -182,7 +184,7 @@ class Ppo:
     def _ratios(self, rollout: Rollout) -> Array:
         """[T, B]: how much likelier the actions are under the current policy than under the one that acted."""
         nothing = np.zeros_like(rollout.reward)
-        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing))
+        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing, nothing))
         length, rows = rollout.reward.shape
         split = log_ratio.exp().view(self.bptt, length // self.bptt, rows).transpose(0, 1)
         return split.reshape(length, rows).cpu().numpy()
@@ -200,7 +202,7 @@ class Ppo:
 
     # ------------------------------------------------------------------------------------------ minibatches
 
-    def _chunks(self, rollout: Rollout, advantage: Array, returns: Array) -> Chunks:
+    def _chunks(self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array | Tensor) -> Chunks:
         """[T, B, ...] -> [bptt, T / bptt * B, ...]: chunk c of row b becomes column c * B + b."""
         device = self.net.log_std.device
 
@@ -211,13 +213,8 @@ class Ppo:
             split = x.view(-1, self.bptt, *x.shape[1:]).transpose(0, 1)
             return split.reshape(self.bptt, -1, *x.shape[2:])
 
-        normalise = self.net.normalise_value
-        numbers = (
-            cut(rollout.log_prob),
-            cut(advantage),
-            normalise(cut(returns)),
-            normalise(cut(rollout.value)),
-        )
+        target = self.net.normalise_value(cut(returns))
+        numbers = (cut(rollout.log_prob), cut(advantage), target, cut(outputs))
         return Chunks(
             {name: cut(x) for name, x in self.net.prepare(rollout.obs).items()},
             {name: torch.as_tensor(x, device=device).flatten(0, 1) for name, x in rollout.state0.items()},

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from tiltyard.cli import report
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 
 if TYPE_CHECKING:
@@ -114,7 +115,13 @@ def run_train(args: argparse.Namespace) -> int:
         prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
         for seed in seeds:
             run = start.begin(prepared, seed=seed)
-            result = _train_here(run, args, expectation, data, prepared.spec)
+            try:
+                result = _train_here(run, args, expectation, data, prepared.spec)
+            except TiltyardError as error:
+                if len(seeds) == 1:
+                    raise
+                report(error)  # one seed that fails does not take the others with it
+                result = error.exit_code
             code = code or result
             if result not in (EXIT_DONE, EXIT_FAILED):  # stopped by a signal: that ends the other seeds too
                 break

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Piecewise, Ppo, Stop
+from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Model, Piecewise, Ppo, Stop
 from tiltyard.errors import Problem
-from tiltyard.refs import short
+from tiltyard.refs import kind_of, short
 
 
 def cross_check(experiment: Experiment) -> list[Problem]:
     """Problems that only two settings together show."""
     return [*_batches(experiment), *_schedules(experiment), *_ends(experiment)]
+
+
+def ignored_settings(experiment: Experiment) -> Iterator[Problem]:
+    """A model of the user's own makes its own layers: settings of the built-in one would be ignored in silence."""
+    model, plain = experiment.model, Model()
+    if kind_of(model.id, ("actor_critic",)) in (None, "builtin"):
+        return
+    for name in ("hidden", "activation", "encoder", "encoders", "critic"):
+        if getattr(model, name) != getattr(plain, name):
+            yield _ignored(f"model.{name}", getattr(model, name), model.id)
+    for name in ("kind", "size"):
+        if getattr(model.memory, name) != getattr(plain.memory, name):
+            yield _ignored(f"model.memory.{name}", getattr(model.memory, name), model.id)
+
+
+def _ignored(setting: str, value: object, model: str) -> Problem:
+    hint = "give it to your own model as one of model.options, or leave it out"
+    return Problem(setting, short(value), f"is for the built-in model and model.id = {model} is another", hint)
 
 
 def _batches(experiment: Experiment) -> Iterator[Problem]:

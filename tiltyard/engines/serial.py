@@ -8,7 +8,6 @@ other engines: same seed, same weights, also when stopped and resumed anywhere i
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,13 +17,14 @@ import numpy as np
 import torch
 
 from tiltyard.algos.ppo import Ppo
+from tiltyard.algos.randomness import global_state, restore_global_state
 from tiltyard.config.experiment import Experiment
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import UseError
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import save_policy
 from tiltyard.run.checkpoint import read_tree, write_tree
-from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report, Rollout, Step, Tree
+from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report, Rollout, Step
 
 ACT, INIT, LEARN = 1, 2, 3  # roles in the run's seed tree; envs have their own (role, row, episode)
 
@@ -184,11 +184,12 @@ class SerialEngine:
             folder / "engine",
             "serial",
             {
+                "seed": self.experiment.seed,
                 "progress": asdict(self.progress),
                 "algo": self.algo.save(),
                 "envs": self.envs.save() if self.now is not None else None,
                 "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
-                "random": {"draws": self.draws.get_state().numpy(), "global": _global_random()},
+                "random": {"draws": self.draws.get_state().numpy(), "global": global_state()},
             },
         )
 
@@ -197,15 +198,18 @@ class SerialEngine:
         tree = read_tree(folder / "engine", "serial")
         self.progress = Progress(**tree["progress"])
         self.algo.load(tree["algo"])
-        self.draws.set_state(torch.from_numpy(tree["random"]["draws"]))
+        if tree.get("seed", self.experiment.seed) == self.experiment.seed:
+            self.draws.set_state(torch.from_numpy(tree["random"]["draws"]))
+        else:  # a fork with another seed: what is drawn from here on is its own
+            self.algo.shuffling = np.random.default_rng(_seed(self.experiment.seed, LEARN))
         said: list[str] = []
         if tree["envs"] is not None:
             said = self.envs.load(tree["envs"])
             self.now = self.envs.current()
-        fits = all(np.shape(tree["memory"].get(key)) == tuple(item.shape) for key, item in self.state.items())
-        if fits:
-            self.state = {key: self._tensor(tree["memory"][key]) for key in self.state}
-        _restore_global_random(tree["random"]["global"])
+        for key, item in self.state.items():  # with another number of envs, those that both have
+            kept = tree["memory"][key][: len(item)]
+            item[: len(kept)] = self._tensor(kept)
+        restore_global_state(tree["random"]["global"])
         return said
 
     # ------------------------------------------------------------------------------------------ between steps
@@ -240,21 +244,3 @@ def device_named(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UseError("engine.device = cuda: torch sees no GPU here", "set engine.device=cpu or auto")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _global_random() -> Tree:
-    """The process-wide generators. Nothing of ours draws from them, but a plug-in's dropout or env may."""
-    python_version, python_words, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    return {
-        "python": {"version": python_version, "words": list(python_words), "gauss": gauss},
-        "numpy": {**legacy, "state": dict(legacy["state"])},
-        "torch": torch.get_rng_state().numpy(),
-    }
-
-
-def _restore_global_random(tree: Tree) -> None:
-    python = tree["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-    np.random.set_state(tree["numpy"])
-    torch.set_rng_state(torch.from_numpy(tree["torch"]))

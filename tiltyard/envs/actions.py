@@ -112,6 +112,14 @@ class ActionCodec:
             flat = flat.astype(np.int64) + np.asarray(node["start"], np.int64)
         return list(flat.astype(node["dtype"], copy=False).reshape(len(rows), *node["shape"])), end
 
+    def inside(self, rows: Array) -> Array:
+        """A copy with bounded continuous columns clipped to [-1, 1], as `decode_rows` takes them."""
+        clipped = rows.copy()
+        for column, box in self._boxes.items():
+            columns = clipped[:, column : column + len(box.finite)]
+            columns[:, box.finite] = np.clip(columns[:, box.finite], -1.0, 1.0)
+        return clipped
+
     def encode(self, action: Any) -> Array:
         """One action of the env -> float32 [columns]."""
         columns: list[Array] = []

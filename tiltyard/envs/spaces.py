@@ -110,6 +110,10 @@ def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
         declared = np.dtype(space.dtype).name
         dtype = _STORED.get(declared, "float32")
         shape = tuple(int(n) for n in space.shape)
+        if declared == "bool":
+            return ArraySpec("multi_binary", shape, "uint8")
+        if declared == "uint8" and int(np.max(space.high, initial=0)) < 255:
+            dtype = "float32"  # counts or flags: only bytes that go up to 255 are brightness, and seen as 0 to 1
         if declared == "uint8" and len(shape) == 2 and min(shape) >= SMALLEST_GREY:
             shape = (1, *shape)
         return ArraySpec("box", shape, dtype, image=len(shape) == 3)

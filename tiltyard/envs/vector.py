@@ -333,6 +333,8 @@ class EnvGroup:
 
     def _diverged(self, what: str, row: int, batch: dict[str, object]) -> DivergedError:
         hint = "find where the env divides by zero or overflows; the offending arrays are saved"
+        if what.startswith("the action"):
+            hint = "the policy put it out: lower algo.lr, or normalise observations; the offending arrays are saved"
         return DivergedError(f"{self._where(row)}: {what}", hint, batch)
 
     def _check_finite(self, batch: dict[str, object]) -> None:
@@ -364,6 +366,11 @@ class EnvGroup:
         if isinstance(frame, list):
             frame = frame[-1] if frame else None
         return None if frame is None else np.asarray(frame)
+
+    @property
+    def raw_reward(self) -> list[float]:
+        """What the envs themselves paid in the last step."""
+        return self._raw
 
     @property
     def fps(self) -> float:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from tiltyard.config.experiment import Env, Experiment
+from tiltyard.algos.randomness import undisturbed
+from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
@@ -38,9 +39,9 @@ MEASURED = ("env", "eval")  # sections that an evaluation may change
 
 
 def measured_env(env: Env, spec: EnvSpec, time_limit: int | None) -> Env:
-    """The env as measured: rewards as the env gives them, and an end for envs that have none."""
+    """The env as measured: as in training (returns are of raw rewards), with an end for envs that have none."""
     limit = env.time_limit if env.time_limit is not None or spec.episode_limit is not None else time_limit
-    return env.model_copy(update={"reward_scale": 1.0, "reward_clip": None, "time_limit": limit})
+    return env.model_copy(update={"time_limit": limit})
 
 
 class Evaluator:
@@ -48,12 +49,17 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
         self.experiment, self.spec, self.base = experiment, spec, base
-        self.net = PolicyNet(spec, experiment.model, base, seed=0)
+        self.net = PolicyNet(spec, experiment.model, base, seed=0).eval()
 
     def measure(self, weights: Arrays, video: Path | None = None) -> Evaluation:
         started, settings = time.monotonic(), self.experiment.eval
         self.net.load_arrays(weights)
-        played = play(
+        with undisturbed():
+            played = self._play(settings, video)
+        return summarise(played, settings.greedy, time.monotonic() - started)
+
+    def _play(self, settings: Eval, video: Path | None) -> list[Played]:
+        return play(
             trained(self.net, settings.greedy, settings.seed),
             measured_env(self.experiment.env, self.spec, settings.time_limit),
             self.spec,
@@ -64,7 +70,6 @@ class Evaluator:
             seed=settings.seed,
             video=video,
         )
-        return summarise(played, settings.greedy, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ def _perform(task: Task) -> list[Played]:
     spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
     policy.require_same(spec)
     seed = task.seed
-    begin = trained(policy.net, task.greedy, seed)
+    begin = trained(policy.net, task.greedy, seed + task.first)  # workers draw apart
     if task.policy is not None:
         begin = hand_written(task.policy, spec, (Path.cwd(), *run.base))
     keep: Keep | None = None

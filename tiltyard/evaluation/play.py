@@ -8,6 +8,7 @@ and those running are finished. The same EnvGroup and PolicyNet as in training d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,11 @@ def play(
                 film.add(picture(group, now.obs))
             action = choose(now.obs, now.first, now.mask)
             if keep is not None:
-                _note_before(table, now.obs, action)
+                _note_before(table, now.obs, group.codec.inside(action))
             now = group.step(action)
             taken += sum(slot.playing is not None for slot in table)
             if keep is not None:
-                _note_after(table, now.reward, group.infos)
+                _note_after(table, group.raw_reward, group.infos)
             for end in now.episodes:
                 slot = table[end.row]
                 if slot.playing is None:
@@ -135,11 +136,11 @@ def _note_before(table: list[_Slot], obs: Arrays, action: np.ndarray) -> None:
             slot.action.append(action[row].copy())
 
 
-def _note_after(table: list[_Slot], reward: np.ndarray, infos: Sequence[dict[str, Any]]) -> None:
+def _note_after(table: list[_Slot], reward: Sequence[float], infos: Sequence[dict[str, Any]]) -> None:
     for row, slot in enumerate(table):
         if slot.playing is not None:
             slot.reward.append(float(reward[row]))
-            slot.info.append(infos[row])
+            slot.info.append(deepcopy(infos[row]))  # an env may fill the same dict again
 
 
 def _episode(slot: _Slot, final: Arrays, row: int, seed: int, terminated: bool, truncated: bool) -> Episode:

@@ -53,7 +53,12 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
         "schema": POLICY_SCHEMA,
         "spec": spec_to_json(spec),
         "model": experiment.model.model_dump(mode="json"),
-        "env": {"id": experiment.env.id, "frame_stack": experiment.env.frame_stack},
+        "env": {
+            "id": experiment.env.id,
+            "frame_stack": experiment.env.frame_stack,
+            "reward_scale": experiment.env.reward_scale,
+            "reward_clip": experiment.env.reward_clip,
+        },
         "versions": {"tiltyard": tiltyard.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
         "weights": net.arrays(),
     }
@@ -94,7 +99,9 @@ def load_policy(
         refs.refuse_foreign_code(named, places, (folder, folder / "policies", folder / "policies" / f"{name}.json"))
     net = PolicyNet(spec, model, places, seed=0)
     net.load_arrays(tree["weights"])
-    return Policy(net, spec, frame_stack=tree["env"]["frame_stack"], space=space, seed=seed)
+    env = tree["env"]
+    paid = (env.get("reward_scale", 1.0), env.get("reward_clip"))  # older policies have neither
+    return Policy(net.eval(), spec, frame_stack=env["frame_stack"], paid=paid, space=space, seed=seed)
 
 
 # ---------------------------------------------------------------------------------------------- in the hand
@@ -109,12 +116,14 @@ class Policy:
         spec: EnvSpec,
         *,
         frame_stack: int = 1,
+        paid: tuple[float, float | None] = (1.0, None),
         space: gymnasium.Space[Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.net = net
         self.spec = spec
         self._stack = frame_stack
+        self._scale, self._clip = paid  # what training did to rewards before the policy saw them
         self._encoder = None if space is None else ObsEncoder(space)
         self._codec = ActionCodec(spec.action)
         self._generator = torch.Generator(net.log_std.device).manual_seed(seed)
@@ -169,12 +178,16 @@ class Policy:
             if name == PREVIOUS_ACTION and name not in frames:
                 self._frames[name] = self._previous
             elif name == PREVIOUS_REWARD and name not in frames:
-                self._frames[name] = np.array([0.0 if self._first else reward], np.float32)
+                self._frames[name] = np.array([0.0 if self._first else self._seen_reward(reward)], np.float32)
             elif name not in frames:
                 raise UseError(f"the observation has no {name!r}", f"it needs: {', '.join(self.spec.obs)}")
             else:
                 self._push(name, frames[name])
         return self._frames
+
+    def _seen_reward(self, reward: float) -> float:
+        scaled = reward * self._scale
+        return scaled if self._clip is None else max(-self._clip, min(self._clip, scaled))
 
     def _frames_of(self, obs: Any) -> Arrays:
         found: dict[str, Any] = {}

@@ -73,7 +73,8 @@ def commit(
     draft = parent / f".tmp-{env_steps:012d}-{disk.unique()}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        order = 1 + max((manifest["order"] for _, manifest in _manifests(parent)), default=0)
+        earlier = [manifest for _, manifest in _manifests(parent)]
+        order = 1 + max((manifest["order"] for manifest in earlier), default=0)
         draft.mkdir()
         writer(draft)
         manifest = {
@@ -81,7 +82,8 @@ def commit(
             "env_steps": env_steps,
             "progress": dataclasses.asdict(progress),
             "score": score,
-            "milestone": milestone,
+            # What was to be kept for good stays so when the same env step is saved again.
+            "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
             "order": order,
             "created": disk.now(),
             "tiltyard": _version(),
@@ -332,8 +334,11 @@ def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> l
 # ---------------------------------------------------------------------------------------------- moving
 
 
-def copy_into(run: Run, source: Checkpoint) -> Checkpoint:
-    """A copy of another run's checkpoint as this run's own, for good: where a fork starts must stay known."""
+def copy_into(run: Run, source: Checkpoint, *, score: float | None) -> Checkpoint:
+    """A copy of another run's checkpoint as this run's own, for good: where a fork starts must stay known.
+
+    `score` is what it is worth there: the source's own, or nothing where another env or metric counts.
+    """
 
     def write(folder: Path) -> None:
         shutil.copytree(source.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
@@ -341,7 +346,7 @@ def copy_into(run: Run, source: Checkpoint) -> Checkpoint:
     reason = verify(source.folder)
     if reason is not None:
         raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", "fork from another one with --at")
-    return commit(run, source.env_steps, source.progress, source.score, write, milestone=True)
+    return commit(run, source.env_steps, source.progress, score, write, milestone=True)
 
 
 def set_aside(run: Run, attempt: int) -> list[str]:

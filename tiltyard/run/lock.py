@@ -185,6 +185,11 @@ class Lock:
     ) -> None:
         self.release()
 
+    @property
+    def taken_over(self) -> bool:
+        """Whether somebody else holds the run now."""
+        return self._successor is not None
+
     def check(self) -> None:
         """Raise when somebody took the run over: whoever writes calls this before writing what lasts. Costs nothing."""
         if self._successor is not None:

@@ -102,22 +102,27 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/return_high", "reward", "Upper end of the 95 % interval of eval/return."),
     Metric("eval/length", "env steps", "Mean episode length of an evaluation."),
     Metric("eval/seconds", "seconds", "Time the evaluation took."),
-    Metric("loss/policy", "", "Policy loss, mean over the update's minibatches."),
-    Metric("loss/value", "", "Value loss in normalised units, mean over the update's minibatches."),
-    Metric("loss/entropy", "nats", "Entropy of the policy, mean over the update's minibatches."),
-    Metric("loss/kl", "nats", "Approximate KL divergence from the policy that acted to the updated one."),
+    Metric("loss/policy", "", "Policy loss, mean over the minibatches of the update's last epoch."),
+    Metric("loss/value", "", "Value loss in normalised units, mean over the minibatches of the last epoch."),
+    Metric("loss/entropy", "nats", "Entropy of the policy, mean over the minibatches of the last epoch."),
+    Metric(
+        "loss/kl",
+        "nats",
+        "Approximate KL divergence from the policy that acted, over the minibatches of the last epoch, each before its "
+        "gradient step: 0 with a single gradient step.",
+    ),
     Metric("learn/clip_fraction", "0 to 1", "Share of samples whose probability ratio was clipped."),
     Metric(
         "learn/explained_variance",
         "up to 1",
         "How much of the returns' variance the value function explains; 0 is none.",
     ),
-    Metric("learn/gradient_norm", "", "Norm of the gradient before clipping, mean over the update's gradient steps."),
+    Metric("learn/gradient_norm", "", "Norm of the gradient before clipping, mean over the last epoch."),
     Metric(
         "learn/epochs", "epochs", "Passes over the batch that were made before algo.kl_stop, if set, ended the update."
     ),
     Metric("setting/lr", "", "Learning rate in force."),
-    Metric("setting/clip", "", "Clip range of the probability ratio in force."),
+    Metric("setting/clip", "", "Clip range of the probability ratio in force; 1e15 where nothing is clipped (a2c)."),
     Metric("setting/entropy", "", "Weight of the entropy bonus in force."),
     Metric("setting/kl", "", "Weight of the KL penalty in force."),
     Metric(

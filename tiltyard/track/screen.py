@@ -26,8 +26,10 @@ class Screen:
         self.log = (logs / f"attempt-{attempt:03d}.log").open("a", encoding="utf-8", errors="replace")
         self.consoles.append(Console(self.experiment, self.run.id, self.run.folder, live=False, stream=self.log))
 
-    def start(self, lines: Sequence[str]) -> None:
+    def start(self, lines: Sequence[str], progress: Progress) -> None:
+        """Say what is about to be trained, and from where it goes on."""
         for console in self.consoles:
+            console.progress = progress
             console.start(lines)
 
     def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
