@@ -332,17 +332,6 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
                 )
 
 
-def plugin_files(experiment: Experiment, base: Sequence[Path]) -> list[tuple[str, Path]]:
-    """(dotted setting, file) of every plug-in that is a file; a missing one is a UseError."""
-    found = []
-    for setting, kind, text in named_plugins(experiment):
-        if kind_of(text) == "file":
-            path = parse(text, {}, CONVENTIONAL[kind], base).path
-            assert path is not None
-            found.append((setting, path))
-    return found
-
-
 def freeze(experiment: Experiment, base: Sequence[Path], into: Path) -> Experiment:
     """Copy plug-in files, with the neighbours they import, below `into`/plugins; the experiment naming the copies."""
     from tiltyard.frozen import freeze_plugins

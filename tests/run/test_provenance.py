@@ -10,7 +10,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.run import provenance
 from tiltyard.run.folder import create
 from tiltyard.run.masking import mask_command, mask_secrets
-from tiltyard.run.provenance import collect, collect_with_diff
+from tiltyard.run.provenance import collect_with_diff
 
 # Put together at run time, so that scanners do not take this file for a leak.
 GITHUB = "ghp_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0dF3hJ6"
@@ -132,11 +132,11 @@ def test_commit_and_changes_are_recorded(repository):
 
 
 def test_no_repository_no_git_and_no_commit_yet_are_no_trouble(tmp_path, monkeypatch):
-    assert collect([], [tmp_path])["git"] is None
+    assert collect_with_diff([], [tmp_path])[0]["git"] is None
     git(tmp_path, "init", "-q")
-    assert collect([], [tmp_path])["git"] is None
+    assert collect_with_diff([], [tmp_path])[0]["git"] is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert collect([], [tmp_path])["git"] is None
+    assert collect_with_diff([], [tmp_path])[0]["git"] is None
 
 
 def test_a_huge_diff_is_cut(repository, monkeypatch):

@@ -197,16 +197,6 @@ class _Bounds:
         return np.asarray((flat - self._middle) / half)
 
 
-def decode_action(spec: ActionSpec, row: Array) -> Any:
-    """float32 [columns] -> one action of the env. For many rows keep an ActionCodec."""
-    return ActionCodec(spec).decode(row)
-
-
-def encode_action(spec: ActionSpec, action: Any) -> Array:
-    """One action of the env -> float32 [columns]."""
-    return ActionCodec(spec).encode(action)
-
-
 def random_action(spec: ActionSpec, rng: np.random.Generator, mask: Array | None = None) -> Array:
     """float32 [columns]; `mask` is bool [mask_size]."""
     row: Array = ActionCodec(spec).random_rows(rng, 1, None if mask is None else mask[None])[0]

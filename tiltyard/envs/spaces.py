@@ -24,8 +24,6 @@ from tiltyard.envs.actions import (
     action_spec,
     action_spec_from_json,
     action_spec_to_json,
-    decode_action,
-    encode_action,
     random_action,
 )
 from tiltyard.errors import UseError
@@ -40,9 +38,6 @@ __all__ = [
     "Leaf",
     "ObsEncoder",
     "action_spec",
-    "decode_action",
-    "encode_action",
-    "encode_obs",
     "observation_leaves",
     "observation_specs",
     "previous_specs",
@@ -204,12 +199,6 @@ class ObsEncoder:
 
     def encode(self, obs: Any) -> Arrays:
         return {leaf.name: encode_leaf(leaf, pick(obs, leaf.path)) for leaf in self.leaves}
-
-
-def encode_obs(space: gym_spaces.Space[Any], obs: Any, specs: Mapping[str, ArraySpec]) -> Arrays:
-    """One observation as named arrays; for a stack the frame is repeated, as at an episode's start."""
-    arrays = ObsEncoder(space).encode(obs)
-    return {name: fill_stack(array, specs[name].shape) for name, array in arrays.items()}
 
 
 def fill_stack(frame: Array, shape: tuple[int, ...]) -> Array:

@@ -154,20 +154,3 @@ class ActionDist:
             total = term if total is None else total + term
         assert total is not None
         return total
-
-    def kl(self, other: ActionDist) -> Tensor:
-        """KL(self || other) [...] in nats, exact."""
-        total: Tensor | None = None
-        for (part, piece, log_std), (_, that, that_std) in zip(self.pieces, other.pieces, strict=True):
-            if part.kind == "categorical":
-                term = (piece.exp() * (piece - that)).sum(-1)
-            elif part.kind == "binary":
-                chance = torch.sigmoid(piece)
-                term = (chance * (piece - that) + F.softplus(that) - F.softplus(piece)).sum(-1)
-            else:
-                ratio = torch.exp(2 * (log_std - that_std))
-                moved = ((piece - that) * torch.exp(-that_std)).square()
-                term = 0.5 * (ratio + moved - 1).sum(-1) + (that_std - log_std).sum()
-            total = term if total is None else total + term
-        assert total is not None
-        return total

@@ -25,7 +25,7 @@ from typing import Any
 from tiltyard.run import disk
 from tiltyard.run.masking import mask_all, mask_command, mask_secrets
 
-__all__ = ["collect", "collect_with_diff", "mask_secrets", "sha256"]
+__all__ = ["collect_with_diff", "mask_secrets", "sha256"]
 
 # fmt: off
 PACKAGES = (
@@ -41,13 +41,6 @@ ALLOWED = re.compile(
 )
 DIFF_LIMIT = 2**20
 GIT_SECONDS = 20
-
-
-def collect(
-    command: Sequence[str], base: Sequence[Path] = (), environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The facts alone; `base` are the experiment's folders, the first of which is asked for its commit."""
-    return collect_with_diff(command, base, environment)[0]
 
 
 def collect_with_diff(
