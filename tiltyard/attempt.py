@@ -14,6 +14,7 @@ import socket
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
@@ -45,9 +46,13 @@ class Attempt:
     filmable: bool
 
     def say(self, kind: str, sentence: str) -> None:
-        """To the person watching and to events.jsonl."""
-        log_event(self.run, kind, sentence)
-        self.screen.say(sentence)
+        tell(self.run, self.screen, kind, sentence)
+
+
+def tell(run: Run, screen: Screen, kind: str, sentence: str) -> None:
+    """To the person watching and to events.jsonl."""
+    log_event(run, kind, sentence)
+    screen.say(sentence)
 
 
 def begin(run: Run, experiment: Experiment, screen: Screen) -> int:
@@ -88,11 +93,7 @@ def actions_text(action: ActionSpec) -> str:
 
 def restore(run: Run, experiment: Experiment, engine: Engine, number: int, screen: Screen) -> tuple[Ledger, Progress]:
     """Bring the engine to the newest valid checkpoint, or to the start of a fresh run."""
-
-    def say(kind: str, sentence: str) -> None:
-        log_event(run, kind, sentence)
-        screen.say(sentence)
-
+    say = partial(tell, run, screen)
     found: Checkpoint | None = None
     if experiment.resume == "never":
         for sentence in checkpoint.set_aside(run, number):

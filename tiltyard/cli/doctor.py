@@ -15,12 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from tiltyard import __version__
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError
+from tiltyard.run.provenance import package_version
 
 LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
 LOW_MEMORY = 2 << 30
@@ -42,7 +42,7 @@ def configure_version(parser: argparse.ArgumentParser) -> None:
 
 def run_version(args: argparse.Namespace) -> int:
     if args.json:
-        packages = {name: _version(name) for name in ("torch", "gymnasium", "numpy", "pydantic", "pyarrow")}
+        packages = {name: package_version(name) for name in ("torch", "gymnasium", "numpy", "pydantic", "pyarrow")}
         whole = {"tiltyard": __version__, "python": platform.python_version(), **packages}
         sys.stdout.write(json.dumps(whole) + "\n")
     else:
@@ -64,13 +64,6 @@ def run_doctor(args: argparse.Namespace) -> int:
             if finding.hint:
                 sys.stdout.write(f"{'':<16} hint: {finding.hint}\n")
     return EXIT_FAILED if any(finding.state == "bad" for finding in findings) else EXIT_DONE
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -147,7 +140,7 @@ def check_video() -> Finding:
 
 def check_extras() -> Finding:
     extras = {"pygame-ce": "classic", "matplotlib": "plot", "wandb": "wandb"}
-    missing = [extra for package, extra in extras.items() if _version(package) is None]
+    missing = [extra for package, extra in extras.items() if package_version(package) is None]
     present = [extra for extra in extras.values() if extra not in missing]
     found = f"installed: {', '.join(present) or 'none'}"
     hint = f"for the others: pip install 'tiltyard[{','.join(missing)}]'" if missing else ""

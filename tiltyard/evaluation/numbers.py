@@ -7,12 +7,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from tiltyard.errors import TiltyardError
 from tiltyard.evaluation.play import Played
+from tiltyard.run import disk
 from tiltyard.types import Evaluation
 
 
@@ -67,13 +69,10 @@ def write_files(result: Evaluation, facts: dict[str, Any], stem: Path) -> tuple[
     stem.parent.mkdir(parents=True, exist_ok=True)
     table, whole = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
     rows = zip(result.seeds, result.returns, result.lengths, strict=True)
-    with (draft := table.with_name(f".{table.name}.tmp")).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["episode", "seed", "return", "length"])
-        writer.writerows([index, *row] for index, row in enumerate(rows))
-    draft.replace(table)
-    (draft := whole.with_name(f".{whole.name}.tmp")).write_text(
-        json.dumps({**facts, **as_json(result)}, indent=2) + "\n"
-    )
-    draft.replace(whole)
+    lines = StringIO(newline="")
+    writer = csv.writer(lines)
+    writer.writerow(["episode", "seed", "return", "length"])
+    writer.writerows([index, *row] for index, row in enumerate(rows))
+    disk.write_text(table, lines.getvalue())
+    disk.write_text(whole, json.dumps({**facts, **as_json(result)}, indent=2) + "\n")
     return table, whole

@@ -19,10 +19,10 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import tiltyard
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import disk
 from tiltyard.run.tree import read_tree, write_tree
@@ -86,7 +86,7 @@ def commit(
             "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
             "order": order,
             "created": disk.now(),
-            "tiltyard": _version(),
+            "tiltyard": tiltyard.__version__,
             "files": _sync_and_hash(draft),
         }
         disk.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
@@ -101,13 +101,6 @@ def commit(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Checkpoint(final, env_steps, score, progress)
-
-
-def _version() -> str:
-    try:
-        return version("tiltyard")
-    except PackageNotFoundError:
-        return ""
 
 
 def _what_is_left(parent: Path) -> str:

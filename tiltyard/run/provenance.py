@@ -54,7 +54,7 @@ def collect_with_diff(
         "schema": 1,
         "created": disk.now(),
         "git": git,
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: found for name in PACKAGES if (found := package_version(name)) is not None},
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -77,7 +77,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
