@@ -240,16 +240,32 @@ class CustomModel(nn.Module):
 """
 
 
+def weights_of(run: product.Run) -> dict[str, bytes]:
+    tree = checkpoint.read_tree(checkpoint.select(run).folder / "policies", "main")["weights"]
+    return {name: array.tobytes() for name, array in tree.items()}
+
+
+def test_dropout_follows_the_seed_of_the_run_and_not_the_program_around_it(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "drops.py").write_text(DROPOUT)
+    torch.manual_seed(3)
+    whole = train("stop.env_steps=256", "model.id=drops.py")
+    assert torch.initial_seed() == 3
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(3)), "the program's own stream was drawn from"
+    torch.manual_seed(4)
+    parts = train("stop.env_steps=128", "model.id=drops.py")
+    torch.manual_seed(5)
+    parts = product.resume(parts, ["stop.env_steps=256"], live=False)
+    other = train("stop.env_steps=256", "model.id=drops.py", "seed=1")
+    assert weights_of(whole) == weights_of(parts) != weights_of(other)
+
+
 def test_evaluations_have_no_dropout_and_leave_training_alone(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPOUT)
-    torch.manual_seed(3)  # dropout draws from the process's own generator
     one = train("stop.env_steps=256", "model.id=drops.py")
-    torch.manual_seed(3)
     two = train("stop.env_steps=256", "model.id=drops.py", "eval.every=32")
-    weights = [
-        checkpoint.read_tree(checkpoint.select(run).folder / "policies", "main")["weights"] for run in (one, two)
-    ]
-    assert all(weights[0][name].tobytes() == weights[1][name].tobytes() for name in weights[0])
+    assert weights_of(one) == weights_of(two)
     assert product.evaluate(two, episodes=4).returns == product.evaluate(two, episodes=4).returns
     policy = product.load_policy(one.folder)
     assert len({policy.act([0.01, 0.02, 0.03, 0.04]) for _ in range(20)}) == 1

@@ -253,6 +253,15 @@ def test_the_learning_rate_adapts_to_the_divergence():
     assert ppo.settings_in_force()["lr"] == pytest.approx(1e-2 / 16)
 
 
+@pytest.mark.parametrize("name, towards", [("lr", 1 / 8), ("clip", 1 / 8), ("entropy", 8), ("kl", 8)])
+def test_each_of_the_four_adapts_in_its_direction(name, towards):
+    """The policy moves far more than 1e-5 per update: steps must get smaller, and what holds it back larger."""
+    adaptive = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-5, factor=2.0)
+    ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=4, **{"lr": 1e-2, name: adaptive}))
+    seen = [ppo.update(act_out(net, spec, 16, seed=update), 0)[f"setting/{name}"] for update in range(4)]
+    assert seen[0] == 1e-2 and seen[-1] == pytest.approx(1e-2 * towards)
+
+
 def test_the_divergence_that_steers_is_that_of_the_whole_update():
     """With a single gradient step the minibatch itself saw no divergence yet: the rate would grow for ever."""
     lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-7, factor=2.0)

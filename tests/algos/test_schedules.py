@@ -38,6 +38,16 @@ def test_kl_adaptive_moves_against_the_divergence_within_bounds():
     assert value.at(0) == pytest.approx(1e-4)
 
 
+def test_bounds_left_out_are_a_hundred_times_away():
+    value = ScheduledValue(KlAdaptive(kind="kl_adaptive", start=0.2, factor=10.0), None, rises_with_kl=True)
+    for _ in range(5):
+        value.observe_kl(1.0)
+    assert value.at(0) == pytest.approx(20.0)
+    for _ in range(9):
+        value.observe_kl(0.0)
+    assert value.at(0) == pytest.approx(0.002)
+
+
 def test_a_penalty_moves_the_other_way():
     value = adaptive(rises=True)
     value.observe_kl(0.5)

@@ -32,6 +32,7 @@ from tiltyard.types import Rollout, Tree
 Array = NDArray[Any]
 
 CHANGEABLE = ("lr", "clip", "entropy", "kl", "gamma", "gae_lambda", "value_coef")
+HOLDS_BACK = ("kl", "entropy")  # these grow when the policy moves too fast; lr and clip shrink
 UNLIMITED = 1e15
 CALMER = "lower algo.lr, set algo.max_grad_norm, or normalise observations (model.normalise.obs=true)"
 
@@ -85,7 +86,7 @@ class Ppo:
             )
         self.adam = Adam(net, self.algo.adam_eps)
         self.values = {
-            name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name == "kl")
+            name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
         }
         self.env_steps = 0  # of the newest update: where the schedules stand

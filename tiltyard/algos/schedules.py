@@ -18,8 +18,8 @@ from tiltyard.types import Tree
 class ScheduledValue:
     """A setting's value over a run. State (to save) only where the past matters: KL-adaptive, or changed by hand.
 
-    `rises_with_kl` tells the direction of adaptation: a penalty must grow when the divergence is too large, a
-    learning rate must shrink.
+    `rises_with_kl` tells the direction of adaptation: what holds the policy back must grow when the divergence is too
+    large, what sets the size of its steps must shrink.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ScheduledValue:
             return
         grow = (kl > setting.target) == self.rises_with_kl
         moved = self.moved * setting.factor if grow else self.moved / setting.factor
-        self.moved = min(max(moved, setting.min), setting.max)
+        self.moved = min(max(moved, setting.lowest), setting.highest)
 
     def fix(self, value: float) -> None:
         """From now on this number. A KL-adaptive value is moved there and goes on adapting."""

@@ -69,14 +69,10 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
         elif isinstance(schedule, Linear) and schedule.over is None and experiment.stop.env_steps is None:
             yield Problem(f"{setting}.over", "", "is needed when there is no stop.env_steps", f"set {setting}.over")
         elif isinstance(schedule, KlAdaptive):
-            if not schedule.min <= schedule.start <= schedule.max:
+            if not schedule.lowest <= schedule.start <= schedule.highest:
                 hint = f"change {setting}.min or {setting}.max"
-                message = f"lies outside [{schedule.min:g}, {schedule.max:g}]"
+                message = f"lies outside [{schedule.lowest:g}, {schedule.highest:g}]"
                 yield Problem(f"{setting}.start", str(schedule.start), message, hint)
-            if name not in ("lr", "kl"):
-                yield Problem(
-                    f"{setting}.kind", "'kl_adaptive'", "is for algo.lr and algo.kl", "use linear or piecewise"
-                )
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

@@ -80,7 +80,10 @@ class Piecewise(Settings):
 
 
 class KlAdaptive(Settings):
-    """Multiplied or divided by `factor` whenever the measured KL leaves [target / 2, target * 2]."""
+    """Multiplied or divided by `factor` whenever the measured KL leaves [target / 2, target * 2].
+
+    When the policy moves too fast, what sets its step (lr, clip) shrinks and what holds it back (kl, entropy) grows.
+    """
 
     kind: Literal["kl_adaptive"]
     start: Positive
@@ -89,10 +92,18 @@ class KlAdaptive(Settings):
     """KL divergence between the policy before and after an update to aim for."""
     factor: float = Field(default=1.5, gt=1, le=10)
     """How much the value changes at a time."""
-    min: NotNegative = 1e-6
-    """Never below this."""
-    max: Positive = 1e-2
-    """Never above this."""
+    min: NotNegative | None = None
+    """Never below this; a hundredth of `start` when left out."""
+    max: Positive | None = None
+    """Never above this; a hundred times `start` when left out."""
+
+    @property
+    def lowest(self) -> float:
+        return self.start / 100 if self.min is None else self.min
+
+    @property
+    def highest(self) -> float:
+        return self.start * 100 if self.max is None else self.max
 
 
 Schedule = Annotated[Linear | Piecewise | KlAdaptive, Field(discriminator="kind")]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tiltyard.algos.ppo import Ppo
-from tiltyard.algos.randomness import global_state, restore_global_state
+from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import UseError
@@ -26,7 +26,7 @@ from tiltyard.models.policy import save_policy
 from tiltyard.run.checkpoint import read_tree, write_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report, Rollout, Step
 
-ACT, INIT, LEARN = 1, 2, 3  # roles in the run's seed tree; envs have their own (role, row, episode)
+ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have their own (role, row, episode)
 
 
 class SerialEngine:
@@ -43,9 +43,11 @@ class SerialEngine:
             experiment.algo, self.net, self.bptt, experiment.stop.env_steps, seed=_seed(experiment.seed, LEARN)
         )
         self.draws = torch.Generator(self.device).manual_seed(_seed(experiment.seed, ACT))
-        self.envs = EnvGroup(
-            experiment.env, spec, self.rows, experiment.seed, base=base, previous=experiment.model.previous
-        )
+        self.generators = Generators(_seed(experiment.seed, FOREIGN))
+        with self.generators.in_place():
+            self.envs = EnvGroup(
+                experiment.env, spec, self.rows, experiment.seed, base=base, previous=experiment.model.previous
+            )
         self.progress = Progress()
         self.now: Step | None = None  # what the envs last answered; None before the first reset
         self.state = self.net.initial_state(self.rows)
@@ -64,6 +66,10 @@ class SerialEngine:
     # ------------------------------------------------------------------------------------------ one batch
 
     def step(self) -> Report:
+        with self.generators.in_place():
+            return self._step()
+
+    def _step(self) -> Report:
         started = perf_counter()
         spent = {"env": 0.0, "inference": 0.0, "learn": 0.0}
         frames = -self.envs.frames_taken
@@ -189,7 +195,7 @@ class SerialEngine:
                 "algo": self.algo.save(),
                 "envs": self.envs.save() if self.now is not None else None,
                 "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
-                "random": {"draws": self.draws.get_state().numpy(), "global": global_state()},
+                "random": {"draws": self.draws.get_state().numpy(), "global": self.generators.save()},
             },
         )
 
@@ -200,6 +206,7 @@ class SerialEngine:
         self.algo.load(tree["algo"])
         if tree.get("seed", self.experiment.seed) == self.experiment.seed:
             self.draws.set_state(torch.from_numpy(tree["random"]["draws"]))
+            self.generators.load(tree["random"]["global"])
         else:  # a fork with another seed: what is drawn from here on is its own
             self.algo.shuffling = np.random.default_rng(_seed(self.experiment.seed, LEARN))
         said: list[str] = []
@@ -209,7 +216,6 @@ class SerialEngine:
         for key, item in self.state.items():  # with another number of envs, those that both have
             kept = tree["memory"][key][: len(item)]
             item[: len(kept)] = self._tensor(kept)
-        restore_global_state(tree["random"]["global"])
         return said
 
     # ------------------------------------------------------------------------------------------ between steps

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tiltyard.algos.randomness import undisturbed
+from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load
 from tiltyard.envs.probe import probe
@@ -54,7 +54,7 @@ class Evaluator:
     def measure(self, weights: Arrays, video: Path | None = None) -> Evaluation:
         started, settings = time.monotonic(), self.experiment.eval
         self.net.load_arrays(weights)
-        with undisturbed():
+        with Generators(settings.seed).in_place():
             played = self._play(settings, video)
         return summarise(played, settings.greedy, time.monotonic() - started)
 
