@@ -253,7 +253,7 @@ def test_the_learning_rate_adapts_to_the_divergence():
     assert ppo.settings_in_force()["lr"] == pytest.approx(1e-2 / 16)
 
 
-@pytest.mark.parametrize("name, towards", [("lr", 1 / 8), ("clip", 1 / 8), ("entropy", 8), ("kl", 8)])
+@pytest.mark.parametrize(("name", "towards"), [("lr", 1 / 8), ("clip", 1 / 8), ("entropy", 8), ("kl", 8)])
 def test_each_of_the_four_adapts_in_its_direction(name, towards):
     """The policy moves far more than 1e-5 per update: steps must get smaller, and what holds it back larger."""
     adaptive = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-5, factor=2.0)

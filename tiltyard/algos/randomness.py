@@ -53,7 +53,7 @@ def _read() -> Tree:
         "numpy": {**legacy, "state": dict(legacy["state"])},
         "torch": torch.get_rng_state().numpy(),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tree["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
     return tree
 
@@ -63,5 +63,5 @@ def _write(tree: Tree) -> None:
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     np.random.set_state(tree["numpy"])
     torch.set_rng_state(torch.from_numpy(tree["torch"]))
-    if torch.cuda.is_initialized() and len(tree.get("cuda", ())) == torch.cuda.device_count():
+    if "cuda" in tree and len(tree["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in tree["cuda"]])
