@@ -143,7 +143,7 @@ def test_the_scanner_lets_pass(snippet):
 
 FLOORS = {
     0: ("types", "errors"),
-    1: ("config", "refs", "frozen"),
+    1: ("config", "refs", "frozen", "rooms"),
     2: ("run", "track", "machine", "signals"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
@@ -242,7 +242,18 @@ HOMES = {
     "ruamel": ("config/yaml_door.py",),
 }
 # Modules that `tiltyard --help`, `ls` and `config show` may load: nothing heavy while they are imported.
-LIGHT = ("__init__.py", "__main__.py", "types.py", "errors.py", "refs.py", "frozen.py", "cli", "config", "run")
+LIGHT = (
+    "__init__.py",
+    "__main__.py",
+    "types.py",
+    "errors.py",
+    "refs.py",
+    "frozen.py",
+    "rooms.py",
+    "cli",
+    "config",
+    "run",
+)
 HEAVY = {"torch", "ray", "gymnasium", "numpy", "pyarrow", "safetensors", "matplotlib", "wandb", "tensorboardX"}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tiltyard import refs
-from tiltyard.config.load import load as load_experiment
 from tiltyard.errors import UseError
 
 BUILTINS = {"mlp": "collections:OrderedDict", "nature": "pathlib:Path"}
@@ -75,6 +74,8 @@ def test_files_are_looked_for_in_order(here):
         ("nope", "is no built-in name"),
         ("", "is no built-in name"),
         ("x\0.py", "there is no file"),
+        ("~nobody_at_all/x.py", "there is no file"),
+        ("~nobody_at_all/x:Y", "there is no module 'x' in ~nobody_at_all/"),
         ("x" * 300 + ".py", "there is no file"),
         ("nets", "is no built-in name"),
     ],
@@ -87,6 +88,23 @@ def test_names_that_mean_nothing(here, text, words):
     assert caught.value.hint
     if text.endswith("nett.py"):
         assert caught.value.hint == "did you mean 'net.py'?"
+
+
+def test_modules_of_the_project_are_found_without_running_them(here):
+    file_at(here / "lab" / "__init__.py", "raise SystemExit('parse executes nothing')")
+    file_at(here / "lab" / "net.py", "raise SystemExit('parse executes nothing')")
+    file_at(here / "plugins" / "lab" / "net.py", "class Net: pass")
+    file_at(here / "site-packages" / "lab" / "net.py", "")
+    assert refs.parse("lab.net:Net", {}, None, [here / "none", here]).path == here
+    assert refs.parse("plugins/lab.net:Net", {}, None, [here]).path == here / "plugins"
+    assert refs.parse("lab.other:Net", {}, None, [here]).path is None
+    assert refs.parse("lab.net:Net", {}, None, [here / "site-packages"]).path is None, "installed"
+    assert refs.parse("lab", {"lab": "lab.net:Net"}, None, [here]).path is None, "a built-in is Tiltyard's"
+    file_at(here / "tiltyard" / "refs.py", "class Ref: pass")
+    assert loaded("tiltyard.refs:Ref", here) is refs.Ref
+    with pytest.raises(UseError, match=r"there is no module 'net' in lab/") as caught:
+        refs.parse("lab/net:Net", {}, None, [here.parent])
+    assert "lab/net.py:Net" in caught.value.hint
 
 
 def test_a_typo_of_a_builtin_is_answered():
@@ -221,105 +239,3 @@ def test_options_of_functions_and_of_what_has_no_signature():
 def test_short_values(value, text):
     assert refs.short(value) == text
     assert len(refs.short("x" * 1000)) == 60
-
-
-# ------------------------------------------------------------------------------------------------ frozen copies
-
-
-def experiment(here, text: str):
-    file_at(here / "x.yaml", text)
-    found = load_experiment(here / "x.yaml")
-    return found.experiment, found.base
-
-
-def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory):
-    into = tmp_path_factory.mktemp("run")
-    file_at(here / "nets" / "net.py", "import layers, numpy\nfrom pack.inner import x\nclass CustomModel: pass\n")
-    file_at(here / "nets" / "layers.py", "def f():\n    import late\n")
-    file_at(here / "nets" / "late.py", "import net\n")
-    file_at(here / "nets" / "unused.py", "")
-    file_at(here / "nets" / "pack" / "__init__.py", "")
-    file_at(here / "nets" / "pack" / "inner.py", "from . import data\nx = 1\n")
-    file_at(here / "nets" / "pack" / "data.json", "{}")
-    file_at(here / "nets" / "pack" / "__pycache__" / "x.pyc", "")
-    file_at(here / "env.py", "class Mine: pass\n")
-    file_at(here / "wrap.py", "class CustomWrapper: pass\nclass B: pass\n")
-    file_at(here / "enc.py", "class CustomEncoder: pass\n")
-    text = "env: {id: env.py:Mine, wrappers: [wrap.py, {id: wrap.py:B, options: {a: 1}}, 'm:W']}\n"
-    text += "model: {id: ./nets/net.py, encoder: enc.py, encoders: {cam.left: enc.py, x: mlp}}\n"
-    before, base = experiment(here, text)
-    after = refs.freeze(before, base, into)
-    assert after.env.id == "plugins/env.py:Mine"
-    assert [wrapper.id for wrapper in after.env.wrappers] == [
-        "plugins/wrap.py:CustomWrapper",
-        "plugins/wrap.py:B",
-        "m:W",
-    ]
-    assert after.env.wrappers[1].options == {"a": 1}
-    assert after.model.id == "plugins/nets/net.py:CustomModel"
-    assert after.model.encoder.id == "plugins/enc.py:CustomEncoder"
-    assert {name: encoder.id for name, encoder in after.model.encoders.items()} == {
-        "cam.left": "plugins/enc.py:CustomEncoder",
-        "x": "mlp",
-    }
-    copied = sorted(str(path.relative_to(into)) for path in into.rglob("*") if path.is_file())
-    assert copied == sorted(
-        "plugins/" + name
-        for name in (
-            "env.py",
-            "wrap.py",
-            "enc.py",
-            "nets/net.py",
-            "nets/layers.py",
-            "nets/late.py",
-            "nets/pack/__init__.py",
-            "nets/pack/inner.py",
-            "nets/pack/data.json",
-        )
-    )
-    # the copy is what runs, whatever happens to the original
-    file_at(here / "env.py", "raise SystemExit\n")
-    assert loaded(after.env.id, into).__name__ == "Mine"
-
-
-def test_a_frozen_experiment_freezes_to_the_same_ids(here, tmp_path_factory):
-    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    file_at(here / "nets" / "net.py", "import layers\nclass CustomModel: pass\n")
-    file_at(here / "nets" / "layers.py", "")
-    before, base = experiment(here, "env: CartPole-v1\nmodel: nets/net.py\n")
-    once = refs.freeze(before, base, first)
-    twice = refs.freeze(once, [first], second)
-    assert twice == once
-    assert (second / "plugins" / "nets" / "layers.py").is_file()
-
-
-def test_files_outside_and_files_of_one_name(here, tmp_path_factory):
-    outside, into = tmp_path_factory.mktemp("outside"), tmp_path_factory.mktemp("run")
-    file_at(outside / "env.py", "import part\nclass CustomEnv: pass\n")
-    file_at(outside / "part.py", "A = 1\n")
-    file_at(here / "exp" / "net.py", "class CustomModel: a = 1\n")
-    file_at(here / "net.py", "class CustomEncoder: a = 2\n")
-    file_at(here / "exp" / "x.yaml", f"env: {outside}/env.py\nmodel: {{id: net.py, encoder: {here}/net.py}}\n")
-    found = load_experiment(here / "exp" / "x.yaml")
-    after = refs.freeze(found.experiment, found.base, into)
-    assert after.env.id == "plugins/outside/0/env.py:CustomEnv"
-    assert (into / "plugins" / "outside" / "0" / "part.py").is_file()
-    assert after.model.id == "plugins/net.py:CustomModel"
-    assert after.model.encoder.id != "plugins/net.py:CustomEncoder"
-    assert loaded(after.model.id, into).a == 1
-    assert loaded(after.model.encoder.id, into).a == 2
-
-
-def test_nothing_to_freeze_writes_nothing(here, tmp_path_factory):
-    into = tmp_path_factory.mktemp("run")
-    before = load_experiment("CartPole-v1").experiment
-    assert refs.freeze(before, [here], into) is before
-    assert list(into.iterdir()) == []
-
-
-def test_a_file_that_is_no_python_is_copied_as_it_is(here, tmp_path_factory):
-    into = tmp_path_factory.mktemp("run")
-    file_at(here / "net.py", "class (\n")
-    before, base = experiment(here, "env: CartPole-v1\nmodel: net.py\n")
-    refs.freeze(before, base, into)
-    assert (into / "plugins" / "net.py").read_text() == "class (\n"

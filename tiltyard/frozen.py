@@ -1,12 +1,13 @@
-"""Copies of plug-in files for a run folder, so that later edits do not change a run. Executes none of them.
+"""Copies of plug-ins for a run folder, so that later edits do not change a run. Executes none of them.
 
-What a file imports from its own folder is found on its syntax tree and copied along, again and again:
+A plug-in is copied with what it needs of its folder: what its files import from there, again and again, and data files
+that their text names. The project's own modules are copied like files; installed packages are not.
 
-    nets/custom.py      ──>  plugins/nets/custom.py     the id becomes plugins/nets/custom.py:CustomModel
-    nets/layers.py      ──>  plugins/nets/layers.py     because custom.py says `import layers`
-    /elsewhere/env.py   ──>  plugins/outside/0/env.py   below none of the base folders
-
-Not copied: data files beside a lone module (those inside an imported package are), and installed packages.
+    nets/custom.py       ──>  plugins/nets/custom.py       the id becomes plugins/nets/custom.py:CustomModel
+    nets/layers.py       ──>  plugins/nets/layers.py       because custom.py says `import layers`
+    nets/weights.json    ──>  plugins/nets/weights.json    because custom.py has the text "weights.json"
+    lab.envs.push:Push   ──>  plugins/lab/ as a whole      the id becomes plugins/lab.envs.push:Push
+    /elsewhere/env.py    ──>  plugins/outside/0/env.py     below none of the base folders
 """
 
 from __future__ import annotations
@@ -14,23 +15,41 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
-from tiltyard.refs import CONVENTIONAL, kind_of, named_plugins, parse, shown
+from tiltyard.refs import CONVENTIONAL, Ref, kind_of, named_plugins, parse, shown
+from tiltyard.rooms import is_own, module_file
 
 MAX_FILES = 1000
-MAX_DATA = 1 << 20
+MAX_DATA = 1 << 20  # bytes of one data file
+_DEEPEST = 3  # folders that a data file's name may be put together from: base / "maps" / "small" / "1.txt"
 
 
-def neighbours(path: Path) -> list[Path]:
-    """`path` and every file of its folder (and packages below) that its imports reach. Executes none of them."""
-    folder = path.parent
+@dataclass(frozen=True)
+class Files:
+    """What a plug-in needs of its folder, as far as its text tells; `left` is too large to be copied."""
+
+    folder: Path
+    copied: list[Path]
+    left: list[Path]
+
+
+def plugin_files(ref: Ref) -> Files:
+    """The files of a plug-in that is a file or a module of the project."""
+    assert ref.path is not None
+    if ref.kind == "file":
+        path = ref.path.resolve()
+        folder, waiting = path.parent, [path]
+    else:
+        assert ref.module is not None
+        folder = ref.path.resolve()
+        waiting = _files_of(folder, ref.module)
     reached: dict[Path, None] = {}
-    waiting = [path]
     while waiting:
         file = waiting.pop()
         if file in reached:
@@ -38,78 +57,129 @@ def neighbours(path: Path) -> list[Path]:
         reached[file] = None
         if len(reached) > MAX_FILES:
             raise UseError(
-                f"{shown(path)} imports more than {MAX_FILES} files of its folder", "move it into a folder of its own"
+                f"{ref.text} needs more than {MAX_FILES} files of {shown(folder)}", "move it into a folder of its own"
             )
         if file.suffix == ".py":
-            for name in _imported(file):
-                waiting += _files_of(folder, name)
-    return sorted(reached)
+            imports, strings = _mentioned(file, folder)
+            waiting += [each for name in imports if is_own(folder, name) for each in _files_of(folder, name)]
+            waiting += [each for place in {file.parent, folder} for each in _named(place, strings)]
+    copied = [file for file in sorted(reached) if file.suffix == ".py" or file.stat().st_size <= MAX_DATA]
+    return Files(folder, copied, [file for file in sorted(reached) if file not in copied])
 
 
-def _imported(file: Path) -> set[str]:
-    """First parts of the modules that a file imports absolutely; none when it is no Python, as importing will say."""
+def _mentioned(file: Path, folder: Path) -> tuple[set[str], set[str]]:
+    """Modules that a file imports and strings in it; none when it is no Python, as importing will say."""
     try:
         tree = ast.parse(file.read_bytes())
+    except OSError as error:
+        raise UseError(f"{shown(file)} cannot be read: {error.strerror}", "check its permissions") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    names: set[str] = set()
+        return set(), set()
+    imports: set[str] = set()
+    strings: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.split(".")[0])
-    return names
+            imports.add(node.module)
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and file.parent == folder:
+            imports |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+    return imports, strings
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
-    """The files behind `import name` in `folder`: a module, or a package with all that is in it."""
-    if (folder / f"{name}.py").is_file() and not (folder / name / "__init__.py").is_file():
-        return [folder / f"{name}.py"]
-    package = folder / name
-    if not package.is_dir() or not any(package.rglob("*.py")):
-        return []
+    """The files behind `import name` in `folder`: a module, or its top package with all that is in it."""
+    top = name.partition(".")[0]
+    file = module_file(folder, top)
+    if file == folder / f"{top}.py":
+        return [file]
     found = []
-    for place, folders, files in os.walk(package):  # links to folders are not followed
+    for place, folders, files in os.walk(folder / top):  # links to folders are not followed
         folders[:] = [each for each in folders if each != "__pycache__" and not each.startswith(".")]
-        for each in (Path(place, file) for file in files if not file.startswith(".")):
-            if each.is_file() and (each.suffix == ".py" or each.stat().st_size <= MAX_DATA):
-                found.append(each)
+        found += [Path(place, each) for each in files if not each.startswith(".") and Path(place, each).is_file()]
     return found
 
 
-def freeze_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Experiment:
-    """See `refs.freeze`."""
-    target = into / "plugins"
-    taken: dict[Path, Path] = {}  # copy -> its source
-    renamed: dict[str, str] = {}
+def _named(folder: Path, strings: set[str]) -> Iterator[Path]:
+    """Files below a folder that strings name, alone ("maps/1.txt") or together ("maps", "1.txt")."""
+    parts = [text for text in strings if _is_inside(text)]
+    places = {folder}
+    for _ in range(_DEEPEST):
+        below = {place / part for place in places for part in parts}
+        yield from (each for each in below if each.is_file())
+        places = {each for each in below if each.is_dir()} - places
+
+
+def _is_inside(text: str) -> bool:
+    """Whether a string could be a path that leads down: no absolute one, none with hidden or upper folders."""
+    if not 0 < len(text) <= 200 or not text.isprintable() or text.startswith(("/", "~")):
+        return False
+    parts = Path(text).parts
+    return bool(parts) and not any(part.startswith(".") for part in parts)
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Plug-ins of an experiment as they lie below `folder`/plugins; `notes` say what was left out."""
+
+    folder: Path
+    ids: dict[str, str]
+    """the copy's id by dotted setting"""
+    files: tuple[Path, ...]
+    """relative to the folder"""
+    notes: tuple[str, ...]
+
+    def named_in(self, experiment: Experiment) -> Experiment:
+        """The experiment with the ids of the copies."""
+        return _rename(experiment, self.ids) if self.ids else experiment
+
+    def put_into(self, folder: Path) -> None:
+        """The same copies once more, in another folder."""
+        for file in self.files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.folder / file, folder / file)
+
+
+def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Copies:
+    """Copy the user's own plug-ins, with what they need of their folders, below `into`/plugins."""
+    tops = [folder.resolve() for folder in base]
+    taken: dict[Path, Path] = {}  # copy -> its source; also folder of copies -> folder of their sources
+    ids: dict[str, str] = {}
+    notes: dict[str, None] = {}
     for setting, kind, text in named_plugins(experiment):
-        if kind_of(text) != "file":
+        ref = parse(text, {}, CONVENTIONAL[kind], base) if kind_of(text) else None
+        if ref is None or ref.path is None:
             continue
-        ref = parse(text, {}, CONVENTIONAL[kind], base)
-        assert ref.path is not None
-        files = neighbours(ref.path.absolute())
-        folder = _folder_for(ref.path.absolute(), files, base, target, taken)
-        for file in files:
-            copy = folder / file.relative_to(ref.path.absolute().parent)
+        files = plugin_files(ref)
+        folder = _folder_for(files, tops, into / "plugins", taken)
+        for file in files.copied:
+            copy = folder / file.relative_to(files.folder)
             if copy not in taken:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
                 taken[copy] = file
-        renamed[setting] = f"{(folder / ref.path.name).relative_to(into).as_posix()}:{ref.attribute}"
-    return _rename(experiment, renamed) if renamed else experiment
+        taken[folder] = files.folder
+        name = f"{ref.path.resolve().name}:" if ref.kind == "file" else f"{ref.module}:"
+        ids[setting] = f"{folder.relative_to(into).as_posix()}/{name}{ref.attribute}"
+        if files.left:
+            left = ", ".join(str(file.relative_to(files.folder)) for file in files.left[:5])
+            notes[f"{text}: not copied into the run folder, being larger than {MAX_DATA >> 20} MiB: {left}"] = None
+    copied = tuple(copy.relative_to(into) for copy in taken if copy.is_file())
+    return Copies(into, ids, copied, tuple(notes))
 
 
-def _folder_for(path: Path, files: list[Path], base: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:
-    """Where the folder of `path` goes: as it lies below a base folder, or outside/<n> when that is not possible."""
+def _folder_for(files: Files, tops: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:
+    """Where the folder of a plug-in goes: as it lies below a base folder, or outside/<n> when that is not possible."""
     outside = [target / "outside" / str(n) for n in range(len(taken) + 1)]
-    below = [
-        target / _inside(path.parent.relative_to(folder.absolute()))
-        for folder in base
-        if path.is_relative_to(folder.absolute())
-    ]
+    below = [target / _inside(files.folder.relative_to(top)) for top in tops if files.folder.is_relative_to(top)]
     for folder in [*below[:1], *outside]:
-        copies = {folder / file.relative_to(path.parent): file for file in files}
-        if all(taken.get(copy, file) == file for copy, file in copies.items()):
+        copies = {folder / file.relative_to(files.folder): file for file in files.copied}
+        if all(taken.get(copy, file) == file for copy, file in {folder: files.folder, **copies}.items()):
             return folder
     raise AssertionError("there is one more place than files taken")
 

@@ -1,17 +1,16 @@
 """Names to objects, here and only here: built-in short names, `package.module:Name`, `path/file.py[:Name]`.
 
-`parse` decides what a name means and executes nothing; `load` imports it. A file plug-in is a module of its own,
-named after its path and content, so that two files called net.py never meet. What a plug-in may be given is its
-signature's business (`check_options`). Copies of plug-in files for run folders are made in frozen.py.
+`parse` decides what a name means and executes nothing; `load` imports it. A module that lies in the project is the
+user's own, like a file: it lives in a room (rooms.py), apart from every other folder's. `folder/package.module:Name`
+says where it lies, which is how a run names its copy. What a plug-in may be given is its signature's business
+(`check_options`). Copies of plug-ins for run folders are made in frozen.py.
 
     text ── parse ──> Ref ── load ──> class or function ── check_options ──> [Problem]
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -25,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import Problem, UseError, did_you_mean
+from tiltyard.rooms import SHARED, module_file, room_of
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
@@ -39,13 +39,17 @@ CONVENTIONAL = {
 }
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
-_MODULE = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_MODULE = re.compile(rf"(?P<folder>.*/)?(?P<module>{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
+_INSTALLED = ("site-packages", "dist-packages")
+_STDLIB = Path(os.__file__).parent
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 
 
 @dataclass(frozen=True)
 class Ref:
-    """What a name in an experiment means. `path` for files, `module` for the other two kinds."""
+    """What a name in an experiment means. `module` for modules and built-ins; `path` is the file, or the folder of the
+    project that holds the module: None when it is installed."""
 
     text: str
     kind: Literal["builtin", "module", "file"]
@@ -80,12 +84,33 @@ def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base
         return Ref(text, "file", find_file(match["path"], base), None, name)
     match = _MODULE.fullmatch(builtins[text] if kind == "builtin" else text)
     assert match is not None, f"built-in {text!r} must map to package.module:Name"
-    return Ref(text, kind, None, match["module"], match["name"])
+    module = match["module"]
+    folder = _find_module(match["folder"] or "", module, base) if kind == "module" else None
+    if match["folder"] and folder is None:
+        written = f"{match['folder']}{module.replace('.', '/')}.py:{match['name']}"
+        raise UseError(
+            f"there is no module {module!r} in {match['folder']}, as {text!r} says", f"or is {written} meant?"
+        )
+    return Ref(text, kind, folder, module, match["name"])
+
+
+def _find_module(folder: str, module: str, base: Sequence[Path]) -> Path | None:
+    """The folder of the project that holds a module: `folder` below the first base that has it. Executes nothing."""
+    if module.partition(".")[0] in SHARED:
+        return None
+    for place in dict.fromkeys(Path(os.path.normpath(each.absolute() / _from_home(folder))) for each in base):
+        installed = place.is_relative_to(_STDLIB) or any(part in _INSTALLED for part in place.parts)
+        try:
+            if not installed and module_file(place, module) is not None:
+                return place
+        except (OSError, ValueError):  # names too long for the file system, or with a zero byte
+            continue
+    return None
 
 
 def find_file(text: str, base: Sequence[Path]) -> Path:
     """The file that a plug-in path means: absolute, or below the first base folder that has it."""
-    wanted = Path(text).expanduser()
+    wanted = _from_home(text)
     places = (
         [wanted]
         if wanted.is_absolute()
@@ -100,6 +125,13 @@ def find_file(text: str, base: Sequence[Path]) -> Path:
     if not hint.startswith("did"):
         hint = "paths are relative to the experiment file's folder, then to the current one"
     raise UseError(f"there is no file {text} (looked in {looked})", hint)
+
+
+def _from_home(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~nobody
+        return Path(text)
 
 
 def _is_file(path: Path) -> bool:
@@ -119,9 +151,9 @@ def load(ref: Ref) -> Any:
         module = _load_file(ref.path)
     else:
         assert ref.module is not None
-        module = _load_module(ref.module, ref.text)
+        module = _load_module(ref.module, ref.text) if ref.path is None else _load_own(ref.path, ref.module, ref.text)
     found: Any = module
-    where = str(shown(ref.path)) if ref.path else ref.module
+    where = str(shown(ref.path)) if ref.path and not ref.module else ref.module
     for part in ref.attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")]
@@ -132,6 +164,7 @@ def load(ref: Ref) -> Any:
 
 
 def _load_module(name: str, text: str) -> ModuleType:
+    """A module that is installed, or of an old run, which has no copy of it: then it is looked for here."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -146,57 +179,17 @@ def _load_module(name: str, text: str) -> ModuleType:
             raise
 
 
-# Modules that plug-in files imported from their own folder, by folder: two folders may each have a layers.py.
-_siblings: dict[str, dict[str, ModuleType]] = {}
+def _load_own(folder: Path, name: str, text: str) -> ModuleType:
+    with _blamed_on(text):
+        return room_of(folder).load(name)
 
 
 def _load_file(path: Path) -> ModuleType:
     resolved = path.resolve()
-    try:
-        source = resolved.read_bytes()
-    except OSError as error:
-        raise UseError(f"{shown(path)} cannot be read: {error.strerror}", "check its permissions") from None
-    digest = hashlib.sha256(str(resolved).encode() + b"\0" + source).hexdigest()[:16]
-    name = f"tiltyard_plugin_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution: dataclasses and typing look their module up
-    try:
-        with _blamed_on(str(shown(path))), _among_siblings(str(resolved.parent)):
-            spec.loader.exec_module(module)
-    except UseError:
-        del sys.modules[name]
-        raise
-    return module
-
-
-@contextmanager
-def _among_siblings(folder: str) -> Iterator[None]:
-    """`folder` first on sys.path, with its own siblings in sys.modules rather than those of another plug-in folder."""
-    for other, modules in _siblings.items():
-        for name, module in modules.items():
-            if other != folder and sys.modules.get(name) is module:
-                del sys.modules[name]
-    sys.modules.update(_siblings.get(folder, {}))
-    before, writes = set(sys.modules), sys.dont_write_bytecode
-    sys.path.insert(0, folder)
-    sys.dont_write_bytecode = True  # a run folder holds text; and an edit within a second must not meet an old cache
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = writes
-        if folder in sys.path:
-            sys.path.remove(folder)
-        mine = _siblings.setdefault(folder, {})
-        for name in set(sys.modules) - before:
-            module = sys.modules[name]
-            file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
-            if not name.startswith("tiltyard_plugin_") and str(file).startswith(folder + os.sep):
-                mine[name] = module
+    if not os.access(resolved, os.R_OK):
+        raise UseError(f"{shown(path)} cannot be read", "check its permissions")
+    with _blamed_on(str(shown(path))):
+        return room_of(resolved.parent).load_file(resolved)
 
 
 @contextmanager
@@ -311,29 +304,23 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
     of modules that are installed here; whoever owns a plug-in's file, a file that it imports or a folder above them up
     to `base` chose the code.
     """
-    from tiltyard.frozen import neighbours
+    from tiltyard.frozen import plugin_files
 
-    tops = [folder.absolute() for folder in base]
+    tops = [top for folder in base for top in (folder.absolute(), folder.resolve())]
     for setting, kind, text in named:
         form = kind_of(text)
         if form is None and ":" not in text:  # a built-in name or a Gymnasium id, and no `module:Id-v0`
             continue
         places = [*read_from]
-        if form == "file":
-            path = parse(text, {}, CONVENTIONAL[kind], base).path
-            assert path is not None
-            places += [folder for folder in path.parents if any(folder.is_relative_to(top) for top in tops)]
-            places += neighbours(path)
+        ref = parse(text, {}, CONVENTIONAL[kind], base) if form is not None else None
+        if ref is not None and ref.path is not None:
+            files = plugin_files(ref).copied
+            above = {folder for file in (ref.path, *files) for folder in file.parents}
+            places += [folder for folder in above if any(folder.is_relative_to(top) for top in tops)]
+            places += [ref.path, *files]
         for place in places:
             if place.exists() and place.stat().st_uid != os.getuid():
                 raise UseError(
                     f"{shown(place)} belongs to another user, and {setting} = {text} runs code on its word",
                     "read that code, then pass --trust-code (trust_code=True in Python)",
                 )
-
-
-def freeze(experiment: Experiment, base: Sequence[Path], into: Path) -> Experiment:
-    """Copy plug-in files, with the neighbours they import, below `into`/plugins; the experiment naming the copies."""
-    from tiltyard.frozen import freeze_plugins
-
-    return freeze_plugins(experiment, base, into)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tiltyard as product
 from tests.conftest import Command
@@ -114,3 +115,109 @@ def test_env_wrapper_and_encoder_files(tiltyard: Command, runs: Path, tmp_path: 
     assert gains and all(not np.array_equal(gain, np.float32(0.5)) for gain in gains), (
         "the encoder's parameter was trained"
     )
+
+
+# ---------------------------------------------------------------------------------------------- what a copy needs
+
+# An episode's return is SCALE x length.
+PUSH = """
+import gymnasium
+import numpy as np
+
+from . import SCALE
+
+
+class Push(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        from beside import length
+
+        self.t += 1
+        return np.zeros(4, np.float32), SCALE, self.t >= length(), False, {}
+"""
+BESIDE = """
+from pathlib import Path
+
+def length():
+    return int((Path(__file__).parent / "length.txt").read_text())
+"""
+
+
+def write_lab(folder: Path, scale: float, length: int) -> None:
+    """lab.envs.push:Push imports relatively, and in `step` a module beside the package, which reads a file."""
+    (folder / "lab" / "envs").mkdir(parents=True, exist_ok=True)
+    (folder / "lab" / "__init__.py").write_text("")
+    (folder / "lab" / "scale.py").write_text(f"SCALE = {scale}\n")
+    (folder / "lab" / "envs" / "__init__.py").write_text("from lab.scale import SCALE\n")
+    (folder / "lab" / "envs" / "push.py").write_text(PUSH)
+    (folder / "beside.py").write_text(BESIDE)
+    (folder / "length.txt").write_text(str(length))
+
+
+def returned(run: str) -> float:
+    return product.evaluate(run, episodes=1).mean
+
+
+def test_a_module_of_the_project_runs_from_its_copy_anywhere(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lab(tmp_path, 2.0, 3)
+    tiltyard("train", "lab.envs.push:Push", "name=pushing", *SETTINGS)
+    assert find("last", runs).experiment().env.id == "plugins/lab.envs.push:Push"
+    assert returned("last") == 6.0
+    write_lab(tmp_path, 100.0, 100)
+    elsewhere = tmp_path / "elsewhere"
+    write_lab(elsewhere, 1000.0, 1000)  # Python itself would import this one
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.syspath_prepend(str(elsewhere))
+    tiltyard("resume", "last", "stop.env_steps=128")
+    assert find("last", runs).status()["eval_return"] == 6.0
+    tiltyard("fork", "last", "name=forked", "stop.env_steps=192")
+    assert [returned(name) for name in ("pushing", "forked")] == [6.0, 6.0]
+    # Named on the command line, it is the one that lies here.
+    (elsewhere / "length.txt").write_text("5")
+    assert product.evaluate("pushing", ["env.id=lab.envs.push:Push"], episodes=1).mean == 5000.0
+
+
+def test_overrides_of_a_run_find_files_in_the_current_folder(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    tiltyard("train", "CartPole-v1", "name=cart", "model.id=nets/customnet.py", *SETTINGS)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "short.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class CustomEnv(CartPoleEnv):\n"
+        "    def step(self, action):\n"
+        "        obs, reward, *_ = super().step(action)\n"
+        "        return obs, 41.0, True, False, {}\n"
+    )
+    assert product.evaluate("cart", ["env.id=./short.py"], episodes=1).mean == 41.0
+    (elsewhere / "net.py").write_text(MODEL.replace("import layers", "import layers, extra"))
+    (elsewhere / "layers.py").write_text(LAYERS)
+    (elsewhere / "extra.py").write_text("")
+    tiltyard("fork", "cart", "model.id=./net.py", "name=forked", "stop.env_steps=96")
+    run = find("forked", runs)
+    assert run.experiment().model.id == "plugins/net.py:CustomModel"
+    assert (run.folder / "plugins" / "extra.py").is_file() and run.state == "finished"
+
+
+def test_what_works_only_where_it_is_makes_no_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    write_lab(tmp_path, 2.0, 3)
+    (tmp_path / "beside.py").write_text(BESIDE.replace('"length.txt"', '("length" + ".txt")'))
+    done = tiltyard("train", "lab.envs.push:Push", *SETTINGS, expect=2)
+    assert "works where it is and not as a copy" in done.stderr and "length.txt" in done.stderr
+    assert not runs.exists()
+    (tmp_path / "lab" / "scale.py").write_text("SCALE = 1 / 0\n")
+    done = tiltyard("train", "lab.envs.push:Push", *SETTINGS, expect=2)
+    assert f"{tmp_path}/lab/scale.py" in done.stderr, "what is wrong anywhere is told with the user's own path"
+    assert "copy" not in done.stderr and not runs.exists()

@@ -1,0 +1,91 @@
+"""Rooms: what an import means in a user's module, when it is run and hours later."""
+
+import sys
+
+import pytest
+
+from tests.test_refs import file_at, loaded
+from tiltyard import rooms
+from tiltyard.errors import UseError
+
+
+def test_imports_inside_functions_stay_in_their_folder(tmp_path):
+    for name in ("a", "b"):
+        file_at(tmp_path / name / "layers.py", f"WHERE = '{name}'\n")
+        file_at(
+            tmp_path / name / "net.py",
+            "class CustomModel:\n"
+            "    def where(self):\n"
+            "        import layers\n"
+            "        from parts.deep import WHERE\n"
+            "        import parts.deep as deep\n"
+            "        import parts.deep\n"
+            "        from . import layers as relative\n"
+            "        return {layers.WHERE, WHERE, deep.WHERE, parts.deep.WHERE, relative.WHERE}\n",
+        )
+        file_at(tmp_path / name / "parts" / "__init__.py", "")
+        file_at(
+            tmp_path / name / "parts" / "deep.py",
+            "def __getattr__(name):\n    import layers\n    return layers.WHERE\n",
+        )
+    before = set(sys.modules)
+    nets = [loaded(f"{name}/net.py", tmp_path)() for name in "ab"]
+    assert [net.where() for net in [*nets, *nets]] == [{"a"}, {"b"}, {"a"}, {"b"}]
+    assert all(name.startswith("tiltyard_room_") for name in set(sys.modules) - before)
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_what_a_folder_hides_and_what_not(tmp_path):
+    """Its modules come before installed ones, as with a script; a folder without __init__.py does not, numpy never."""
+    import numpy
+
+    file_at(tmp_path / "numpy.py", "hidden = True\n")
+    file_at(tmp_path / "colorsys.py", "hidden = True\n")
+    file_at(tmp_path / "pytest" / "notes.py", "")
+    file_at(tmp_path / "bare_of_a_test" / "inner.py", "hidden = True\n")
+    file_at(
+        tmp_path / "net.py",
+        "import colorsys, numpy, pytest\nfrom bare_of_a_test import inner\n"
+        "class CustomModel: found = colorsys, inner, numpy, pytest\n",
+    )
+    own, inner, *others = loaded("net.py", tmp_path).found
+    assert own.hidden and inner.hidden
+    assert others == [numpy, pytest]
+
+
+def test_a_missing_module_is_told_by_its_own_name(tmp_path):
+    file_at(tmp_path / "lab" / "__init__.py", "")
+    file_at(tmp_path / "lab" / "net.py", "from .layrs import body\n")
+    file_at(tmp_path / "net.py", "import lab.layrs\n")
+    for text in ("lab.net:CustomModel", "net.py"):
+        with pytest.raises(UseError, match=r"ModuleNotFoundError while imported: No module named 'lab\.layrs'$"):
+            loaded(text, tmp_path)
+    file_at(tmp_path / "lab" / "layrs.py", "body = 1\n")
+    file_at(tmp_path / "net.py", "import lab.layrs\nclass CustomModel: size = lab.layrs.body\n")
+    assert loaded("net.py", tmp_path).size == 1
+
+
+def test_an_edited_neighbour_is_seen_by_the_next_load_only(tmp_path):
+    file_at(tmp_path / "net.py", "import layers\nclass CustomModel: size = layers.SIZE\n")
+    file_at(tmp_path / "layers.py", "SIZE = 1\n")
+    old = loaded("net.py", tmp_path)
+    assert loaded("net.py", tmp_path) is old
+    file_at(tmp_path / "layers.py", "SIZE = 2\n")
+    assert (old.size, loaded("net.py", tmp_path).size) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["my-net.py", "2048.py", "a.b.py", "both.py"])
+def test_files_of_any_name(tmp_path, name):
+    file_at(tmp_path / "both" / "__init__.py", "")
+    file_at(tmp_path / name, "from . import both\nclass CustomModel: module = both\n")
+    found = loaded(name, tmp_path)
+    assert found.module.__file__ == str(tmp_path / "both" / "__init__.py")
+
+
+def test_nothing_is_run_to_find_a_module(tmp_path):
+    file_at(tmp_path / "lab" / "__init__.py", "raise SystemExit('run')\n")
+    file_at(tmp_path / "lab" / "net.py", "raise SystemExit('run')\n")
+    assert rooms.module_file(tmp_path, "lab.net") == tmp_path / "lab" / "net.py"
+    assert rooms.module_file(tmp_path, "lab") == tmp_path / "lab" / "__init__.py"
+    assert rooms.module_file(tmp_path, "lab.other") is None
+    assert rooms.is_own(tmp_path, "lab.net") and not rooms.is_own(tmp_path, "collections")
