@@ -13,21 +13,38 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.errors import DivergedError, TiltyardError
+from tiltyard.config.load import resolved_yaml
+from tiltyard.errors import DivergedError, TiltyardError, UseError
 from tiltyard.evaluation.measure import Evaluator
+from tiltyard.evaluation.play import Cancelled
 from tiltyard.ledger import Ledger, terms
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an attempt is to do: every check has passed and nothing is written yet."""
+
+    found: Experiment
+    """the run's settings as they were checked"""
+    settings: Experiment
+    """those to train with: the same, or changed by the words of `changes`"""
+    spec: EnvSpec
+    changes: tuple[str, ...] = ()
+    afresh: bool = False
+    """whether the run's checkpoints are set aside and training starts from scratch"""
 
 
 @dataclass
@@ -55,11 +72,23 @@ def tell(run: Run, screen: Screen, kind: str, sentence: str) -> None:
     screen.say(sentence)
 
 
-def begin(run: Run, experiment: Experiment, screen: Screen) -> int:
-    """Count this start of the run and write it into status, events and log; returns its number."""
+def begin(run: Run, plan: Plan, screen: Screen) -> int:
+    """Count this start of the run and write it, and the settings it changes, into the folder; returns its number."""
     number = int(run.status().get("attempt", 0)) + 1
-    write_status(run, state="running", reason="", attempt=number, host=socket.gethostname(), pid=os.getpid())
-    log_event(run, "started", f"attempt {number} started with the {experiment.engine.kind} engine", attempt=number)
+    now = plan.settings
+    changed = {}
+    if now != plan.found:
+        before = run.folder / f"experiment.before-attempt-{number}.yaml"
+        if not before.exists():  # a start cut short right here has kept the older settings already
+            disk.write_text(before, run.experiment_file.read_text(encoding="utf-8"))
+        disk.write_text(run.experiment_file, resolved_yaml(now))
+        changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
+    machine = {"host": socket.gethostname(), "pid": os.getpid()}
+    write_status(run, state="running", reason="", attempt=number, **machine, **changed)
+    if changed:
+        words = list(plan.changes)
+        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(words)}", overrides=words)
+    log_event(run, "started", f"attempt {number} started with the {now.engine.kind} engine", attempt=number)
     error = run.folder / "error.txt"
     if error.exists():
         error.replace(run.folder / f"error.before-attempt-{number}.txt")
@@ -91,25 +120,31 @@ def actions_text(action: ActionSpec) -> str:
     return "acts by " + " and ".join(said)
 
 
-def restore(run: Run, experiment: Experiment, engine: Engine, number: int, screen: Screen) -> tuple[Ledger, Progress]:
+def starting_point(run: Run, experiment: Experiment) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that training goes on from, None at the very start; and sentences about newer, damaged ones."""
+    found, complaints = checkpoint.newest_valid(run)
+    if found is not None or checkpoint.was_set_aside(run):
+        return found, complaints
+    if experiment.resume not in ("auto", "never"):
+        return checkpoint.select(Path(experiment.resume)), complaints
+    if run.status().get("lineage"):
+        raise UseError(
+            f"run {run.id} is a fork and the checkpoint it should start from is not there: forking was cut short",
+            f"remove it with: tiltyard rm {run.id}, and fork again",
+        )
+    return None, complaints
+
+
+def restore(run: Run, plan: Plan, engine: Engine, number: int, screen: Screen) -> tuple[Ledger, Progress]:
     """Bring the engine to the newest valid checkpoint, or to the start of a fresh run."""
-    say = partial(tell, run, screen)
-    found: Checkpoint | None = None
-    if experiment.resume == "never":
-        for sentence in checkpoint.set_aside(run, number):
-            say("warning", sentence)
+    say, experiment = partial(tell, run, screen), plan.settings
+    if plan.afresh:
+        found, complaints = None, checkpoint.set_aside(run, number)
     else:
-        found, complaints = checkpoint.newest_valid(run)
-        for sentence in complaints:
-            say("warning", sentence)
-        if found is None and experiment.resume != "auto":
-            found = checkpoint.select(Path(experiment.resume))
+        found, complaints = starting_point(run, experiment)
+    for sentence in complaints:
+        say("warning", sentence)
     if found is None:
-        if run.status().get("lineage") and experiment.resume != "never":
-            raise TiltyardError(
-                f"run {run.id} is a fork and the checkpoint it should start from is not there: forking was cut short",
-                f"remove it with: tiltyard rm {run.id}, and fork again",
-            )
         if number > 1:
             metrics.rewind(run.metrics_file, 0, number)
             say("resumed", "no checkpoint had been written yet: training starts from the beginning")
@@ -120,7 +155,7 @@ def restore(run: Run, experiment: Experiment, engine: Engine, number: int, scree
         say("warning", sentence)
     ledger = Ledger.read(checkpoint.read_tree(found.folder, "loop"), experiment)
     ledger.saved = found.progress
-    metrics.rewind(run.metrics_file, found.env_steps, number)
+    metrics.rewind(run.metrics_file, ledger.recorded_to(found.env_steps), number)
     say("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
     return ledger, found.progress
 
@@ -145,11 +180,21 @@ def _take_weights(engine: Engine, source: Path) -> str:
     return f"took {len(fit)} of {len(ours.weights)} weights from {chosen.folder}{rest}"
 
 
-def measure(attempt: Attempt) -> dict[str, float]:
-    """Evaluate the policy as it is now; seeds, envs and random streams are the evaluation's own."""
+def measure(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float] | None:
+    """Evaluate the policy as it is now; seeds, envs and random streams are the evaluation's own. None if cancelled.
+
+    A film that cannot be made is a warning: the numbers are what an evaluation is for.
+    """
     run, ledger, env_steps = attempt.run, attempt.ledger, attempt.progress.env_steps
     video = run.folder / "videos" / f"{env_steps:012d}.mp4" if attempt.experiment.eval.video else None
-    result = attempt.evaluator.measure(attempt.engine.snapshot().weights, video)
+
+    def unfilmed(error: TiltyardError) -> None:
+        attempt.say("warning", f"the evaluation at env step {env_steps:,} is not filmed: {error.message}")
+
+    try:
+        result = attempt.evaluator.measure(attempt.engine.snapshot().weights, video, unfilmed, cancelled)
+    except Cancelled:
+        return None
     ledger.evaluated_at = env_steps
     found = {"eval/return": result.mean, "eval/length": result.mean_length, "eval/seconds": result.seconds}
     if len(result.returns) > 1:  # one episode has no interval
@@ -170,18 +215,26 @@ def record(attempt: Attempt, found: dict[str, float]) -> None:
 
 
 def keep(attempt: Attempt, *, milestone: bool = False) -> None:
-    """Commit a checkpoint and drop those that need not be kept."""
+    """Commit a checkpoint and drop those that need not be kept.
+
+    When there is one of this very moment, the new one takes its place with the score and ledger of now.
+    """
     run, ledger, progress, save = attempt.run, attempt.ledger, attempt.progress, attempt.experiment.save
+    same = [each for each in checkpoint.list_checkpoints(run) if each.progress == progress == ledger.saved]
     ledger.saved = progress
 
     def write(folder: Path) -> None:
-        attempt.engine.save(folder)
+        if same:
+            checkpoint.link_files(same[-1].folder, folder, but="loop")
+        else:
+            attempt.engine.save(folder)
         checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": terms(attempt.experiment)})
 
     score = ledger.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)
     checkpoint.prune(run, save)
-    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,}", score=score)
+    said = "has the score of its evaluation" if same else ""
+    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,} {said}".rstrip(), score=score)
 
 
 def write_progress(attempt: Attempt, **changes: str) -> None:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from typing import Any
 
 from tiltyard.config.experiment import Experiment, Save
@@ -31,6 +30,8 @@ class Ledger:
     evaluated_at: int = -1
     best: float | None = None
     saved: Progress = field(default_factory=Progress)
+    unrecorded: dict[str, float] | None = None
+    """what the update before an evaluation gave, until both are one record: a checkpoint in between takes it along"""
 
     def absorb(self, report: Report) -> dict[str, float]:
         """The record's metrics after an engine step."""
@@ -69,17 +70,21 @@ class Ledger:
         self.best = score if better else self.best
         return better
 
+    def recorded_to(self, env_steps: int) -> int:
+        """Up to which env step the records stand for a checkpoint at `env_steps`: one that waits is written again."""
+        return env_steps if self.unrecorded is None else env_steps - 1
+
     def dump(self) -> Tree:
         lists = {name: list(values) for name, values in self.extras.items()}
         plain = {"returns": list(self.returns), "lengths": list(self.lengths), "extras": lists}
         kept = {"latest": self.latest, "evaluated_at": self.evaluated_at, "best": self.best}
-        return {**plain, **kept, "saved": asdict(self.saved)}
+        return {**plain, **kept, "saved": asdict(self.saved), "unrecorded": self.unrecorded}
 
     @staticmethod
     def read(tree: Tree, now: Experiment) -> Ledger:
         """What a checkpoint's ledger still says under the settings of now (a fork may have changed them)."""
         then = tree.get("terms") or terms(now)
-        if then["env"] != terms(now)["env"]:
+        if then.get("episodes", terms(now)["episodes"]) != terms(now)["episodes"]:
             return Ledger()  # returns of another env mean nothing here
         ledger = Ledger._read(tree)
         if then["eval"] != terms(now)["eval"]:
@@ -100,14 +105,14 @@ class Ledger:
             tree["evaluated_at"],
             tree["best"],
             Progress(**tree["saved"]),
+            tree.get("unrecorded"),
         )
 
 
 def terms(experiment: Experiment) -> dict[str, Any]:
     """What the numbers of a ledger depend on: the env, how it is measured, and what counts as best."""
     return {
-        # A digest: options may hold secrets, and those are for experiment.yaml alone.
-        "env": sha256(experiment.env.model_dump_json().encode()).hexdigest(),
+        "episodes": experiment.env.episode_digest(),
         "eval": experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"}),
         "score": {"metric": experiment.save.metric, "mode": experiment.save.mode},
     }
@@ -133,11 +138,14 @@ class Stopwatch:
             self.add({part: time.monotonic() - mark})
 
     def metrics(self, progress: Progress) -> dict[str, float]:
+        """Speeds and shares of time for a record; what comes now counts for the next one."""
         elapsed = max(time.monotonic() - self.began, 1e-9)
         # What nobody measured (records, status, the screen) is other too: the shares add up to one.
         self.add({"other": max(0.0, elapsed - sum(self.spent.values()))})
-        return {
+        found = {
             "speed/env_steps_per_second": (progress.env_steps - self.since.env_steps) / elapsed,
             "speed/frames_per_second": (progress.frames - self.since.frames) / elapsed,
             **{f"time/{part}": seconds / elapsed for part, seconds in self.spent.items()},
         }
+        self.since, self.began, self.spent = progress, time.monotonic(), {}
+        return found

@@ -1,4 +1,4 @@
-"""Signals that ask a training to end: noticed by a flag, obeyed by the loop at the end of the current update."""
+"""Signals that ask a training to end: noticed by a flag, obeyed after the update, or after an evaluation's env step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.asked: str | None = None
+        self.interrupted = False  # by a second SIGINT; a KeyboardInterrupt without one is not the user's
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -34,5 +35,6 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == "SIGINT":
+            self.interrupted = True
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name

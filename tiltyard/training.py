@@ -1,6 +1,7 @@
 """The one training loop. Read it top to bottom:
 
-    lock the folder -> probe the env -> build the engine -> restore -> { step, evaluate, record, save } -> stop
+    lock the folder -> build the engine -> restore -> { step, record, save } -> stop
+    where an evaluation is due:                     { step, save, evaluate, record both, give the checkpoint its score }
 
 The loop calls the engine, never the other way round. It owns when things happen and what the run folder says about
 them; how a batch is collected and learned from is the engine's, what a metric means is run.metrics'.
@@ -15,6 +16,7 @@ from typing import Literal
 
 from tiltyard.attempt import (
     Attempt,
+    Plan,
     begin,
     keep,
     measure,
@@ -24,20 +26,20 @@ from tiltyard.attempt import (
     restore,
     write_progress,
 )
-from tiltyard.config.experiment import Save, Stop
+from tiltyard.config.experiment import Experiment, Save, Stop
 from tiltyard.engines import make_engine
-from tiltyard.envs.probe import probe
-from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
+from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed
 from tiltyard.ledger import Ledger, Stopwatch
+from tiltyard.refs import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
-from tiltyard.types import EnvSpec, Progress
+from tiltyard.types import Progress
 
 STATUS_SECONDS = 1.0  # status.json is written at most this often while training
 
@@ -59,22 +61,19 @@ class Outcome:
         return EXIT_DONE if self.state == "finished" else EXIT_RESUMABLE
 
 
-def train_run(run: Run, *, screen: Screen, spec: EnvSpec | None = None) -> Outcome:
-    """Train the run in `run.folder` from where it stands until it is done, stopped or failed.
-
-    `spec` is the env's, if it was probed a moment ago.
-    """
+def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
+    """Train the run in `run.folder` as planned, from where it stands until it is done, stopped or failed."""
+    experiment, spec = plan.settings, plan.spec
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as closing:
+        if run.experiment() != plan.found:
+            raise UseError(f"the settings of run {run.id} were changed by somebody else just now", "try again")
         try:
-            experiment = run.experiment()
-            number = begin(run, experiment, screen)
-            if spec is None:
-                spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
+            number = begin(run, plan, screen)
             engine = make_engine(experiment, spec, run.base)
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
-            ledger, progress = restore(run, experiment, engine, number, screen)
-            mirrors = Mirrors(run.folder, experiment, progress.env_steps)
+            ledger, progress = restore(run, plan, engine, number, screen)
+            mirrors = Mirrors(run.folder, experiment, ledger.recorded_to(progress.env_steps))
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(
@@ -82,9 +81,21 @@ def train_run(run: Run, *, screen: Screen, spec: EnvSpec | None = None) -> Outco
             )
             return _loop(attempt, lock, signals)
         except BaseException as error:
+            told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
             if not lock.taken_over:  # else the folder is somebody else's now, and going well
-                record_failure(run, error)
-            raise
+                record_failure(run, told)
+            if told is error:
+                raise
+            raise told from error
+
+
+def _foreign_end(experiment: Experiment, error: BaseException) -> TiltyardError:
+    """What would end this process and is nobody's wish: raised by the env, the model or something that they use."""
+    return TiltyardError(
+        f"env {experiment.env.id} or model {experiment.model.id} {raised(error)}, which no signal asked for",
+        "the traceback shows where",
+        user_traceback(error),
+    )
 
 
 def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
@@ -92,9 +103,15 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
     save, every, first = experiment.save, experiment.eval.every, attempt.progress
     last_save, last_status = time.monotonic(), 0.0
     watch = Stopwatch(first)
-    reason = stop_reason(experiment.stop, first, ledger)
+    reason, whole = stop_reason(experiment.stop, first, ledger), True
+    if final_due(experiment, reason, ledger, first) or (every and ledger.unrecorded is not None):
+        whole = _evaluate(attempt, lock, signals, watch)  # an earlier attempt was ended before it came to that
+        reason = stop_reason(experiment.stop, first, ledger)
+    elif ledger.unrecorded is not None:  # and evaluations were switched off since
+        record(attempt, ledger.unrecorded)
+        ledger.unrecorded = None
 
-    while reason is None and not signals.asked:
+    while reason is None and whole and not signals.asked:
         before = attempt.progress
         report = engine.step()
         lock.check()
@@ -104,40 +121,60 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
         for sentence in report.events:
             attempt.say("warning", sentence)
 
-        best = False
-        if every and progress.env_steps // every > before.env_steps // every:
-            with watch.measuring("eval"):
-                found |= measure(attempt)
-            best = ledger.improves(save, progress.env_steps)
         reason = stop_reason(experiment.stop, progress, ledger)
-
-        if progress.updates % experiment.track.every == 0 or "eval/return" in found or reason:
+        evaluation = bool(every and progress.env_steps // every > before.env_steps // every)
+        evaluation |= final_due(experiment, reason, ledger, progress)
+        if evaluation:
+            ledger.unrecorded = found
+        elif progress.updates % experiment.track.every == 0 or reason:
             record(attempt, found | watch.metrics(progress))
-            watch = Stopwatch(progress)
         if time.monotonic() - last_status > STATUS_SECONDS:
             write_progress(attempt)
             last_status = time.monotonic()
 
         milestone = any(before.env_steps < stone <= progress.env_steps for stone in save.milestones)
-        if milestone or best or save_due(save, ledger.saved, progress, time.monotonic() - last_save):
+        due = save_due(save, ledger.saved, progress, time.monotonic() - last_save)
+        if milestone or due or (evaluation and reason):  # before the evaluation, which may be long, or the last thing
             with watch.measuring("save"):
                 keep(attempt, milestone=milestone)
             last_save = time.monotonic()
+        if evaluation:
+            whole = _evaluate(attempt, lock, signals, watch)
+            reason = stop_reason(experiment.stop, progress, ledger)
+            last_save = time.monotonic() if ledger.saved == progress else last_save
 
     lock.check()
     progress = attempt.progress
     if ledger.saved != progress:
         keep(attempt)
-    if reason is not None and experiment.eval.at_end and ledger.evaluated_at != progress.env_steps:
-        found = measure(attempt)
-        ledger.improves(save, progress.env_steps)
-        record(attempt, found)
-        keep(attempt)
-    state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
-    reason = reason or f"asked by {signals.asked}"
+    state: Literal["finished", "stopped"] = "stopped" if reason is None or not whole else "finished"
+    reason = f"asked by {signals.asked}" if state == "stopped" else reason
+    assert reason is not None
     write_progress(attempt, state=state, reason=reason)
     log_event(run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
     return Outcome(state, reason, progress, progress != first, attempt.filmable, dict(ledger.latest))
+
+
+def _evaluate(attempt: Attempt, lock: Lock, signals: StopSignals, watch: Stopwatch) -> bool:
+    """Evaluate and record; a checkpoint of this moment gets the score, a new best becomes one.
+
+    False when a signal asked: then nothing of it is kept, and the next attempt evaluates here.
+    """
+    ledger, progress = attempt.ledger, attempt.progress
+    with watch.measuring("eval"):
+        measured = measure(attempt, lambda: signals.asked is not None)
+    lock.check()
+    if measured is None:
+        attempt.screen.update(progress, ledger.unrecorded or {}, {})
+        return False
+    best = ledger.improves(attempt.experiment.save, progress.env_steps)
+    timing = watch.metrics(progress) if progress != watch.since else {}
+    record(attempt, (ledger.unrecorded or {}) | measured | timing)
+    ledger.unrecorded = None
+    if best or ledger.saved == progress:
+        with watch.measuring("save"):
+            keep(attempt)
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ decisions
@@ -157,6 +194,11 @@ def stop_reason(stop: Stop, progress: Progress, ledger: Ledger) -> str | None:
         if wanted is not None and now is not None and now >= wanted:
             return f"stop.{name}={wanted:,} reached ({now:,.6g})"
     return None
+
+
+def final_due(experiment: Experiment, reason: str | None, ledger: Ledger, progress: Progress) -> bool:
+    """Whether training is over and its last evaluation is not."""
+    return reason is not None and experiment.eval.at_end and ledger.evaluated_at != progress.env_steps
 
 
 def save_due(save: Save, saved: Progress, now: Progress, seconds: float) -> bool:

@@ -105,7 +105,10 @@ class VideoWriter:
         self._size: tuple[int, int] = (0, 0)  # height, width as encoded
         self._seen: tuple[float, float] | None = None
         self._ffmpeg: subprocess.Popen[bytes] | None = None
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
+        try:
+            self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
+        except OSError as error:
+            raise TiltyardError(f"{self.path} could not be written: {error.strerror}", "free some space") from None
 
     def add(self, frame: NDArray[Any]) -> None:
         """One more frame, of any kind that `to_rgb` takes; all frames of a film have one size."""
@@ -143,7 +146,12 @@ class VideoWriter:
         if self._ffmpeg.wait() != 0:
             raise self._failure()
         self._complaints.close()
-        self._part.replace(self.path)
+        try:
+            self._part.replace(self.path)
+        except OSError as error:
+            raise TiltyardError(
+                f"{self.path} could not be written: {error.strerror}", "is a folder of that name in the way?"
+            ) from None
         return self.path
 
     def discard(self) -> None:
@@ -178,17 +186,16 @@ class VideoWriter:
             raise TiltyardError(
                 f"no video can be written to {self.path}: {error.strerror}", "choose another place"
             ) from None
+        try:
+            program = imageio_ffmpeg.get_ffmpeg_exe()
+        except RuntimeError:
+            raise TiltyardError(
+                f"{self.path} could not be written: there is no ffmpeg",
+                "pip install --force-reinstall imageio-ffmpeg, or set IMAGEIO_FFMPEG_EXE",
+            ) from None
         source = f"-f rawvideo -pix_fmt rgb24 -s {size[1]}x{size[0]} -r {self.fps:g} -i pipe:0"
         film = "-an -c:v libx264 -preset fast -crf 20 -pix_fmt yuv420p -threads 2 -movflags +faststart"
-        command = [
-            imageio_ffmpeg.get_ffmpeg_exe(),
-            "-y",
-            "-loglevel",
-            "error",
-            *source.split(),
-            *film.split(),
-            str(self._part),
-        ]
+        command = [program, "-y", "-loglevel", "error", *source.split(), *film.split(), str(self._part)]
         # Requests to stop are for the process that trains, though they may come to the whole group: blocked here, they
         # stay blocked in the child.
         before = signal.pthread_sigmask(
@@ -196,6 +203,10 @@ class VideoWriter:
         )
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._complaints)
+        except OSError as error:
+            raise TiltyardError(
+                f"{self.path} could not be written: {program}: {error.strerror}", "is IMAGEIO_FFMPEG_EXE an ffmpeg?"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

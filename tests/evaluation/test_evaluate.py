@@ -3,6 +3,9 @@
 import csv
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -11,8 +14,13 @@ import pytest
 
 import tiltyard as product
 from tests.conftest import Command
+from tests.faults.test_kill import wait_until
+from tiltyard.errors import UseError
+from tiltyard.evaluation.measure import FilmError
 from tiltyard.evaluation.numbers import student_t, summarise
 from tiltyard.evaluation.play import Played
+from tiltyard.run import metrics
+from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
 TRAIN = {
@@ -213,3 +221,197 @@ def test_a_worker_that_dies_is_told(tiltyard: Command, runs: Path, tmp_path: Pat
     done = tiltyard("eval", "last", "--random", "--episodes", "40", "--workers", "2", "env.options.after=100", expect=1)
     assert "evaluation worker" in done.stderr and "exit code 9" in done.stderr
     assert children() == before, "no worker is left behind"
+
+
+def started(*words: str) -> "subprocess.Popen[str]":
+    """An evaluation that lasts, with its two workers at work."""
+    words = ("eval", "last", "--workers", "2", "--episodes", "1000000", *words)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tiltyard", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(lambda: len(workers_of(child.pid)) == 2)
+    return child
+
+
+def workers_of(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process still does anything: one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def importing_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["starting", "playing"])
+def test_workers_die_with_their_parent(trained: Run, busy: bool) -> None:
+    child = started()
+    workers = workers_of(child.pid)
+    if busy:
+        wait_until(lambda: all(importing_torch(worker) for worker in workers))
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    wait_until(lambda: not any(is_there(worker) for worker in workers))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_evaluation_that_is_told_to_end_takes_its_workers_along(
+    trained: Run, number: signal.Signals, code: int
+) -> None:
+    child = started()
+    workers = workers_of(child.pid)
+    wait_until(lambda: all(importing_torch(worker) for worker in workers))
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)  # ^C reaches all processes of a terminal
+    _, errors = child.communicate(timeout=100)
+    assert child.returncode == code and "Traceback" not in errors
+    assert not any(is_there(worker) for worker in workers)
+
+
+def test_a_worker_ends_with_its_pipe_where_the_kernel_does_not_see_to_it(trained: Run) -> None:
+    """As on a system without PR_SET_PDEATHSIG: the parent lives, and its end of the pipe is gone."""
+    command = [sys.executable, "-m", "tiltyard.evaluation.workers", str(os.getpid())]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker.communicate('{"checkpoint": "none"}\n', timeout=100)
+    assert worker.returncode == 1
+
+
+DRAWS = """
+import os
+import signal
+
+import numpy as np
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class Draws(CartPoleEnv):
+    def __init__(self, render_mode=None, fails: str = "never"):
+        super().__init__()
+        self.render_mode, self.fails, self.over, self.info = render_mode, fails, False, {}
+
+    def reset(self, *, seed=None, options=None):
+        self.over = False
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        obs, reward, self.over, truncated, _ = super().step(action)
+        self.info["count"] = self.info.get("count", 0) + 1  # the same dict every time
+        if self.fails == "terminated" and self.render_mode and self.info["count"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return obs, reward, self.over, truncated, self.info
+
+    def render(self):
+        if self.fails == "always" or (self.fails == "at the end" and self.over):
+            raise RuntimeError("no colours left")
+        return np.full((8 if self.fails != "another size" or not self.over else 9, 8, 3), 7, np.uint8)
+"""
+
+
+def drawing(fails: str, **eval_: object) -> dict[str, object]:
+    env = {"id": "draws.py:Draws", "options": {"fails": fails}}
+    return {**TRAIN, "env": env, "eval": {"every": 32, "episodes": 2, "envs": 2, **eval_}}
+
+
+@pytest.mark.parametrize(
+    ("fails", "ffmpeg", "why"),
+    [
+        ("always", None, "render() raised RuntimeError: no colours left"),
+        ("at the end", None, "render() raised RuntimeError: no colours left"),
+        ("another size", None, "the first was"),
+        ("never", "/nowhere/ffmpeg", "/nowhere/ffmpeg: No such file or directory"),
+        ("never", "/bin/false", "ffmpeg ended with code 1"),
+    ],
+)
+def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbers_in_eval(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, ffmpeg: str, why: str
+) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+    if ffmpeg is not None:
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", ffmpeg)
+    unfilmed = product.train(drawing(fails), live=False)
+    run = product.train(drawing(fails, video=True), live=False)
+    assert run.state == "finished"
+    warnings = [event["sentence"] for event in read_events(run) if event["kind"] == "warning"]
+    assert len(warnings) == 3 and all("is not filmed" in sentence and why in sentence for sentence in warnings)
+    assert warnings[0] in next((run.folder / "logs").iterdir()).read_text()
+    returns = [metrics.series(metrics.read(each.metrics_file), "eval/return") for each in (run, unfilmed)]
+    assert returns[0] == returns[1] and len(returns[0][0]) == 3, "the numbers count"
+    done = tiltyard("eval", run.id, "--video", "--episodes", "3", "--json", "--out", "out", expect=1)
+    assert why in done.stderr and "video" not in result(done.stdout)["files"]  # type: ignore[operator]
+    assert len(result(done.stdout)["returns"]) == 3  # type: ignore[arg-type]
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv", ".json"]
+    assert not list(run.folder.glob("videos/*"))
+
+
+def test_a_film_that_fails_in_a_worker_is_told_too(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "film.mp4").mkdir()
+    (tmp_path / "film.mp4" / "in the way").touch()
+    with pytest.raises(FilmError, match="could not be written: Is a directory") as failed:
+        product.evaluate(trained, episodes=4, workers=2, video=tmp_path / "film.mp4")
+    assert failed.value.result.returns == product.evaluate(trained, episodes=4).returns
+
+
+def test_a_training_that_cannot_be_filmed_is_refused(tiltyard: Command, runs: Path) -> None:
+    assert "cannot be filmed" in tiltyard("train", "identity", "eval.video=true", expect=2).stderr
+    assert not runs.exists()
+
+
+def test_sigterm_in_an_env_step_ends_an_evaluation_and_leaves_no_half_film(
+    tiltyard: Command, runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+    product.train(drawing("never", every=0, at_end=False), live=False)
+    words = ["env.options.fails=terminated", "--video", "--save-rollouts", "data", "--out", "out"]
+    done = tiltyard("eval", "last", *words, expect=143)
+    assert (done.stdout, done.stderr.strip()) == ("", "")
+    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_infos_are_those_of_their_steps_though_the_env_fills_one_dict(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(DRAWS)
+    run = product.train(drawing("never", every=0, at_end=False), live=False)
+    product.evaluate(run, episodes=1, rollouts=tmp_path / "data", save_info=True)
+    (episode,) = product.read_episodes(tmp_path / "data")
+    assert [info["count"] for info in episode.info] == [*range(1, len(episode.action) + 1)]
+
+
+def test_episodes_are_not_written_among_runs(tiltyard: Command, trained: Run, runs: Path, tmp_path: Path) -> None:
+    own = [trained.folder, trained.checkpoints, trained.folder / "eval" / "deeper", trained.folder / "plugins"]
+    for place in (runs, runs / "data", runs / "CartPole-v1", runs / "CartPole-v1" / "data", *own):
+        before = sorted(runs.rglob("*"))
+        done = tiltyard("eval", "last", "--episodes", "1", "--save-rollouts", str(place), expect=2)
+        assert "episodes cannot be written to" in done.stderr and "belongs to the run" in done.stderr
+        assert sorted(runs.rglob("*")) == before, "nothing was played or made"
+    product.evaluate(trained, episodes=1, rollouts=trained.folder / "rollouts")
+    (tmp_path / "experiment.yaml").touch()
+    product.evaluate(trained, episodes=1, rollouts=tmp_path / "data")
+    assert len(list(product.read_episodes(tmp_path / "data"))) == 1
+
+
+def test_what_eval_cannot_change_is_said_with_what_can_be(tiltyard: Command, trained: Run) -> None:
+    done = tiltyard("eval", "last", "engine.envs=1", expect=2)
+    assert "eval cannot change engine" in done.stderr and "eval.envs" in done.stderr and "--workers" in done.stderr
+    assert "minibatch" not in done.stderr
+    assert "eval cannot change algo" in tiltyard("eval", "last", "algo.rollout=7", expect=2).stderr
+
+
+@pytest.mark.parametrize("name", ["episodes", "steps", "workers"])
+@pytest.mark.parametrize("count", [0, -1, 2.5, True, 10**7, "3"])
+def test_counts_of_the_python_face(name: str, count: object) -> None:
+    with pytest.raises(UseError, match=f"{name} = .* is not a whole number from 1"):
+        product.evaluate("no run is looked for", **{name: count})  # type: ignore[arg-type]
+
+
+def test_overrides_of_the_python_face(trained: Run) -> None:
+    with pytest.raises(UseError, match="overrides"):
+        product.evaluate(trained, "env.time_limit=5")

@@ -6,8 +6,10 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from tiltyard.cli.train import data_stdout, parse_at
@@ -58,12 +60,26 @@ def run_eval(args: argparse.Namespace) -> int:
         raise UseError("--best and --at both choose a checkpoint", "give one of them")
     if args.save_info and not args.save_rollouts:
         raise UseError("--save-info needs rollout files to put it in", "add --save-rollouts DIR")
-    with data_stdout() as data:
-        return _evaluate(args, data)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with data_stdout() as data:
+            return _evaluate(args, data)
+    except Terminated:
+        return 128 + signal.SIGTERM  # as a shell tells it
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM ends an evaluation as ^C does: workers end, and no half film or episode is left."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
-    from tiltyard.evaluation.measure import choose_checkpoint, evaluate
+    from tiltyard.evaluation.measure import FilmError, choose_checkpoint, evaluate
     from tiltyard.evaluation.numbers import as_json, write_files
     from tiltyard.run.folder import run_of
     from tiltyard.run.masking import mask_command
@@ -76,24 +92,28 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     out = Path(args.out) if args.out else None
     numbers, film = (out or run.folder / "eval") / stem, (out or run.folder / "videos") / f"{stem}.mp4"
     _must_be_writable(numbers.parent)
-    result = evaluate(
-        chosen.folder,
-        args.overrides,
-        episodes=args.episodes,
-        steps=args.steps,
-        greedy=True if args.greedy else False if args.sample else None,
-        policy="random" if args.random else args.policy,
-        workers=_workers(args.workers),
-        video=film if args.video else None,
-        rollouts=Path(args.save_rollouts) if args.save_rollouts else None,
-        save_info=args.save_info,
-        trust_code=args.trust_code,
-    )
+    unfilmed: FilmError | None = None
+    try:
+        result = evaluate(
+            chosen.folder,
+            args.overrides,
+            episodes=args.episodes,
+            steps=args.steps,
+            greedy=True if args.greedy else False if args.sample else None,
+            policy="random" if args.random else args.policy,
+            workers=_workers(args.workers),
+            video=film if args.video else None,
+            rollouts=Path(args.save_rollouts) if args.save_rollouts else None,
+            save_info=args.save_info,
+            trust_code=args.trust_code,
+        )
+    except FilmError as error:  # told after the numbers, which took longer
+        result, unfilmed = error.result, error
     facts = {"run": run.id, "checkpoint": str(chosen.folder), "env_steps": chosen.env_steps, "mode": mode}
     facts |= {"overrides": mask_command(args.overrides)}
     table, whole = write_files(result, facts, numbers)
     files = {"csv": str(table), "json": str(whole)}
-    if args.video:
+    if args.video and unfilmed is None:
         files["video"] = str(film)
     if args.save_rollouts:
         files["rollouts"] = args.save_rollouts
@@ -101,6 +121,9 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
         data.write(json.dumps({**facts, **as_json(result), "files": files}) + "\n")
     else:
         data.write(summary(f"{run.id} at env step {chosen.env_steps:,}", mode, result, files))
+    if unfilmed is not None:
+        data.flush()
+        raise unfilmed
     return EXIT_DONE
 
 

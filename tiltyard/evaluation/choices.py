@@ -19,7 +19,7 @@ import torch
 from tiltyard import refs
 from tiltyard.envs.actions import ActionCodec, random_action
 from tiltyard.envs.vector import EnvGroup
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, Arrays, EnvSpec
 
@@ -92,10 +92,11 @@ def _blaming(text: str, action: Callable[[], Any]) -> Any:
     """Whatever a policy of the user's raises is told as its own."""
     try:
         return action()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise TiltyardError(
-            f"policy {text} raised {reason}",
+            f"policy {text} {raised(error)}",
             "it is built with the env's spec and needs reset(seed) and act(obs, mask)",
             refs.user_traceback(error),
         ) from error

@@ -1,18 +1,14 @@
 """What others call to measure a policy: `evaluate` for a run or checkpoint, `Evaluator` for a policy in training.
 
-    evaluate(run)  ->  load policy, probe env  ->  play() here, or in K child processes that speak JSON  ->  summarise()
+    evaluate(run)  ->  load policy, probe env  ->  play() here, or in K child processes (workers.py)  ->  summarise()
 
-A child gets its task as JSON on stdin and answers with JSON lines on stdout; nothing is pickled.
+How episodes are played is in play.py, who acts in them in choices.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +17,17 @@ import torch
 
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
-from tiltyard.config.load import load
+from tiltyard.config.load import load, parse_override, texts
+from tiltyard.config.place import runs_root
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import hand_written, trained
 from tiltyard.evaluation.numbers import summarise
-from tiltyard.evaluation.play import Keep, Played, play
+from tiltyard.evaluation.play import Keep, Played, Unfilmed, play, require_filmable
+from tiltyard.evaluation.workers import share_out
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
+from tiltyard.run import disk
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
 from tiltyard.run.masking import mask_all
@@ -36,6 +35,15 @@ from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
 MEASURED = ("env", "eval")  # sections that an evaluation may change
+OWN = ("plugins", "checkpoints", "logs", "eval", "videos", "tb", "wandb", "bad_batch")  # a run folder's own folders
+
+
+class FilmError(TiltyardError):
+    """The episodes were played, but the film of the first was not made. `result` is what was measured."""
+
+    def __init__(self, error: TiltyardError, result: Evaluation) -> None:
+        super().__init__(error.message, error.hint, error.details)
+        self.result = result
 
 
 def measured_env(env: Env, spec: EnvSpec, time_limit: int | None) -> Env:
@@ -51,14 +59,17 @@ class Evaluator:
         self.experiment, self.spec, self.base = experiment, spec, base
         self.net = PolicyNet(spec, experiment.model, base, seed=0).eval()
 
-    def measure(self, weights: Arrays, video: Path | None = None) -> Evaluation:
+    def measure(
+        self, weights: Arrays, video: Path | None, unfilmed: Unfilmed, cancelled: Callable[[], bool]
+    ) -> Evaluation:
+        """Numbers, whatever becomes of the film. Raises Cancelled soon after `cancelled` says so."""
         started, settings = time.monotonic(), self.experiment.eval
         self.net.load_arrays(weights)
         with Generators(settings.seed).in_place():
-            played = self._play(settings, video)
+            played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
 
-    def _play(self, settings: Eval, video: Path | None) -> list[Played]:
+    def _play(self, settings: Eval, video: tuple[Path, Unfilmed] | None, cancelled: Callable[[], bool]) -> list[Played]:
         return play(
             trained(self.net, settings.greedy, settings.seed),
             measured_env(self.experiment.env, self.spec, settings.time_limit),
@@ -69,6 +80,7 @@ class Evaluator:
             slots=settings.envs,
             seed=settings.seed,
             video=video,
+            cancelled=cancelled,
         )
 
 
@@ -111,14 +123,21 @@ def evaluate(
     """Measure the policy of a run (newest checkpoint, `at="best"` or `at=STEP`) or of one checkpoint folder.
 
     `policy` names another one to measure in the same episodes: "random", or an import string (see choices.py).
+    A film that cannot be made raises FilmError, which has the numbers.
     """
     started = time.monotonic()
+    for name, count in (("episodes", episodes), ("steps", steps), ("workers", workers)):
+        _require_count(name, count)
+    if rollouts is not None:
+        _require_apart_from_runs(rollouts)
     chosen = choose_checkpoint(source, at)
-    run_of(chosen.folder).require_own_code(trust_code)
-    experiment = changed(run_of(chosen.folder), overrides)
+    run = run_of(chosen.folder)
+    run.require_own_code(trust_code)
+    run.enter_profile()
+    experiment = changed(run, overrides)
     settings = experiment.eval
     wanted = range(episodes or (settings.episodes if steps is None else MANY))
-    workers = max(1, min(workers, len(wanted)))
+    workers = min(workers, len(wanted))
     tasks = [
         Task(
             checkpoint=str(chosen.folder),
@@ -138,8 +157,37 @@ def evaluate(
         )
         for k in range(workers)
     ]
-    played = _perform(tasks[0]) if workers == 1 else _perform_in_children(tasks)
-    return summarise(sorted(played, key=lambda one: one.index), tasks[0].greedy, time.monotonic() - started)
+    answers = [_perform(tasks[0])] if workers == 1 else [_heard(each) for each in share_out([*map(asdict, tasks)])]
+    played = sorted((one for answer in answers for one in answer.played), key=lambda one: one.index)
+    result = summarise(played, tasks[0].greedy, time.monotonic() - started)
+    if answers[0].unfilmed is not None:
+        raise FilmError(answers[0].unfilmed, result)
+    return result
+
+
+def _require_count(name: str, count: object) -> None:
+    if count is None and name != "workers":
+        return
+    if type(count) is not int or not 1 <= count <= MANY:
+        raise UseError(
+            f"{name} = {count!r} is not a whole number from 1 to {MANY:,}",
+            "leave it out for the usual number" if name != "workers" else "one process is workers=1",
+        )
+
+
+def _require_apart_from_runs(folder: Path) -> None:
+    """Episodes are no runs, and no run's own files: refused before any is played."""
+    place, root = disk.absolute(Path(folder)), disk.absolute(runs_root())
+    owner = root if root in (place, place.parent, place.parent.parent) else None
+    for each in (place, *place.parents):
+        if (each / "experiment.yaml").is_file() and (each / "status.json").is_file():
+            parts = place.relative_to(each).parts
+            owner = each if not parts or parts[0].split(".")[0] in OWN else None
+    if owner is not None:
+        raise UseError(
+            f"episodes cannot be written to {folder}: it belongs to the run{'s' if owner == root else ''} in {owner}",
+            "name a folder of their own: data",
+        )
 
 
 def choose_checkpoint(source: Run | str | Path, at: int | str | None = None) -> Checkpoint:
@@ -156,25 +204,58 @@ def changed(run: Run, overrides: Sequence[str]) -> Experiment:
     before = run.experiment()
     if not overrides:
         return before
+    # Those named are looked at before any is checked: whether another engine would do is not the question here.
+    _refuse_training(run, [parse_override(each)[0].partition(".")[0] for each in texts(overrides)])
     after = load(before.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment
-    for name in Experiment.model_fields:
-        if name not in MEASURED and getattr(before, name) != getattr(after, name):
-            raise UseError(
-                f"eval cannot change {name}: it measures the policy of run {run.id} as it was trained",
-                "change env.* or eval.* settings (eval.seed for other episodes); other training needs `tiltyard fork`",
-            )
+    _refuse_training(run, [name for name in Experiment.model_fields if getattr(before, name) != getattr(after, name)])
     return after
 
 
-def _perform(task: Task) -> list[Played]:
+def _refuse_training(run: Run, sections: list[str]) -> None:
+    for name in sections:
+        if name in Experiment.model_fields and name not in MEASURED:
+            hint = (
+                "change env.* or eval.* settings (eval.seed for other episodes); other training needs `tiltyard fork`"
+            )
+            if name == "engine":
+                hint = "eval.envs is how many copies of the env are stepped together, --workers how many processes play"
+            raise UseError(f"eval cannot change {name}: it measures the policy of run {run.id} as it was trained", hint)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a task: the episodes, and why there is no film if there should be one."""
+
+    played: list[Played]
+    unfilmed: TiltyardError | None = None
+
+
+def answer(task: dict[str, Any]) -> dict[str, Any]:
+    """Perform a task that came as JSON, and answer so that `_heard` understands it."""
+    done = _perform(Task(**task))
+    error = done.unfilmed
+    told = None if error is None else {"message": error.message, "hint": error.hint, "details": error.details}
+    return {"played": [asdict(one) for one in done.played], "unfilmed": told}
+
+
+def _heard(told: dict[str, Any]) -> Answer:
+    error = told["unfilmed"]
+    return Answer([Played(**one) for one in told["played"]], TiltyardError(**error) if error else None)
+
+
+def _perform(task: Task) -> Answer:
     torch.set_num_threads(1)
     folder = Path(task.checkpoint)
     run = run_of(folder)
     run.require_own_code(task.trust_code)
     experiment = changed(run, task.overrides)
     policy = load_policy(folder, trust_code=task.trust_code)
-    spec = probe(experiment.env, base=run.base, previous=experiment.model.previous)
+    base = (*run.base, Path.cwd()) if task.overrides else run.base  # an env named here and now may lie here
+    spec = probe(experiment.env, base=base, previous=experiment.model.previous)
     policy.require_same(spec)
+    if task.video is not None:
+        require_filmable(spec, experiment.env)
+    unfilmed: list[TiltyardError] = []
     seed = task.seed
     begin = trained(policy.net, task.greedy, seed + task.first)  # workers draw apart
     if task.policy is not None:
@@ -190,71 +271,18 @@ def _perform(task: Task) -> list[Played]:
         def keep(index: int, episode: Episode) -> None:
             writer.write(replace(episode, meta={"episode": index}))
 
-    return play(
-        begin,
-        measured_env(experiment.env, spec, experiment.eval.time_limit),
-        spec,
-        base=run.base,
-        previous=experiment.model.previous,
-        episodes=range(task.first, task.count, task.every),
-        slots=task.slots,
-        seed=seed,
-        steps=task.steps,
-        video=Path(task.video) if task.video else None,
-        keep=keep,
-    )
-
-
-def _perform_in_children(tasks: list[Task]) -> list[Played]:
-    """One child per task. A child that fails speaks for all: its sentence is raised and the others are ended."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tiltyard.evaluation.measure"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
+    with Generators(seed + task.first).in_place():
+        played = play(
+            begin,
+            measured_env(experiment.env, spec, experiment.eval.time_limit),
+            spec,
+            base=base,
+            previous=experiment.model.previous,
+            episodes=range(task.first, task.count, task.every),
+            slots=task.slots,
+            seed=seed,
+            steps=task.steps,
+            video=(Path(task.video), unfilmed.append) if task.video else None,
+            keep=keep,
         )
-        for _ in tasks
-    ]
-    try:
-        for child, task in zip(children, tasks, strict=True):
-            assert child.stdin is not None
-            child.stdin.write(json.dumps(asdict(task)))
-            child.stdin.close()
-        played: list[Played] = []
-        for number, child in enumerate(children):
-            assert child.stdout is not None
-            text = child.stdout.read()
-            code = child.wait()
-            answer: dict[str, Any] = json.loads(text) if text.strip() else {}
-            if "error" in answer:
-                kind = UseError if answer["wrong_use"] else TiltyardError
-                raise kind(answer["error"], answer["hint"], answer["details"])
-            if code != 0:
-                raise TiltyardError(f"evaluation worker {number} died with exit code {code}", "try --workers 1")
-            played += [Played(**one) for one in answer["played"]]
-        return played
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-
-
-def _child() -> None:
-    """A child process: the task from stdin, the answer to the real stdout; what an env prints goes to stderr."""
-    answer_to = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    task = Task(**json.loads(sys.stdin.read()))
-    try:
-        answer: dict[str, Any] = {"played": [asdict(one) for one in _perform(task)]}
-    except TiltyardError as error:
-        wrong_use = isinstance(error, UseError)
-        answer = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
-    answer_to.write(json.dumps(answer))
-    answer_to.close()
-
-
-if __name__ == "__main__":
-    _child()
+    return Answer(played, unfilmed[0] if unfilmed else None)

@@ -17,7 +17,7 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.vector import EnvGroup, episode_seed
-from tiltyard.errors import UseError
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import Begin
 from tiltyard.types import Arrays, EnvSpec, Episode
 from tiltyard.video import VideoWriter
@@ -47,6 +47,50 @@ class _Slot:
 
 
 Keep = Callable[[int, Episode], None]
+Unfilmed = Callable[[TiltyardError], None]
+
+
+class Cancelled(Exception):
+    """The evaluation was called off between two env steps; nothing of it counts."""
+
+
+class _Film:
+    """The film of row 0's first episode. What goes wrong with it is told once and leaves the episodes alone."""
+
+    def __init__(self, path: Path, group: EnvGroup, unfilmed: Unfilmed) -> None:
+        self._group, self._unfilmed = group, unfilmed
+        self._writer: VideoWriter | None = None
+        self._carefully(lambda: self._open(path))
+
+    def _open(self, path: Path) -> None:
+        self._writer = VideoWriter(path, fps=self._group.fps)
+
+    def show(self, obs: Arrays) -> None:
+        """The picture of now, while the film runs."""
+        if (writer := self._writer) is not None:
+            self._carefully(lambda: writer.add(picture(self._group, obs)))
+
+    def end(self, row: int) -> None:
+        """The last picture, and the film is complete."""
+        if row == 0 and self._writer is not None:
+            self.show(self._group.final_obs)
+            if (writer := self._writer) is not None:
+                self._carefully(writer.close)
+            self._writer = None
+
+    def discard(self) -> None:
+        """Leave no film that is not complete."""
+        if self._writer is not None:
+            self._writer.discard()
+            self._writer = None
+
+    def _carefully(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 -- an env may raise and draw anything
+            self.discard()
+            told = error if isinstance(error, TiltyardError) else TiltyardError(f"{type(error).__name__}: {error}")
+            self._unfilmed(told)
 
 
 def play(
@@ -60,10 +104,15 @@ def play(
     slots: int,
     seed: int,
     steps: int | None = None,
-    video: Path | None = None,
+    video: tuple[Path, Unfilmed] | None = None,
     keep: Keep | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Played]:
-    """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps."""
+    """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps.
+
+    `video` is the film to make of the first one and who is told when that fails. Raises Cancelled, at most one env step
+    after `cancelled` became true.
+    """
     rows = min(slots, len(episodes))
     shares = [episodes[row::rows] for row in range(rows)]
     table = [_Slot(iter(share[1:]), share[0]) for share in shares]
@@ -75,14 +124,18 @@ def play(
     group = EnvGroup(
         env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds
     )
-    film = VideoWriter(video, fps=group.fps) if video is not None else None
-    group.filmed = 0 if film is not None and spec.renders else None
-    choose, played, taken = begin(group), [], 0
+    film = _Film(video[0], group, video[1]) if video is not None else None
+    group.at_end = film.end if film is not None else None
+    played: list[Played] = []
+    taken = 0
     try:
+        choose = begin(group)
         now = group.reset()
         while any(slot.playing is not None for slot in table):
-            if film is not None and table[0].playing == shares[0][0]:
-                film.add(picture(group, now.obs))
+            if cancelled():
+                raise Cancelled
+            if film is not None:
+                film.show(now.obs)
             action = choose(now.obs, now.first, now.mask)
             if keep is not None:
                 _note_before(table, now.obs, group.codec.inside(action))
@@ -94,10 +147,6 @@ def play(
                 slot = table[end.row]
                 if slot.playing is None:
                     continue
-                if film is not None and end.row == 0 and slot.playing == shares[0][0]:
-                    film.add(group.final_frame if group.final_frame is not None else picture(group, now.final_obs))
-                    film.close()
-                    film = None
                 if keep is not None:
                     terminated, truncated = bool(now.terminated[end.row]), bool(now.truncated[end.row])
                     keep(slot.playing, _episode(slot, now.final_obs, end.row, end.seed, terminated, truncated))
@@ -115,6 +164,15 @@ def can_be_filmed(spec: EnvSpec) -> bool:
     return spec.renders or any(item.image for item in spec.obs.values())
 
 
+def require_filmable(spec: EnvSpec, env: Env) -> None:
+    """Refuse to film what can neither draw itself nor shows an image."""
+    if not can_be_filmed(spec):
+        raise UseError(
+            f"env {env.id} cannot be filmed: it has no rgb_array rendering and no image observation",
+            "leave the film out, or give the env render_mode='rgb_array'",
+        )
+
+
 def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
     """Row 0 as its env draws it, or, when it cannot, the first of its observations that is an image."""
     drawn = group.render_row(0) if group.spec.renders else None
@@ -123,10 +181,7 @@ def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
     for name, item in group.spec.obs.items():
         if item.image:
             return np.asarray(obs[name][0])
-    raise UseError(
-        f"env {group.env.id} cannot be filmed: it has no rgb_array rendering and no image observation",
-        "leave --video out, or give the env render_mode='rgb_array'",
-    )
+    raise TiltyardError(f"env {group.env.id} drew nothing", "its render() must return an RGB array")
 
 
 def _note_before(table: list[_Slot], obs: Arrays, action: np.ndarray) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "Checkpoint",
     "commit",
     "copy_into",
+    "link_files",
     "list_checkpoints",
     "newest_valid",
     "prune",
@@ -44,6 +46,7 @@ __all__ = [
     "set_aside",
     "unreadable",
     "verify",
+    "was_set_aside",
     "write_tree",
 ]
 
@@ -51,6 +54,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 # A second save at the same env step is NNN.1 until it has taken the first one's place.
 FOLDER = re.compile(r"(\d{12,})(?:\.\d+)?")
+_ASIDE = "checkpoints.before-attempt-"
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -96,11 +100,24 @@ def commit(
         raise TiltyardError(
             f"the checkpoint at env step {env_steps} could not be saved: {error.strerror or error} ({parent});"
             f" {_what_is_left(parent)}",
-            f"free some space, then continue with: tiltyard resume {run.id}",
+            f"free some space, then continue with: tiltyard resume {run.typed}",
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Checkpoint(final, env_steps, score, progress)
+
+
+def link_files(source: Path, draft: Path, *, but: str) -> None:
+    """Fill a draft with the files of a checkpoint, except those of the tree `but`, without writing them again."""
+
+    def take(path: str, to: str) -> None:
+        try:
+            os.link(path, to)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, to)
+
+    ignore = shutil.ignore_patterns(MANIFEST, f"{but}.*")
+    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=take, ignore=ignore)
 
 
 def _what_is_left(parent: Path) -> str:
@@ -245,7 +262,7 @@ def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
     if complaints:
         raise TiltyardError(
             f"no checkpoint of run {run.id} can be used, and a run that has learned does not start over",
-            "restore the files, or start a new run with: tiltyard train " + str(run.experiment_file),
+            f"restore the files, or start a new run with: tiltyard train {shlex.quote(str(run.experiment_file))}",
             details="\n".join(complaints),
         )
     return None, []
@@ -271,7 +288,7 @@ def select(
     if at is None:
         checkpoint, complaints = newest_valid(run)
         if checkpoint is None:
-            raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.id}")
+            raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.typed}")
         for sentence in complaints:
             if complain is None:
                 raise TiltyardError(
@@ -279,6 +296,8 @@ def select(
                 )
             complain(sentence)
         return checkpoint
+    if isinstance(at, bool) or not (isinstance(at, str) or hasattr(at, "__index__")):
+        raise UseError(f"{at!r} is no checkpoint of run {run.id}", "name an env step, or best")
     if at == "best":
         return _sound(_best(run, mode))
     if isinstance(at, str) and not at.replace("_", "").isdecimal():
@@ -309,7 +328,7 @@ def _at(run: Run, env_steps: int) -> Path:
 def _best(run: Run, mode: Literal["max", "min"] | None) -> Path:
     kept = list_checkpoints(run)
     if not kept:
-        raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.id}")
+        raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.typed}")
     ranked = _ranked(kept, mode or run.experiment().save.mode)
     if not ranked:
         raise UseError(f"no checkpoint of run {run.id} has a score", "leave --best out to take the newest")
@@ -343,16 +362,21 @@ def copy_into(run: Run, source: Checkpoint, *, score: float | None) -> Checkpoin
 
 
 def set_aside(run: Run, attempt: int) -> list[str]:
-    """Move every checkpoint out of the way of a start from scratch (resume: never); a sentence if there were any."""
+    """Move every checkpoint out of the way of a start from scratch (resume=never); a sentence if there were any."""
     kept = _folders(run.checkpoints)
     if not kept:
         return []
-    aside = run.folder / f"checkpoints.before-attempt-{attempt}"
+    aside = run.folder / f"{_ASIDE}{attempt}"
     while aside.exists():
         aside = aside.with_name(aside.name + "+")
     run.checkpoints.rename(aside)
     disk.sync_folder(run.folder)
     return [f"resume is never: {len(kept)} checkpoints of earlier attempts were moved to {aside}"]
+
+
+def was_set_aside(run: Run) -> bool:
+    """Whether the run was started from scratch once: where it first came from no longer counts."""
+    return any(run.folder.glob(f"{_ASIDE}*"))
 
 
 # ---------------------------------------------------------------------------------------------- thinning out

@@ -1,0 +1,68 @@
+"""A process that stood still while its run was taken over writes nothing more; and one that is interrupted twice."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_kill import SETTINGS, tiltyard, wait_until
+from tests.test_start import every_byte
+from tiltyard.run.folder import find
+from tiltyard.run.lock import UNSEEN_PERIODS, Lock
+
+HOLDS = """
+import time
+from pathlib import Path
+from gymnasium.envs.classic_control import CartPoleEnv
+class Holds(CartPoleEnv):
+    def step(self, action):
+        while Path("hold").exists():
+            Path("holding").touch()
+            time.sleep(0.01)
+        return super().step(action)
+"""
+PERIOD = 0.05
+
+
+@pytest.fixture
+def holding(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A training that stands in the midst of an update, in its env, for as long as the file `hold` is there."""
+    monkeypatch.setenv("TILTYARD_HEARTBEAT", str(PERIOD))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "holds.py").write_text(HOLDS)
+    child = tiltyard("train", "holds.py:Holds", *SETTINGS[1:], "--plain")
+    wait_until(lambda: any(path.read_text().count("\n") > 1 for path in runs.glob("*/0*/metrics.jsonl")))
+    (tmp_path / "hold").touch()
+    wait_until(lambda: (tmp_path / "holding").exists())
+    yield child
+    if child.poll() is None:
+        child.kill()
+    child.communicate()
+
+
+def test_an_owner_that_was_taken_over_writes_nothing_more(
+    holding, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = find("last", runs)
+    os.kill(holding.pid, signal.SIGSTOP)
+    time.sleep(2 * UNSEEN_PERIODS * PERIOD)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the same job, started anew: may take over at once
+    with Lock.acquire(run, period=1000):
+        before = every_byte(run.folder)
+        (tmp_path / "hold").unlink()
+        os.kill(holding.pid, signal.SIGCONT)
+        _, errors = holding.communicate(timeout=100)
+        assert holding.returncode == 1 and "was taken over by" in errors, errors
+        assert every_byte(run.folder) == before
+        assert run.state == "running"
+
+
+def test_a_second_interrupt_ends_at_once(holding, runs: Path) -> None:
+    os.kill(holding.pid, signal.SIGINT)
+    time.sleep(0.3)  # two that come at the same moment are one
+    os.kill(holding.pid, signal.SIGINT)
+    _, errors = holding.communicate(timeout=100)
+    assert holding.returncode == 130, errors
+    assert find("last", runs).status()["reason"] == "interrupted twice: ended without saving"
