@@ -273,8 +273,8 @@ def test_evaluations_have_no_dropout_and_leave_training_alone(runs: Path, tmp_pa
 
 def test_the_previous_reward_is_the_same_in_training_and_evaluation(runs: Path) -> None:
     run = train("stop.env_steps=64", "model.previous=true", "env.reward_scale=0.01")
-    measured = product.evaluate(run, episodes=3, rollouts=runs / "data", save_info=False)
-    episodes = list(product.read_episodes(runs / "data"))
+    measured = product.evaluate(run, episodes=3, rollouts=runs.parent / "data", save_info=False)
+    episodes = list(product.read_episodes(runs.parent / "data"))
     assert {float(value) for one in episodes for value in one.obs["previous.reward"][1:, 0]} == {
         float(np.float32(0.01))
     }

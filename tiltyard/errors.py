@@ -75,6 +75,13 @@ class DivergedError(TiltyardError):
         self.batch = batch
 
 
+def raised(error: BaseException) -> str:
+    """What foreign code did, as the end of a sentence about it: raised ValueError: no map; called sys.exit(3)."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
+    return f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint naming the nearest known word, or all of them when they are few, or nothing."""
     words = sorted(set(known))

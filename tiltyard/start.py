@@ -1,37 +1,44 @@
 """From a description to a trained policy: check everything, make the run folder, train it here.
 
     train(TARGET)   load settings -> probe env, build model once, check memory -> create folder -> training loop
-    resume(RUN)     same folder, newest valid checkpoint, perhaps changed settings
+    resume(RUN)     same folder, newest valid checkpoint, perhaps changed settings; checked before it is locked
     fork(RUN)       new folder that starts from a copy of one checkpoint, lineage recorded
 
-Nothing is created before every check has passed. Command line and Python use these same functions.
+Nothing is created or changed before every check has passed. Command line and Python use these same functions.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltyard.attempt import Plan, starting_point
 from tiltyard.config.combinations import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import Loaded, load, resolved_yaml
+from tiltyard.config.load import COMMAND_LINE, Loaded, load, texts
 from tiltyard.config.place import runs_root
-from tiltyard.config.site import load_site, pick_profile
+from tiltyard.config.site import apply_profile
 from tiltyard.engines import check_engine
 from tiltyard.envs.probe import probe
-from tiltyard.errors import ConfigError, UseError, did_you_mean
+from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
+from tiltyard.evaluation.play import require_filmable
+from tiltyard.frozen import MAX_DATA, Copies, copy_plugins
 from tiltyard.ledger import terms
-from tiltyard.run import checkpoint, disk, metrics
+from tiltyard.refs import short
+from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
-from tiltyard.run.lock import Lock
+from tiltyard.run.lock import refuse_live
 from tiltyard.run.masking import mask_command
-from tiltyard.run.status import write_status
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training import Outcome, train_run
@@ -42,12 +49,31 @@ IDENTITY = ("env", "model", "seed", "name", "engine")
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a fork starts: a checkpoint of its parent, with what it is worth there, and what is changed."""
+
+    parent: Run
+    checkpoint: Checkpoint
+    score: float | None
+    changes: list[str]
+
+    def lineage(self) -> dict[str, Any]:
+        """As status.json keeps it."""
+        place = {"run": self.parent.id, "folder": str(self.parent.folder), "env_steps": self.checkpoint.env_steps}
+        return {**place, "changes": self.changes}
+
+
+@dataclass(frozen=True)
 class Prepared:
     """An experiment that has passed every check and only needs its folder."""
 
     loaded: Loaded
     root: Path
     spec: EnvSpec
+    copies: Copies
+    """of its plug-ins, in a temporary folder that is deleted with this object"""
+    profile: str | None = None
+    origin: Origin | None = None
 
     @property
     def experiment(self) -> Experiment:
@@ -64,7 +90,7 @@ def train(
     """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run."""
     prepared = prepare(target, overrides, profile=profile)
     run = begin(prepared)
-    carry_out(run, live=live, spec=prepared.spec)
+    carry_out(run, as_it_is(run, prepared.spec), live=live)
     return run
 
 
@@ -75,11 +101,8 @@ def resume(
 
     The code of its plug-ins is run only when the run is this user's own, or with `trust_code`.
     """
-    run = source if isinstance(source, Run) else find(str(source))
-    run.require_own_code(trust_code)
-    if overrides:
-        change_settings(run, overrides)
-    carry_out(run, live=live)
+    run, plan = plan_resume(source, overrides, trust_code=trust_code)
+    carry_out(run, plan, live=live)
     return run
 
 
@@ -92,8 +115,9 @@ def fork(
     trust_code: bool = False,
 ) -> Run:
     """A new run that starts from one of another run's checkpoints with changed settings."""
-    run = branch(source, overrides, at=at, trust_code=trust_code)
-    carry_out(run, live=live)
+    prepared = prepare_fork(source, overrides, at=at, trust_code=trust_code)
+    run = begin(prepared)
+    carry_out(run, as_it_is(run, prepared.spec), live=live)
     return run
 
 
@@ -108,43 +132,118 @@ def prepare(
     debug: bool = False,
 ) -> Prepared:
     """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory."""
-    site, site_file = load_site()
     if isinstance(target, Experiment):
         target = target.model_dump(mode="json", by_alias=True)
-    chosen = pick_profile(site, profile, site_file) if profile else None
-    if chosen is not None:
-        os.environ.update(chosen.environment)
+    chosen = apply_profile(profile) if profile else None
     loaded = load(target, overrides, profile=chosen, debug=debug)
     root = runs_root()
     experiment = _with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
     continues = None if experiment.resume in ("auto", "never") else Path(experiment.resume)
-    return Prepared(loaded, root, check(experiment, loaded.base, continues))
+    return _prepared(loaded, root, continues, profile)
+
+
+def prepare_fork(
+    source: Run | str | Path, overrides: Sequence[str] = (), *, at: int | str | None = None, trust_code: bool = False
+) -> Prepared:
+    """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
+    parent = _run_meant(source)
+    chosen = checkpoint.select(parent, at)
+    parent.require_own_code(trust_code)
+    before, profile = parent.experiment(), parent.enter_profile()
+    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    if loaded.experiment.model.init != before.model.init:
+        raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
+    # A fork goes on from the copied checkpoint, whatever its parent was told to do.
+    loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
+    # By the ids before copying: another file than the parent's may end up under the same name.
+    score = chosen.score if terms(before) == terms(loaded.experiment) else None
+    origin = Origin(parent, chosen, score, mask_command(overrides))
+    return _prepared(loaded, runs_root(), chosen.folder, profile, origin)
+
+
+def _prepared(
+    loaded: Loaded, root: Path, continues: Path | None, profile: str | None, origin: Origin | None = None
+) -> Prepared:
+    """Check copies of the plug-ins, which wait in a temporary folder to be put into the run folder."""
+    folder = Path(tempfile.mkdtemp(prefix="tiltyard-plugins-"))
+    try:
+        copies, spec = check_copies(loaded.experiment, loaded.base, continues, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    spec = replace(spec, notes=(*spec.notes, *copies.notes))
+    prepared = Prepared(loaded, root, spec, copies, profile, origin)
+    weakref.finalize(prepared, shutil.rmtree, folder, ignore_errors=True)
+    return prepared
+
+
+def check_copies(
+    experiment: Experiment, base: Sequence[Path], continues: Path | None, folder: Path
+) -> tuple[Copies, EnvSpec]:
+    """`check`, on copies of the plug-ins made in `folder`: what passes works in the run folder too."""
+    try:
+        copies = copy_plugins(experiment, base, folder)
+    except OSError as error:
+        raise TiltyardError(
+            f"the plug-ins could not be copied to {folder}: {error.strerror or error}",
+            "free some space, or set TMPDIR to another folder",
+        ) from error
+    if not copies.ids:
+        return copies, check(experiment, base, continues)
+    try:
+        return copies, check(copies.named_in(experiment), (folder,), continues)
+    except UseError as error:
+        failed = error
+    check(experiment, base, continues)  # what is wrong with the plug-in itself is told with its own paths
+    raise UseError(
+        f"a plug-in works where it is and not as a copy, which is what a run uses: {failed.message}",
+        "copied are modules that it imports from its own folder, and files there of at most "
+        f"{MAX_DATA >> 20} MiB that it names in quotes; give it the full paths of others in its options",
+        "\n".join(text for text in (*copies.notes, failed.details) if text),
+    )
 
 
 def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
-    """Probe the env in a child process, build the engine's model once, and look at memory and trackers.
-
-    `continues` is the checkpoint to start from, if it is another run's.
-    """
-    mirrors.check(experiment.track)
+    """Whether new settings make sense, and whether they work here: `try_out`."""
+    mirrors.check(experiment.track)  # only here: a tracker that was lost since cannot stop a run that goes on
     check_metric(experiment)
     ignored = list(ignored_settings(experiment))
     if ignored:
         raise ConfigError(ignored, "the model's settings")
+    return try_out(experiment, base, continues)
+
+
+def try_out(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
+    """Probe the env in a child process, build the engine's model once, and look at memory.
+
+    `continues` is the checkpoint to start from, if there is one: its weights must fit.
+    """
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+    if experiment.eval.video:
+        require_filmable(spec, experiment.env)
     check_engine(experiment, spec, base, continues)
     return spec
 
 
 def check_metric(experiment: Experiment) -> None:
     """`save.metric` must be something that is ever recorded."""
-    metric, measured = experiment.save.metric, experiment.eval
-    if metrics.describe(metric) is None:
-        known = did_you_mean(metric, [each.name for each in metrics.METRICS])
-        raise UseError(f"save.metric = {metric} is no metric", known or "docs/reference/metrics.md lists them")
-    if metric.startswith("eval/") and measured.every == 0 and not measured.at_end and experiment.save.best > 1:
-        raise UseError(f"save.best = {experiment.save.best} by {metric} needs evaluations", "set eval.every")
+    save = experiment.save
+    require_metric(save.metric, f"save.metric = {save.metric}")
+    if save.metric.startswith("eval/") and not evaluates(experiment) and save.best > 1:
+        raise UseError(f"save.best = {save.best} by {save.metric} needs evaluations", "set eval.every")
+
+
+def require_metric(name: str, said: str, *, also: Sequence[str] = ()) -> None:
+    """UseError for a name that no record has. `also` are other names that may be meant."""
+    if metrics.describe(name) is None:
+        known = did_you_mean(name, [*(each.name for each in metrics.METRICS), *also])
+        raise UseError(f"{said} is no metric", known or "docs/reference/metrics.md lists them")
+
+
+def evaluates(experiment: Experiment) -> bool:
+    """Whether there is ever an evaluation."""
+    return experiment.eval.every > 0 or experiment.eval.at_end
 
 
 def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
@@ -171,30 +270,67 @@ def _checkpoint_of(text: str, root: Path, at: int | str | None) -> Checkpoint:
 
 def begin(prepared: Prepared, *, seed: int | None = None) -> Run:
     """Make the run folder; with another seed if asked."""
-    loaded = prepared.loaded
+    loaded, origin = prepared.loaded, prepared.origin
     experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
-    return create(
+    run = create(
         prepared.root,
         experiment,
         source_text=loaded.source_text,
         source_name=loaded.source.name if loaded.source else None,
         base=loaded.base,
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        parent=origin.lineage() if origin is not None else None,
+        copies=prepared.copies,
+        profile=prepared.profile,
     )
+    if origin is not None:
+        checkpoint.copy_into(run, origin.checkpoint, score=origin.score)
+        said = f"forked from {origin.parent.id} at env step {origin.checkpoint.env_steps:,}"
+        log_event(run, "forked", said, changes=origin.changes)
+    return run
 
 
-def change_settings(run: Run, overrides: Sequence[str]) -> None:
-    """Rewrite the run's experiment.yaml with the changes; the old one stays as experiment.before-attempt-N.yaml."""
-    before = run.experiment()
-    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=run.base)
-    changed = [name for name in IDENTITY if getattr(before, name) != getattr(loaded.experiment, name)]
+def as_it_is(run: Run, spec: EnvSpec) -> Plan:
+    """The plan of a run that was made a moment ago."""
+    experiment = run.experiment()
+    return Plan(experiment, experiment, spec)
+
+
+# ------------------------------------------------------------------------------------------------ going on
+
+
+def plan_resume(
+    source: Run | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> tuple[Run, Plan]:
+    """A run and how it would go on: everything is checked, and not a byte of its folder has changed."""
+    run = _run_meant(source)
+    run.require_own_code(trust_code)
+    refuse_live(run)
+    found = settings = run.experiment()
+    afresh, words = False, texts(overrides)
+    if words:
+        loaded = load(found.model_dump(mode="json", by_alias=True), words, base=run.base)
+        settings = loaded.experiment
+        if settings.resume in ("auto", "never"):
+            # Asked for in these very words, and for this attempt alone: what the run's file says is how it was made.
+            afresh = settings.resume == "never" and loaded.origins["resume"] == COMMAND_LINE
+            settings = settings.model_copy(update={"resume": found.resume})
+    _require_same_run(run, found, settings, words)
+    start = None if afresh else starting_point(run, settings)[0]
+    run.enter_profile()
+    spec = try_out(settings, run.base, start.folder if start is not None else None)
+    return run, Plan(found, settings, spec, tuple(mask_command(words)), afresh)
+
+
+def _require_same_run(run: Run, before: Experiment, now: Experiment, overrides: Sequence[str]) -> None:
+    """UseError for changes that make another run of it."""
+    changed = [name for name in IDENTITY if getattr(before, name) != getattr(now, name)]
     if changed:
         raise UseError(
             f"`resume` cannot change {changed[0]}: it would be another run than {run.id}",
-            f"start one from its checkpoint: tiltyard fork {run.id} {' '.join(overrides)}",
+            f"start one from its checkpoint: tiltyard fork {run.typed} {shlex.join(overrides)}",
         )
-    now = loaded.experiment
-    if now.resume != before.resume and now.resume not in ("auto", "never"):
+    if now.resume != before.resume:
         raise UseError(
             f"resume = {now.resume}: {run.id} goes on from its own checkpoints",
             "start another run from that one: tiltyard fork CHECKPOINT",
@@ -202,56 +338,29 @@ def change_settings(run: Run, overrides: Sequence[str]) -> None:
     if now.save.metric != before.save.metric:
         raise UseError(
             f"`resume` cannot change save.metric: the checkpoints of {run.id} are ranked by {before.save.metric}",
-            f"start a run with scores of its own: tiltyard fork {run.id} {' '.join(overrides)}",
+            f"start a run with scores of its own: tiltyard fork {run.typed} {shlex.join(overrides)}",
         )
-    check_metric(now)
-    with Lock(run):
-        number = int(run.status().get("attempt", 0)) + 1
-        shutil.copyfile(run.experiment_file, run.folder / f"experiment.before-attempt-{number}.yaml")
-        disk.write_text(run.experiment_file, resolved_yaml(now))
-        write_status(run, target_env_steps=now.stop.env_steps, tags=now.tags, notes=now.notes)
-        changes = mask_command(overrides)
-        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(changes)}", overrides=changes)
+    if now != before:
+        check_metric(now)
+    if now.track != before.track:
+        mirrors.check(now.track)
 
 
-def branch(
-    source: Run | str | Path, overrides: Sequence[str], *, at: int | str | None = None, trust_code: bool = False
-) -> Run:
-    """The folder of a fork: the parent's settings with changes, and a copy of one checkpoint to start from."""
-    root = runs_root()
-    parent = source if isinstance(source, Run) else find(str(source), root)
-    chosen = checkpoint.select(parent, at)
-    parent.require_own_code(trust_code)
-    before = parent.experiment()
-    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
-    if loaded.experiment.model.init != before.model.init:
-        raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
-    # A fork goes on from the copied checkpoint, whatever its parent was told to do.
-    loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
-    check(loaded.experiment, loaded.base, chosen.folder)
-    changes = mask_command(overrides)
-    run = create(
-        root,
-        loaded.experiment,
-        source_text=None,
-        source_name=None,
-        base=loaded.base,
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-        parent={"run": parent.id, "folder": str(parent.folder), "env_steps": chosen.env_steps, "changes": changes},
-    )
-    checkpoint.copy_into(run, chosen, score=chosen.score if terms(before) == terms(run.experiment()) else None)
-    log_event(run, "forked", f"forked from {parent.id} at env step {chosen.env_steps:,}", changes=changes)
-    return run
+def _run_meant(source: Run | str | Path) -> Run:
+    """The run that a caller names; whatever else is given is refused in words."""
+    if not isinstance(source, Run | str | Path):
+        raise UseError(f"{short(source)} names no run", "give a Run, its id, or the path of its folder")
+    return find(str(source.folder if isinstance(source, Run) else source))
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def carry_out(run: Run, *, live: bool | None = None, spec: EnvSpec | None = None) -> Outcome:
-    """Train the run in this process and say at the end what to type next. A `spec` just probed is not probed again."""
-    screen = Screen(run, run.experiment(), live=live)
+def carry_out(run: Run, plan: Plan, *, live: bool | None = None) -> Outcome:
+    """Train the run in this process as planned and say at the end what to type next."""
+    screen = Screen(run, plan.settings, live=live)
     try:
-        outcome = train_run(run, screen=screen, spec=spec)
+        outcome = train_run(run, plan, screen=screen)
         screen.finish(f"{outcome.state}: {outcome.reason}", next_commands(run, outcome))
         return outcome
     finally:
@@ -262,11 +371,18 @@ def next_commands(run: Run, outcome: Outcome) -> list[str]:
     """Where the run is and what one would type now."""
     lines = [f"run folder  {os.path.relpath(run.folder)}"]
     if outcome.state == "finished" and not outcome.trained:
-        setting = outcome.reason.split("=")[0]
-        lines += [f"next        nothing was left to train; to go on: tiltyard resume {run.id} {setting}=..."]
+        longer = f"tiltyard resume {run.typed} {_further(outcome)}"
+        lines += [f"next        nothing was left to train; to go on: {longer}"]
     elif outcome.state == "finished":
         film = " --video" if outcome.filmable else ""
-        lines += [f"next        tiltyard eval {run.id}{film}", f"            tiltyard show {run.id}"]
+        lines += [f"next        tiltyard eval {run.typed}{film}", f"            tiltyard show {run.typed}"]
     else:
-        lines += [f"next        tiltyard resume {run.id}"]
+        lines += [f"next        tiltyard resume {run.typed}"]
     return lines
+
+
+def _further(outcome: Outcome) -> str:
+    """The setting that a finished run goes on with: twice as far as it came, or without the goal it has reached."""
+    setting = outcome.reason.partition("=")[0]
+    reached = getattr(outcome.progress, setting.removeprefix("stop."), None)
+    return f"{setting}={'null' if reached is None else 2 * math.ceil(reached)}"

@@ -311,6 +311,38 @@ def test_a_clipped_value_moves_no_further_than_set():
     assert found[1] < found[0] / 3
 
 
+def clipped_and_free(seen: int, clip: float, **algo):
+    """Two learners of normalised returns, one with value_clip, and a rollout whose rewards are 1,000 times as large
+    as those of the `seen` updates before it."""
+    model = Model(hidden=[16], normalise=Normalise(returns=True))
+    for value_clip in (clip, None):
+        settings = Settings(rollout=16, minibatch=64, lr=1e-2, value_clip=value_clip, **algo)
+        ppo, net, spec = learner(settings, model=model)
+        for update in range(seen):
+            ppo.update(act_out(net, spec, 16, seed=update), 0)
+        rollout = act_out(net, spec, 16, seed=99)
+        rollout.reward *= 1000
+        yield ppo, net, rollout
+
+
+def test_before_the_first_gradient_step_a_value_clip_changes_nothing_whatever_the_units():
+    """No value has moved yet: not by its units (which are those of rewards), nor by the statistics of this rollout."""
+    clipped, free = (ppo.update(rollout, 0) for ppo, _, rollout in clipped_and_free(seen=3, clip=1e-3, epochs=1))
+    for name in ("loss/value", "learn/gradient_norm"):
+        assert clipped[name] == pytest.approx(free[name], rel=1e-3), name
+
+
+def test_a_value_clip_is_in_normalised_units():
+    moved = []
+    for ppo, net, rollout in clipped_and_free(seen=0, clip=0.1, epochs=40):
+        before = net.normalise_value(torch.from_numpy(rollout.value).flatten())
+        ppo.update(rollout, 0)
+        now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
+        moved.append(float((net.normalise_value(now) - before).abs().mean()))
+    # 0.1 of a reward would be 1e-4 of these units, and hold the values where they were.
+    assert 0.05 < moved[0] < moved[1] / 2
+
+
 # ------------------------------------------------------------------------------------------------ state
 
 

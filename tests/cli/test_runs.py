@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from tiltyard.cli import main
 from tiltyard.config.experiment import Experiment
 from tiltyard.run import checkpoint, metrics
-from tiltyard.run.folder import create, find, log_event, write_status
+from tiltyard.run.folder import Run, create, find, log_event, write_status
 from tiltyard.types import Progress
 
 HEAVY = ("torch", "ray", "gymnasium", "numpy")
@@ -58,6 +60,7 @@ def trained(root, name="toy", **settings):
             "train/return_max": 50,
             "time/env": 0.75,
             "time/learn": 0.25,
+            "speed/env_steps_per_second": 50.0,
         }
         metrics.append(
             run,
@@ -105,6 +108,13 @@ def test_ls_lists_filters_and_speaks_json(root, tiltyard):
         assert [row["id"] for row in json.loads(tiltyard("ls", "--json", *words).stdout)] == expected, words
     assert "none of the 2 runs" in tiltyard("ls", "--tag", "none").stderr
     assert "did you mean 'finished'" in tiltyard("ls", "--state", "finish", code=2).stderr
+
+
+def test_ls_never_says_more_than_100_percent_nor_100_too_early(root, tiltyard):
+    for steps in (9_999, 10_000, 250_000):
+        write_status(make(root, stop={"env_steps": 10_000}), progress=Progress(env_steps=steps))
+    shares = [line.split("  ") for line in tiltyard("ls").stdout.splitlines()[1:]]
+    assert [next(cell.strip() for cell in line if "%" in cell) for line in shares] == ["99 %", "100 %", "100 %"]
 
 
 def test_ls_of_nothing_and_of_a_wrong_root(root, tiltyard, tmp_path):
@@ -157,6 +167,47 @@ def test_show_on_one_screen_as_json_and_as_events(root, tiltyard):
         "created",
         "finished",
     ]
+
+
+def test_show_names_every_budget_and_goal(root, tiltyard):
+    stop = {"env_steps": None, "seconds": 100, "updates": 4, "frames": 400, "return": 475, "train_return": 300}
+    out = tiltyard("show", trained(root, stop=stop).id).stdout
+    assert (
+        "200 env steps, 0 of 400 frames (0 %), 2 of 4 updates (50 %), 9 episodes, 1 min 15 s of 1 min 40 s (75 %), "
+        "attempt 0"
+    ) in out
+    assert "1 to 50), goal 300\n" in out and "best 45, goal 475\n" in out
+
+
+def typed(line):
+    """The words that a shell makes of a command printed, without `tiltyard`."""
+    first, *words = shlex.split(line)
+    assert first == "tiltyard"
+    return words
+
+
+@pytest.mark.parametrize("place", ["runs", "my other runs", "-odd"])
+def test_commands_shown_work_as_typed_wherever_the_run_is(root, tiltyard, tmp_path, monkeypatch, place):
+    run = trained(tmp_path / place)
+    pytest.importorskip("matplotlib")
+    for here in (tmp_path, run.folder.parent, root.parent / "elsewhere"):
+        here.mkdir(exist_ok=True)
+        monkeypatch.chdir(here)
+        line = tiltyard("show", run.folder).stdout.splitlines()[-1]
+        assert line.strip().startswith(f"tiltyard show {run.id} ") == (place == "runs")
+        tiltyard(*typed(line))
+        assert (here / "curve.png").exists()
+
+
+def test_a_name_that_means_another_run_here_is_not_shown(root, tiltyard, tmp_path, monkeypatch):
+    run = trained(root)
+    shutil.copytree(run.folder, tmp_path / "copies" / run.id)
+    write_status(Run(tmp_path / "copies" / run.id), notes="the copy")
+    monkeypatch.chdir(tmp_path / "copies")  # here the id is a path, of the copy
+    facts = json.loads(tiltyard("show", run.folder, "--json").stdout)
+    assert all(str(run.folder) in command for command in facts["next"])
+    copy = json.loads(tiltyard("show", run.id, "--json").stdout)
+    assert copy["notes"] == "the copy" and all(run.id in typed(command) for command in copy["next"])
 
 
 def test_show_names_damage_and_works_before_training(root, tiltyard):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,28 @@ def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs:
     done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>=5000", expect=1)
     assert "expected return>=5000, but eval/return is" in done.stderr
     tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>0")
-    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "no/metric>0", expect=1)
-    assert "was never recorded" in done.stderr
-    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return", expect=2)
-    assert "write --expect 'return>=475'" in done.stderr
+    done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "episode/score>0", expect=1)
+    assert "episode/score was never recorded" in done.stderr
+    done = tiltyard("resume", "last", "--expect", "speed/env_steps_per_second<0", expect=1)
+    assert "but speed/env_steps_per_second is" in done.stderr
     assert len(list(runs.glob("*/0*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("expected", "overrides", "said"),
+    [
+        ("return", [], "write --expect 'return>=475'"),
+        ("retrun>=1", [], "did you mean 'return'?"),
+        ("eval/retrun>=1", [], "did you mean 'eval/return'?"),
+        ("return>=1", ["eval.every=0", "eval.at_end=false"], "needs an evaluation"),
+        ("eval/return_low>=1", ["eval.episodes=1"], "one episode has no interval"),
+    ],
+)
+def test_what_cannot_be_expected_is_refused_before_anything_starts(
+    tiltyard: Command, runs: Path, expected: str, overrides: list[str], said: str
+) -> None:
+    assert said in tiltyard("train", "CartPole-v1", *QUICK, *overrides, "--expect", expected, expect=2).stderr
+    assert not runs.exists()
 
 
 def test_seeds_are_runs_one_after_another(tiltyard: Command, runs: Path) -> None:
@@ -105,13 +123,28 @@ def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path)
     run = find("last", runs)
     done = tiltyard("resume", "last")
     assert "stop.env_steps=96 reached" in done.stderr
-    assert "nothing was left to train; to go on: tiltyard resume" in done.stderr and "stop.env_steps=..." in done.stderr
-    tiltyard("resume", "last", "stop.env_steps=2e2")
-    assert run.status()["progress"]["env_steps"] == 224
-    assert run.experiment().stop.env_steps == 200
+    assert " after 96 env steps in " in done.stderr, "an attempt without an update knows where the run stands"
+    _, _, further = done.stderr.partition("nothing was left to train; to go on: tiltyard ")
+    tiltyard(*shlex.split(further.splitlines()[0]))
+    assert run.status()["progress"]["env_steps"] == run.experiment().stop.env_steps == 192
     assert (run.folder / "experiment.before-attempt-3.yaml").exists()
     done = tiltyard("resume", "last", "env.frameskip=2", expect=2)
     assert "tiltyard fork" in done.stderr
+
+
+def test_what_to_type_next_works_for_a_run_outside_the_runs_folder(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiltyard("train", "CartPole-v1", *QUICK)
+    (away := tmp_path / "my old runs" / "CartPole-v1").mkdir(parents=True)
+    moved = find("last", runs).folder.rename(away / "0007-brisk-otter")
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+    done = tiltyard("resume", str(moved), "stop.env_steps=128")
+    commands = [line.partition("tiltyard ")[2] for line in done.stderr.splitlines() if " tiltyard " in line]
+    assert [command.split()[0] for command in commands] == ["eval", "show"]
+    assert "0007-brisk-otter at env step 128" in tiltyard(*shlex.split(commands[0].removesuffix(" --video"))).stdout
+    assert f"folder       {moved}" in tiltyard(*shlex.split(commands[1])).stdout
 
 
 def test_fork_starts_from_a_checkpoint_with_changed_settings_and_a_lineage(tiltyard: Command, runs: Path) -> None:
@@ -138,20 +171,15 @@ def test_model_init_takes_the_weights_that_fit_and_lists_the_rest(tiltyard: Comm
     source = checkpoint.read_tree(checkpoint.select(find("source", runs)).folder / "policies", "main")["weights"]
     started = [event["sentence"] for event in read_events(find("taker", runs)) if "weights from" in event["sentence"]]
     assert started and any(name in started[0] for name in source)
+    tiltyard("rm", "source", "--yes")
+    tiltyard("resume", "taker", "stop.env_steps=64")
+    tiltyard("fork", "taker", "name=child", "stop.env_steps=96")
     done = tiltyard("train", "CartPole-v1", *QUICK, "model.init=nowhere", expect=2)
     assert "nowhere" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["never", "path"])
-def test_resume_setting(tiltyard: Command, runs: Path, kind: str) -> None:
+def test_a_run_can_start_from_the_checkpoint_of_another(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "name=first", "eval.at_end=false")
-    first = find("first", runs)
-    if kind == "never":
-        tiltyard("resume", "first", "resume=never", "stop.env_steps=32")
-        assert first.status()["progress"]["env_steps"] == 32
-        assert [record["env_steps"] for record in metrics.read(first.metrics_file)] == [32]
-        assert list(first.folder.glob("checkpoints.before-attempt-2/0*")), "abandoned checkpoints are kept aside"
-    else:
-        source = checkpoint.select(first).folder
-        tiltyard("train", "CartPole-v1", *QUICK, "name=second", f"resume={source}", "stop.env_steps=128")
-        assert metrics.read(find("second", runs).metrics_file)[0]["env_steps"] == 128
+    source = checkpoint.select(find("first", runs)).folder
+    tiltyard("train", "CartPole-v1", *QUICK, "name=second", f"resume={source}", "stop.env_steps=128")
+    assert metrics.read(find("second", runs).metrics_file)[0]["env_steps"] == 128

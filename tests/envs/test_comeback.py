@@ -103,6 +103,46 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
     assert "3 of 3 running episodes were cut" in again
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Env(id="CartPole-v1"), Env(id="CartPole-v1", options={"sutton_barto_reward": True})),
+        (Env(id="CartPole-v1"), Env(id="CartPole-v1", time_limit=7)),
+        (Env(id="CartPole-v1", frameskip=2), Env(id="CartPole-v1")),
+        (Env(id="CarPass-v0"), Env(id="CarPass-v0", time_limit=7)),  # comes back by its state
+        (Env(id="CartPole-v1", comes_back="fresh"), Env(id="CartPole-v1", time_limit=7)),
+    ],
+    ids=lambda env: f"{env.id}-{env.comes_back}",
+)
+def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: Env, after: Env, tmp_path: Path) -> None:
+    group = group_of(before)
+    group.reset()
+    group.step(act(group, 0))
+    forked = group_of(after)
+    manner = forked.comes_back
+    (sentence,) = forked.load(group.save())
+    assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
+    assert forked.current().first.all() and not forked.length.any() and forked.number.tolist() == [1, 1, 1]
+    for index in range(3):
+        forked.step(act(forked, index))
+    write_tree(tmp_path, "envs", forked.save())
+    again = group_of(after)
+    assert forked.comes_back == manner != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
+    action = act(forked, 9)
+    assert_same(forked.step(action), again.step(action.copy()))
+
+
+def test_settings_that_make_no_other_episodes_cut_none_and_older_checkpoints_do_not_say() -> None:
+    group = group_of(Env(id="CartPole-v1"))
+    group.reset()
+    for index in range(5):
+        group.step(act(group, index))
+    scaled, tree = group_of(Env(id="CartPole-v1", reward_scale=0.1, start_timeout=99)), group.save()
+    assert scaled.load(tree) == [] and np.array_equal(scaled.obs["obs"], group.obs["obs"])
+    del tree["settings"]
+    assert group_of(Env(id="CartPole-v1")).load(tree) == []
+
+
 def test_fresh_envs_say_what_was_cut() -> None:
     env = Env(id="CartPole-v1", comes_back="fresh")
     group = group_of(env)
@@ -129,7 +169,7 @@ def test_rows_may_become_more_or_fewer() -> None:
         group.step(act(group, index))
     tree = group.save()
     fewer, more = group_of(env, rows=2), group_of(env, rows=5)
-    assert "1 rows of the checkpoint" in fewer.load(tree)[0]
+    assert fewer.load(tree) == ["of the checkpoint's 3 rows 2 are left: the episodes of the others were cut"]
     assert np.array_equal(fewer.obs["obs"], group.obs["obs"][:2])
     assert more.load(tree) == []
     assert np.array_equal(more.obs["obs"][:3], group.obs["obs"]) and more.first.tolist()[3:] == [True, True]

@@ -198,13 +198,20 @@ def test_every_space_at_once() -> None:
 def test_pictures_of_rows_and_of_ends() -> None:
     env = Env(id=RECORDER, options={"length": 3})
     group = group_of(env, render=True)
-    group.filmed = 1
+    last: list[int] = []
+
+    def look(row: int) -> None:
+        picture = group.render_row(row)
+        assert picture is not None
+        last.append(int(picture[0, 0, 0]))
+
+    group.at_end = look
     group.reset()
     for frame in range(3):
         picture = group.render_row(1)
         assert picture is not None and picture.shape == (4, 6, 3) and picture[0, 0, 0] == frame
         group.step(flat(0))
-    assert group.final_frame is not None and group.final_frame[0, 0, 0] == 3
+    assert last and set(last) == {3}, "the end is seen before the next episode begins"
     assert group.fps == 8
     group.close()
 

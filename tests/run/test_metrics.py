@@ -64,6 +64,39 @@ def test_numbers_that_are_none_stay_json_and_come_back(tmp_path):
     assert math.isnan(found["a"]) and found["b"] == math.inf and found["c"] == -math.inf and math.isnan(found["d"])
 
 
+def timed(steps, speed, **shares):
+    return record(steps, **{"speed/env_steps_per_second": speed, **{f"time/{part}": x for part, x in shares.items()}})
+
+
+def test_time_shares_count_every_record_by_its_seconds(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.rewind(path, 1000, 1)  # a fork: what came before took no time here
+    metrics.append(path, timed(1010, 10.0, env=1.0))  # 1 s
+    metrics.append(path, timed(1020, 10 / 9, learn=0.5, eval=0.5))  # 9 s
+    metrics.append(path, record(1020, **{"eval/return": 1.0}))  # measured at the end: covers no time
+    assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 0.1, "learn": 0.45, "eval": 0.45})
+    metrics.rewind(path, 1010, 2)
+    metrics.append(path, timed(1013, 1.0, env=1.0))  # 3 s since env step 1010, where attempt 2 began
+    assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 1.0})
+    metrics.append(path, timed(1017, 1.0, learn=1.0))  # 4 s
+    assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 0.5, "learn": 0.5})
+    assert metrics.time_shares([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 34, "b": 33, "c": 33}),
+        ({"a": 0.157, "b": 0.246, "c": 0.595, "d": 0.002}, {"a": 16, "b": 25, "c": 59, "d": 0}),
+        ({"a": 0.166, "b": 0.266, "c": 0.563, "d": 0.005}, {"a": 17, "b": 27, "c": 56, "d": 0}),
+        ({"a": 1.0}, {"a": 100}),
+        ({}, {}),
+    ],
+)
+def test_percents_add_up_to_100(shares, expected):
+    assert metrics.percents(shares) == expected and sum(expected.values()) in (0, 100)
+
+
 def test_rewinds_void_what_lies_beyond_and_nothing_else(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for steps in (10, 20, 30, 40):

@@ -19,6 +19,7 @@ from tiltyard.track.console import Console, clock, nearest_budget, seconds_left
 from tiltyard.types import Progress
 
 SPLIT = {"env": 0.5, "inference": 0.2, "learn": 0.3}
+SPEED = "speed/env_steps_per_second"
 
 
 def experiment(**stop):
@@ -72,11 +73,33 @@ def test_plain_lines_come_per_fiftieth_of_the_budget_and_per_evaluation(tmp_path
 def test_a_plain_line_says_everything_that_matters(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
-    console.update(Progress(10_000, 10_000, 5, 9, 10.0), {"train/return": 21.25}, SPLIT)
-    console.update(Progress(30_000, 30_000, 15, 19, 20.0), {"train/return": 61.25}, SPLIT)
+    console.update(Progress(10_000, 10_000, 5, 9, 10.0), {"train/return": 21.25, SPEED: 1000.0}, SPLIT)
+    console.update(Progress(30_000, 30_000, 15, 19, 20.0), {"train/return": 61.25, SPEED: 2000.0}, SPLIT)
     assert stream.getvalue().splitlines()[-1] == (
         "     30,000 env steps  30% | 0:00:20 (0:00:35 left) | return 61.2 | 2,000 env steps/s | env 50% inference 20% learn 30%"
     )
+
+
+def test_time_shares_are_of_seconds_and_add_up_to_100(tmp_path):
+    console, stream = plain(tmp_path)
+    console.start([])
+    console.progress = Progress(env_steps=9000)  # a resume: what came before took no time here
+    console.update(Progress(10_000, 10_000, 1, 9, 1.0), {SPEED: 1000.0}, {"env": 0.666, "learn": 0.334})  # 1 s
+    assert stream.getvalue().splitlines()[-1].endswith(" | env 67% learn 33%")
+    console.update(Progress(20_000, 20_000, 2, 9, 1.5), {SPEED: 100.0}, {"env": 0.01, "eval": 0.99})  # 100 s
+    # seconds: env 0.9 * 0.666 + 1, learn 0.9 * 0.334, eval 99
+    assert stream.getvalue().splitlines()[-1].endswith(" | env 2% eval 98%")
+    console.update(Progress(20_000, 20_000, 2, 9, 1.5), {"eval/return": 1.0}, {})  # measured at the end
+    assert stream.getvalue().splitlines()[-1].endswith(" | env 2% eval 98%")
+
+
+def test_nothing_is_left_when_the_budget_is_used_up(tmp_path):
+    console, stream = plain(tmp_path)
+    console.start([])
+    for steps in (50_000, 100_352):
+        console.update(Progress(steps, steps, 5, 9, steps / 1000), {}, {})
+    assert stream.getvalue().splitlines()[-1] == "    100,352 env steps 100% | 0:01:40 | 1,000 env steps/s"
+    assert "left" not in shown(console)
 
 
 def test_speed_and_time_left_are_of_this_attempt(tmp_path):
@@ -104,7 +127,7 @@ def test_the_end_is_told_with_the_lines_given(tmp_path):
 def test_the_live_panel_shows_progress_curve_returns_speed_and_time(tmp_path):
     console, _ = plain(tmp_path, env_steps=100_000, **{"return": 475.0})
     for update in range(1, 51):
-        found = {"train/return": update * 9.0}
+        found = {"train/return": update * 9.0, SPEED: 2000.0}
         if update == 40:
             found |= {"eval/return": 470.0, "eval/return_low": 460.0, "eval/return_high": 480.0}
         console.update(Progress(update * 1000, update * 1000, update, update * 3, update * 0.5), found, SPLIT)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import BinaryIO, NoReturn
 
 from tiltyard import __version__
 from tiltyard.errors import (
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `tiltyard` command."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = dispatch(words)
+        with data_to(sys.stdout.buffer, sys.stdout.encoding, sys.stdout.isatty()) as data, redirect_stdout(data):
+            code = dispatch(words)
     except TiltyardError as error:
         report(error)
         code = error.exit_code
@@ -61,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write("interrupted\n")
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our stdout left (`tiltyard ls | head`): not an error; keep the exit from flushing into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = EXIT_DONE
+        code = EXIT_DONE  # the reader of our stdout left (`tiltyard ls | head`): not an error
     except Exception as error:
         if os.environ.get("TILTYARD_TRACEBACK"):
             raise
@@ -73,6 +74,40 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         code = EXIT_FAILED
     sys.exit(code)
+
+
+class Data(io.TextIOWrapper):
+    """stdout: letters that it cannot encode go out as numbers, and what cannot be written is told as that."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> Exception:
+        # Nothing more goes there: the exit flushes once more, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BrokenPipeError(*error.args)
+        hint = "write the output to a place with room for it"
+        return TiltyardError(f"stdout cannot be written: {error.strerror}", hint)
+
+
+@contextmanager
+def data_to(buffer: BinaryIO, encoding: str, line_buffering: bool = False) -> Iterator[Data]:
+    """What is written inside has gone out at the end; the buffer stays open."""
+    data = Data(buffer, encoding, "backslashreplace", line_buffering=line_buffering)
+    try:
+        yield data
+    finally:
+        data.detach()
 
 
 def dispatch(words: list[str]) -> int:
@@ -134,4 +169,4 @@ def report(error: TiltyardError) -> None:
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-__all__ = ["EXIT_FAILED", "dispatch", "main", "overview", "report"]
+__all__ = ["EXIT_FAILED", "data_to", "dispatch", "main", "overview", "report"]

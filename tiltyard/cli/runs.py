@@ -203,11 +203,11 @@ def run_stop(args: argparse.Namespace) -> int:
     run = find(args.run, _root(args))
     owner = read_owner(run.folder)
     if owner is None or life(owner) == "dead":
-        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.id}")
+        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
     pid, host = owner.get("pid"), owner.get("host")
     if life(owner) == "unknown" or not isinstance(pid, int):
         raise UseError(
-            f"run {run.id} is being written by pid {pid} on host {host}", f"stop it there: tiltyard stop {run.id}"
+            f"run {run.id} is being written by pid {pid} on host {host}", f"stop it there: tiltyard stop {run.typed}"
         )
     try:
         os.kill(pid, signal.SIGTERM)
@@ -223,7 +223,8 @@ def run_stop(args: argparse.Namespace) -> int:
             return EXIT_FAILED
         time.sleep(0.05)
     reason = run.status()["reason"]
-    sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\nnext: tiltyard resume {run.id}\n")
+    sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
+    sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
     return EXIT_DONE
 
 

@@ -6,25 +6,23 @@ Reads status, metrics, manifests and the resolved settings; imports no plug-in a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
 from tiltyard.run import checkpoint, disk, metrics
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Experiment
+    from tiltyard.config.experiment import Experiment, Stop
     from tiltyard.run.folder import Run
 
-# Shares are of the time since the record before: an average over the last ones is steadier than one of them.
-RECENT = 100
+RECENT = 100  # records that the time split looks back on
 
 
 def facts_of(run: Run) -> dict[str, Any]:
     """status.json, and beside it the newest metrics, checkpoints, the time split, damage and what to type next."""
     records = metrics.read(run)
     steps, _ = metrics.series(records, "eval/return")
-    recent = [record["metrics"] for record in records[-RECENT:]]
-    parts = sorted({name for found in recent for name in found if name.startswith("time/")})
     state = run.state
     return {
         **run.status(),
@@ -32,7 +30,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "folder": str(run.folder),
         "metrics": {name: value for record in records for name, value in record["metrics"].items()},
         "evaluated_at": steps[-1] if steps else None,
-        "time": {name.removeprefix("time/"): sum(one.get(name, 0.0) for one in recent) / len(recent) for name in parts},
+        "time": metrics.time_shares(records[-RECENT:]),
         "checkpoints": [
             {"env_steps": kept.env_steps, "score": kept.score, "folder": str(kept.folder)}
             for kept in checkpoint.list_checkpoints(run)
@@ -41,16 +39,16 @@ def facts_of(run: Run) -> dict[str, Any]:
             *checkpoint.unreadable(run),
             *(f"line {line} of metrics.jsonl" for line in metrics.broken_lines(run)),
         ],
-        "next": _next_commands(run.id, state),
+        "next": _next_commands(run.typed, state),
     }
 
 
-def _next_commands(run_id: str, state: str) -> list[str]:
+def _next_commands(run: str, state: str) -> list[str]:
     if state == "running":
-        return [f"tiltyard logs -f {run_id}", f"tiltyard stop {run_id}"]
+        return [f"tiltyard logs -f {run}", f"tiltyard stop {run}"]
     if state == "finished":
-        return [f"tiltyard eval {run_id}", f"tiltyard show {run_id} --plot curve.png"]
-    return [f"tiltyard resume {run_id}"]
+        return [f"tiltyard eval {run}", f"tiltyard show {run} --plot curve.png"]
+    return [f"tiltyard resume {run}"]
 
 
 def summary(run: Run, facts: dict[str, Any]) -> str:
@@ -61,11 +59,11 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("run", run.id),
         ("state", facts["state"] + (f": {facts['reason']}" if facts["reason"] else "")),
         ("env", f"{experiment.env.id}, {experiment.algo.id}, {experiment.engine.kind} engine, seed {experiment.seed}"),
-        ("progress", _progress(facts)),
-        ("return", _returns(facts["metrics"])),
-        ("evaluation", _evaluation(facts)),
+        ("progress", _progress(facts, experiment.stop)),
+        ("return", _returns(facts["metrics"], experiment.stop.train_return)),
+        ("evaluation", _evaluation(facts, experiment.stop.return_)),
         ("speed", _speed(facts["progress"])),
-        ("time", "  ".join(f"{part} {share:.0%}" for part, share in facts["time"].items() if share >= 0.005)),
+        ("time", "  ".join(f"{part} {share}%" for part, share in metrics.percents(facts["time"]).items() if share)),
         ("tags", ", ".join(facts["tags"])),
         ("notes", facts["notes"]),
         ("forked from", f"{lineage.get('run')} at env step {text.count(lineage.get('env_steps'))}" if lineage else ""),
@@ -77,23 +75,33 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
     return "".join(f"{name:<12} {text.clean(value).rstrip()}\n" for name, value in rows if value)
 
 
-def _progress(facts: dict[str, Any]) -> str:
-    progress, target = facts["progress"], facts.get("target_env_steps")
-    of_target = f" of {target:,}" if target else ""
-    share = f" ({text.percent(progress['env_steps'], target)})" if target else ""
-    counts = f"{text.count(progress['updates'])} updates, {text.count(progress['episodes'])} episodes"
-    spent = f"{text.duration(progress['seconds'])}, attempt {facts['attempt']}"
-    return f"{text.count(progress['env_steps'])}{of_target} env steps{share}, {counts}, {spent}"
+def _progress(facts: dict[str, Any], stop: Stop) -> str:
+    """What has been done, each with the budget it has and how much of that is used."""
+    progress = facts["progress"]
+
+    def used(name: str, budget: float | None, unit: str, words: Callable[[Any], str]) -> str:
+        of, share = (f" of {words(budget)}", f" ({text.percent(progress[name], budget)})") if budget else ("", "")
+        return f"{words(progress[name])}{of}{unit}{share}"
+
+    parts = [
+        used("env_steps", stop.env_steps, " env steps", text.count),
+        *([used("frames", stop.frames, " frames", text.count)] if stop.frames else []),
+        used("updates", stop.updates, " updates", text.count),
+        used("episodes", None, " episodes", text.count),
+        used("seconds", stop.seconds, "", text.duration),
+        f"attempt {facts['attempt']}",
+    ]
+    return ", ".join(parts)
 
 
-def _returns(found: dict[str, float]) -> str:
+def _returns(found: dict[str, float], goal: float | None) -> str:
     if "train/return" not in found:
         return ""
     low, high = text.number(found.get("train/return_min")), text.number(found.get("train/return_max"))
-    return f"{text.number(found['train/return'])} in training (last 100 episodes, {low} to {high})"
+    return f"{text.number(found['train/return'])} in training (last 100 episodes, {low} to {high})" + _goal(goal)
 
 
-def _evaluation(facts: dict[str, Any]) -> str:
+def _evaluation(facts: dict[str, Any], goal: float | None) -> str:
     found = facts["metrics"]
     if "eval/return" not in found:
         return ""
@@ -101,9 +109,12 @@ def _evaluation(facts: dict[str, Any]) -> str:
     if "eval/return_low" in found and "eval/return_high" in found:
         words += f" ({text.number(found['eval/return_low'])} to {text.number(found['eval/return_high'])})"
     best = disk.number(facts["best"])
-    return f"{words} at env step {text.count(facts['evaluated_at'])}" + (
-        f", best {text.number(best)}" if best is not None else ""
-    )
+    words += f" at env step {text.count(facts['evaluated_at'])}"
+    return words + (f", best {text.number(best)}" if best is not None else "") + _goal(goal)
+
+
+def _goal(goal: float | None) -> str:
+    return "" if goal is None else f", goal {text.number(goal)}"
 
 
 def _speed(progress: dict[str, Any]) -> str:

@@ -35,10 +35,10 @@ def number(value: float | None) -> str:
 
 
 def percent(part: Any, whole: Any) -> str:
-    """How much of the whole, or nothing when that cannot be said."""
+    """How much of the whole, or nothing when that cannot be said. Only all of it is 100 %, and more of it is too."""
     if not isinstance(part, int | float) or not isinstance(whole, int | float) or not whole:
         return ""
-    return f"{min(999, round(100 * part / whole))} %"
+    return "100 %" if part >= whole else f"{min(99, round(100 * part / whole))} %"
 
 
 def duration(seconds: Any) -> str:

@@ -13,13 +13,14 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from tiltyard.cli import report
+from tiltyard.cli import data_to, report
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 
 if TYPE_CHECKING:
+    from tiltyard.attempt import Plan
+    from tiltyard.config.experiment import Experiment
     from tiltyard.run.folder import Run
     from tiltyard.training import Outcome
-    from tiltyard.types import EnvSpec
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -29,6 +30,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
 }
 MOST_SEEDS = 1000
+SHORT = {"return": "eval/return", "train_return": "train/return"}  # as below `stop`
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,31 @@ class Expectation:
             number = float("nan")
         if match is None or number != number:
             raise UseError(f"--expect {text!r} is not METRIC>=NUMBER", "write --expect 'return>=475'")
-        name = {"return": "eval/return", "train_return": "train/return"}.get(match[1], match[1])
-        return Expectation(text, name, match[2], number)
+        return Expectation(text, SHORT.get(match[1], match[1]), match[2], number)
 
-    def missed(self, latest: dict[str, float]) -> str | None:
+    def check(self, experiment: Experiment) -> None:
+        """UseError when nothing that is about to be trained can meet it: its metric will not be recorded."""
+        from tiltyard.start import evaluates, require_metric
+
+        require_metric(self.metric, f"--expect {self.text!r}: {self.metric}", also=[*SHORT])
+        if self.metric.startswith("eval/") and not evaluates(experiment):
+            raise UseError(
+                f"--expect {self.text!r} needs an evaluation, and eval.every = 0 and eval.at_end = false",
+                "set eval.at_end=true, or expect train_return",
+            )
+        if self.metric in ("eval/return_low", "eval/return_high") and experiment.eval.episodes == 1:
+            raise UseError(
+                f"--expect {self.text!r}: one episode has no interval, and eval.episodes = 1",
+                "set eval.episodes higher",
+            )
+
+    def missed(self, run: Run, latest: dict[str, float]) -> str | None:
         """Why it is not met, or None."""
+        from tiltyard.run import metrics
+
         value = latest.get(self.metric)
+        if value is None:  # speed and time are recorded only
+            value = metrics.latest(metrics.read(run), self.metric)
         if value is None:
             return f"expected {self.text}, but {self.metric} was never recorded"
         if not COMPARISONS[self.comparison](value, self.number):
@@ -113,10 +134,12 @@ def run_train(args: argparse.Namespace) -> int:
     code = EXIT_DONE
     with data_stdout() as data:
         prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
+        if expectation is not None:
+            expectation.check(prepared.experiment)
         for seed in seeds:
             run = start.begin(prepared, seed=seed)
             try:
-                result = _train_here(run, args, expectation, data, prepared.spec)
+                result = _train_here(run, start.as_it_is(run, prepared.spec), args, expectation, data)
             except TiltyardError as error:
                 if len(seeds) == 1:
                     raise
@@ -138,14 +161,12 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     from tiltyard import start
-    from tiltyard.run.folder import find
 
     with data_stdout() as data:
-        run = find(args.run)
-        run.require_own_code(args.trust_code)
-        if args.overrides:
-            start.change_settings(run, args.overrides)
-        return _train_here(run, args, expectation, data)
+        run, plan = start.plan_resume(args.run, args.overrides, trust_code=args.trust_code)
+        if expectation is not None:
+            expectation.check(plan.settings)
+        return _train_here(run, plan, args, expectation, data)
 
 
 def configure_fork(parser: argparse.ArgumentParser) -> None:
@@ -161,8 +182,11 @@ def run_fork(args: argparse.Namespace) -> int:
     from tiltyard import start
 
     with data_stdout() as data:
-        run = start.branch(args.run, args.overrides, at=parse_at(args.at), trust_code=args.trust_code)
-        return _train_here(run, args, expectation, data)
+        prepared = start.prepare_fork(args.run, args.overrides, at=parse_at(args.at), trust_code=args.trust_code)
+        if expectation is not None:
+            expectation.check(prepared.experiment)
+        run = start.begin(prepared)
+        return _train_here(run, start.as_it_is(run, prepared.spec), args, expectation, data)
 
 
 def parse_at(text: str | None) -> int | str | None:
@@ -183,13 +207,11 @@ def parse_at(text: str | None) -> int | str | None:
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def _train_here(
-    run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO, spec: EnvSpec | None = None
-) -> int:
+def _train_here(run: Run, plan: Plan, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
     from tiltyard import start
 
     try:
-        outcome = start.carry_out(run, live=False if args.plain else None, spec=spec)
+        outcome = start.carry_out(run, plan, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # whatever an env, a model or torch raises is told the same way
@@ -197,7 +219,7 @@ def _train_here(
             raise _as_told(run, error) from error
         _debug(error)
         return EXIT_FAILED
-    missed = expectation.missed(outcome.latest) if expectation and outcome.state == "finished" else None
+    missed = expectation.missed(run, outcome.latest) if expectation and outcome.state == "finished" else None
     _print_outcome(run, outcome, args.json, data)
     if missed:
         sys.stderr.write(f"error: {missed}\n")
@@ -247,14 +269,13 @@ def data_stdout() -> Iterator[TextIO]:
     """The real stdout, for data; meanwhile whatever else this process prints, C libraries included, goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
-    data = os.fdopen(os.dup(1), "w")
+    raw = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        with redirect_stdout(sys.stderr):
+        with data_to(raw, sys.stdout.encoding) as data, redirect_stdout(sys.stderr):
             yield data
-        data.flush()
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-        data.close()
+        raw.close()

@@ -68,11 +68,10 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
                 )
         elif isinstance(schedule, Linear) and schedule.over is None and experiment.stop.env_steps is None:
             yield Problem(f"{setting}.over", "", "is needed when there is no stop.env_steps", f"set {setting}.over")
-        elif isinstance(schedule, KlAdaptive):
-            if not schedule.lowest <= schedule.start <= schedule.highest:
-                hint = f"change {setting}.min or {setting}.max"
-                message = f"lies outside [{schedule.lowest:g}, {schedule.highest:g}]"
-                yield Problem(f"{setting}.start", str(schedule.start), message, hint)
+        elif isinstance(schedule, KlAdaptive) and not schedule.lowest <= schedule.start <= schedule.highest:
+            hint = f"change {setting}.min or {setting}.max"
+            message = f"lies outside [{schedule.lowest:g}, {schedule.highest:g}]"
+            yield Problem(f"{setting}.start", str(schedule.start), message, hint)
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ Numbers have bounds here; what needs two settings to judge is in combinations.py
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -139,6 +140,14 @@ class Env(Settings):
     """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
     start_timeout: Positive = 60.0
     """Seconds that making the env and its first steps may take."""
+
+    def episode_digest(self) -> str:
+        """Of the settings that make an episode what it is; the others change only how it is learned from or checked.
+
+        A digest, because options may hold secrets; without defaults, because later versions have more settings.
+        """
+        told = {"id", "options", "wrappers", "frameskip", "frame_stack", "time_limit"}
+        return sha256(self.model_dump_json(include=told, exclude_defaults=True).encode()).hexdigest()
 
 
 class Memory(Settings):
@@ -378,7 +387,8 @@ class Experiment(Settings):
     use: list[str] = Field(default=[], max_length=20)
     """Presets below this file's own values: names of built-in presets or paths of YAML files."""
     resume: str = Field(default="auto", min_length=1, max_length=4096)
-    """auto continues the folder's newest valid checkpoint, never starts afresh, a path starts from that checkpoint."""
+    """What a new run starts from: auto and never from nothing, a path from that checkpoint. Whatever this says,
+    `tiltyard resume RUN` goes on from its own newest valid checkpoint; with `resume=never` it starts over, once."""
     env: Annotated[Env, BeforeValidator(_bare_id)]
     model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
     algo: Annotated[Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)] = Ppo()

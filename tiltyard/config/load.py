@@ -41,6 +41,7 @@ __all__ = [
     "read_yaml",
     "resolved_yaml",
     "schema",
+    "texts",
 ]
 
 COMMAND_LINE = "command line"
@@ -73,7 +74,7 @@ def load(
     """
     own, own_name, source, text, warnings = _target(target)
     own, problems = nested(own)
-    from_command = override_layer([parse_override(each) for each in overrides])
+    from_command = override_layer([parse_override(each) for each in texts(overrides)])
     from_profile, wrong = nested(profile.set) if profile else ({}, [])
     problems += wrong
     base = tuple(dict.fromkeys([*base, *([source.absolute().parent] if source else []), Path.cwd()]))
@@ -177,6 +178,10 @@ def _target(
             return plain(target), "python", None, None, []
         except ValueError as error:
             raise UseError(str(error), "use text, numbers, true, false, null, lists and mappings") from None
+    if not isinstance(target, str | Path):
+        raise UseError(
+            f"{short(target)} describes no experiment", "give a YAML file, an env id, a mapping or an Experiment"
+        )
     word = os.fspath(target)
     path = Path(word)
     if _is_yaml(word, path):
@@ -207,6 +212,16 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
+
+
+def texts(overrides: Sequence[str]) -> list[str]:
+    """Overrides as a list; UseError for what is no sequence of texts. A single text is none: it is one override."""
+    if isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes):
+        wrong = [each for each in overrides if not isinstance(each, str)]
+        if not wrong:
+            return list(overrides)
+        raise UseError(f"{short(wrong[0])} is no override: it is no text", 'write ["algo.lr=3e-4"]')
+    raise UseError(f"overrides = {short(overrides)} is no list of texts", 'write ["algo.lr=3e-4"]')
 
 
 def parse_override(text: str) -> tuple[str, Any]:

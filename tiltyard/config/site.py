@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +83,26 @@ def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
     if not site.profiles:
         where = f"{path} has no profiles" if path else f"there is no site file {FILE} here or above"
         raise UseError(f"there is no profile {name!r}: {where}", "write one below `profiles:`")
-    raise UseError(f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(name, site.profiles))
+    raise UseError(
+        f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(str(name), site.profiles)
+    )
+
+
+def apply_profile(name: str, *, gone: Callable[[str], None] | None = None) -> Profile | None:
+    """The profile called `name`, its environment variables set for this process and its children.
+
+    One that the site file does not have is a UseError or, where a run was started with it, a sentence for `gone`.
+    """
+    site, path = load_site()
+    try:
+        profile = pick_profile(site, name, path)
+    except UseError as error:
+        if gone is None:
+            raise
+        gone(error.message)
+        return None
+    os.environ.update(profile.environment)
+    return profile
 
 
 def _check_set(values: Any, setting: str) -> list[Problem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -228,7 +229,8 @@ def read_text(path: Path) -> str:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
             inside = path / "experiment.yaml"
-            hint = f"for a run folder: tiltyard resume {path}" if inside.exists() else "give a YAML file inside it"
+            typed = shlex.quote(str(path))
+            hint = f"for a run folder: tiltyard resume {typed}" if inside.exists() else "give a YAML file inside it"
             raise UseError(f"{path} is a folder, not a YAML file", hint)
         if not stat.S_ISREG(kind):
             raise UseError(f"{path} is no regular file", "give a YAML file")

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run.lock import in_use
 from tiltyard.types import EnvSpec, Episode
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class EpisodeWriter:
     def _take_up(self) -> None:
         """Clear what dead writers left unfinished, cut a torn manifest line, list files committed but not listed."""
         for leftover in self.folder.glob(".tmp-*"):
-            if not _alive(int(leftover.name.split("-")[1])):
+            if not in_use(int(leftover.name.split("-")[1])):
                 leftover.unlink()
         manifest = self.folder / MANIFEST
         if manifest.exists():
@@ -124,16 +125,6 @@ class EpisodeWriter:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], save_info: bool) -> pa.Table:

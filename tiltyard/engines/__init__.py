@@ -40,7 +40,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
     if continues is not None:
         net.load_arrays(read_tree(continues / "policies", "main")["weights"])
-    if experiment.model.init:
+    elif experiment.model.init:  # what goes on from a checkpoint has no use for it, and it may be gone
         _check_init(net.arrays(), read_tree(Path(experiment.model.init) / "policies", "main")["weights"])
 
 

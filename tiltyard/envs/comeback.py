@@ -4,6 +4,7 @@
     replay   the episode's seed and its actions since then; what comes out must equal what was saved, to the bit
     fresh    nothing: every row begins a new episode, and how many were cut is said
 
+Episodes of other settings (a fork may change them) are cut too: they cannot go on in this env, which is no fault of it.
 Observations, stacks and counters are always saved as they are; the env below them is what has to be brought back.
 """
 
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from tiltyard.errors import EnvError, TiltyardError, UseError
+from tiltyard.errors import EnvError, TiltyardError, UseError, raised
+from tiltyard.refs import user_traceback
 from tiltyard.types import Tree
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ def save(group: EnvGroup) -> Tree:
     """The tree of a group: common arrays, and per row what its kind of coming back needs."""
     tree: dict[str, Any] = {
         "comes_back": group.comes_back,
+        "settings": group.env.episode_digest(),
         "seeds": list(group.seeds_now),
         "obs": {name: array.copy() for name, array in group.obs.items()},
         "mask": None if group.mask is None else group.mask.copy(),
@@ -104,10 +107,27 @@ def save(group: EnvGroup) -> Tree:
 def _get_state(group: EnvGroup, row: int) -> Tree:
     try:
         return _keeper(group, row).get_state()
-    except TiltyardError:
+    except (TiltyardError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise EnvError(f"env {group.env.id}, row {row}: get_state() raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise _blamed(group, row, "get_state", error) from error
+
+
+def _set_state(group: EnvGroup, row: int, state: Tree) -> None:
+    try:
+        _keeper(group, row).set_state(state)
+    except (TiltyardError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _blamed(group, row, "set_state", error) from error
+
+
+def _blamed(group: EnvGroup, row: int, doing: str, error: BaseException) -> EnvError:
+    return EnvError(
+        f"env {group.env.id}, row {row}: {doing}() {raised(error)}",
+        "the traceback is the env's own; env.comes_back=replay does without it",
+        user_traceback(error),
+    )
 
 
 def _keeper(group: EnvGroup, row: int) -> Any:
@@ -120,7 +140,9 @@ def _keeper(group: EnvGroup, row: int) -> Any:
 def load(group: EnvGroup, tree: Tree) -> list[str]:
     """Bring the rows back; sentences about those that begin a new episode instead."""
     _fit(group, tree)
-    if tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
+    now = group.env.episode_digest()
+    same = tree.get("settings", now) == now  # older checkpoints do not say
+    if same and tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
         group.comes_back, group.history = "fresh", None
     common = min(group.rows, len(tree["seeds"]))
     counters = tree["counters"]
@@ -132,7 +154,7 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
         group.history.fill(
             [saved[row] if row < min(common, len(saved)) else group.history.of(row)[:0] for row in range(group.rows)]
         )
-    broken = [row for row in range(common) if not _bring_back(group, tree, row)]
+    broken = [row for row in range(common) if not (same and _bring_back(group, tree, row))]
     for name, array in group.obs.items():
         array[:common] = tree["obs"][name][:common]
     if group.mask is not None:
@@ -142,7 +164,8 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
         group.begin(row)
     running = int((np.asarray(counters["length"][:common]) > 0).sum())
     cut = int(sum(counters["length"][row] > 0 for row in broken))
-    return _sentences(group, tree, cut, running, common)
+    said = _fewer(len(tree["seeds"]), common)
+    return said if cut == 0 else [*said, _cut(group, tree, f"{cut} of {running} running episodes were cut", same)]
 
 
 def _fit(group: EnvGroup, tree: Tree) -> None:
@@ -162,33 +185,32 @@ def _bring_back(group: EnvGroup, tree: Tree, row: int) -> bool:
     seed, counters = group.seeds_now[row], tree["counters"]
     group.restart(row, seed)
     if group.comes_back == "state":
-        _keeper(group, row).set_state(tree["states"][row])
+        _set_state(group, row, tree["states"][row])
         return True
     try:
         replayed = group.replay(row, tree["actions"][row])
-    except Exception:  # noqa: BLE001 - an env that raises now and did not before is one that does not replay
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - an env that raises now and did not before is one that does not replay
         return False
     if replayed != float(counters["total"][row]) or group.saved_frames[row] != counters["saved_frames"][row]:
         return False
     return all(np.array_equal(array[row], tree["obs"][name][row]) for name, array in group.buffer.now.items())
 
 
-def _sentences(group: EnvGroup, tree: Tree, cut: int, running: int, common: int) -> list[str]:
-    said: list[str] = []
-    if common < len(tree["seeds"]):
-        said.append(
-            f"{len(tree['seeds']) - common} rows of the checkpoint are no longer there and their episodes were cut"
-        )
-    if cut == 0:
-        return said
+def _fewer(then: int, now: int) -> list[str]:
+    words = f"of the checkpoint's {then} rows {now} are left: the episodes of the others were cut"
+    return [words] if now < then else []
+
+
+def _cut(group: EnvGroup, tree: Tree, what: str, same: bool) -> str:
+    """Why episodes were cut. An env that does not replay under the same settings is not asked to again."""
+    if not same:
+        return f"the settings of env {group.env.id} changed: {what} and new ones begun"
     if tree["comes_back"] == group.comes_back == "replay":
         group.comes_back, group.history = "fresh", None
-        said.append(
-            f"env {group.env.id} does not replay exactly: {cut} of {running} running episodes were cut and new ones "
-            "begun; from now on checkpoints keep no actions (set env.comes_back=fresh to say so from the start)"
+        return (
+            f"env {group.env.id} does not replay exactly: {what} and new ones begun; from now on checkpoints keep no "
+            "actions (set env.comes_back=fresh to say so from the start)"
         )
-    else:
-        said.append(
-            f"env {group.env.id} begins new episodes after a resume: {cut} of {running} running episodes were cut"
-        )
-    return said
+    return f"env {group.env.id} begins new episodes after a resume: {what}"

@@ -22,7 +22,7 @@ from gymnasium.envs.registration import load_env_creator
 
 from tiltyard import refs
 from tiltyard.config.experiment import Env
-from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean
+from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
 
 BUILTIN_ENVS: Mapping[str, str] = {
     "identity": "tiltyard.envs.toy:Identity",
@@ -179,9 +179,12 @@ def _construct(build: Callable[[], Any], what: str) -> Any:
         raise UseError(
             f"{what} needs the package {error.name!r}, which is not installed", f"pip install {error.name}"
         ) from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         raise UseError(
-            f"{what} could not be made: {type(error).__name__}: {_first_line(error)}",
+            f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}",
             "the traceback is the env's own; check env.options",
             refs.user_traceback(error),
         ) from error

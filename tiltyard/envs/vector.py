@@ -30,7 +30,7 @@ from tiltyard.envs.buffers import FaultyObs, ObsBuffer, all_finite
 from tiltyard.envs.contract import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
 from tiltyard.envs.make import make_env
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD, previous_specs
-from tiltyard.errors import DivergedError, EnvError, TiltyardError, UseError
+from tiltyard.errors import DivergedError, EnvError, TiltyardError, UseError, raised
 from tiltyard.types import EnvSpec, EpisodeEnd, Step, Tree
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class EnvGroup:
         self.seeds_now = [0] * rows
         self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
-        self.filmed: int | None = None  # row whose last picture is kept in final_frame before its env is reset
-        self.final_frame: Array | None = None
+        self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
         self._raw: list[float] = [0.0] * rows
         self._over: list[bool] = [False] * rows
         self._cut: list[bool] = [False] * rows
@@ -173,7 +172,9 @@ class EnvGroup:
                     write(row, obs)
                 if masks and not (over[row] or cut[row]):
                     self._store_mask(row, obs, infos[row])
-        except Exception as error:
+        except KeyboardInterrupt:  # the user's own
+            raise
+        except BaseException as error:
             raise self._blamed(error, row, "step") from error
 
     def _skip(self, row: int, action: Any) -> Any:
@@ -222,8 +223,8 @@ class EnvGroup:
         if self._previous:
             for name in (PREVIOUS_ACTION, PREVIOUS_REWARD):
                 self.final_obs[name][row] = self.obs[name][row]
-        if self.filmed == row:
-            self.final_frame = self.render_row(row)
+        if self.at_end is not None:
+            self.at_end(row)
         info, frames = self.infos[row], self.frames(row)
         end = EpisodeEnd(
             row=self.first_row + row,
@@ -278,7 +279,9 @@ class EnvGroup:
             self.buffer.restart(row, answer[0])
             if self.mask is not None:
                 self._store_mask(row, *answer)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._blamed(error, row, "reset") from error
 
     def replay(self, row: int, actions: Array) -> float | None:
@@ -312,7 +315,7 @@ class EnvGroup:
     def _where(self, row: int) -> str:
         return f"env {self.env.id}, row {self.first_row + row}, episode {self.number[row]}, env step {self.length[row]}"
 
-    def _blamed(self, error: Exception, row: int, doing: str) -> TiltyardError:
+    def _blamed(self, error: BaseException, row: int, doing: str) -> TiltyardError:
         """What an exception inside the loop over rows means to the user."""
         where = self._where(row)
         if isinstance(error, TiltyardError):
@@ -326,9 +329,8 @@ class EnvGroup:
         if _raised_here(error):  # unpacking or storing its answer, not the env's own code
             hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
             return EnvError(f"{where}: {doing}() answered in a wrong form: {error}", hint)
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return EnvError(
-            f"{where}: {doing}() raised {reason}", "the traceback is the env's own", refs.user_traceback(error)
+            f"{where}: {doing}() {raised(error)}", "the traceback is the env's own", refs.user_traceback(error)
         )
 
     def _diverged(self, what: str, row: int, batch: dict[str, object]) -> DivergedError:
@@ -361,7 +363,9 @@ class EnvGroup:
         """A row's current picture, as its env draws it."""
         try:
             frame: Any = self.envs[row].render()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._blamed(error, row, "render") from error
         if isinstance(frame, list):
             frame = frame[-1] if frame else None
@@ -384,12 +388,14 @@ class EnvGroup:
         for made in self.envs:
             try:
                 made.close()  # type: ignore[no-untyped-call]
-            except Exception:  # noqa: BLE001
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001
                 continue
         self.envs, self._calls = [], []
 
 
-def _raised_here(error: Exception) -> bool:
+def _raised_here(error: BaseException) -> bool:
     """Whether no code but this package's was running when the error came up."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

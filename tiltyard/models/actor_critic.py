@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tiltyard import refs
 from tiltyard.config.experiment import Model, Plugin
-from tiltyard.errors import ConfigError, UseError, did_you_mean
+from tiltyard.errors import ConfigError, UseError, did_you_mean, raised
 from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp
 from tiltyard.models.memory import Core, State
 from tiltyard.types import ArraySpec, EnvSpec
@@ -37,11 +37,11 @@ def build_module(
         raise ConfigError(problems)
     try:
         module = target(*given, **plugin.options)
-    except UseError:
+    except (UseError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
+    except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
         raise UseError(
-            f"{id_setting} = {plugin.id}: its constructor raised {type(error).__name__}: {error}",
+            f"{id_setting} = {plugin.id}: its constructor {raised(error)}",
             f"check {setting}.options and the constructor",
             refs.user_traceback(error),
         ) from None

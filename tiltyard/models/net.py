@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tiltyard import refs
 from tiltyard.config.experiment import Model
-from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
 from tiltyard.models import heads
 from tiltyard.models.actor_critic import ActorCritic, build_module
 from tiltyard.models.memory import State
@@ -155,13 +155,18 @@ class PolicyNet(nn.Module):
         return self.in_rewards(self._step(self.prepare(obs), state, first)[1])
 
     def _step(self, obs: dict[str, Tensor], state: State, first: Tensor | NDArray[Any]) -> tuple[Tensor, Tensor, State]:
-        if not self.recurrent:
-            params, value = self.model(obs)
-            return params, value, state
-        starts = self._tensor(first)
-        if not isinstance(self.model, ActorCritic):
-            state = self._forget(state, starts)
-        return cast(tuple[Tensor, Tensor, State], self.model(obs, state, starts))
+        try:
+            if not self.recurrent:
+                params, value = self.model(obs)
+                return params, value, state
+            starts = self._tensor(first)
+            if not isinstance(self.model, ActorCritic):
+                state = self._forget(state, starts)
+            return cast(tuple[Tensor, Tensor, State], self.model(obs, state, starts))
+        except (TiltyardError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise self._blamed(error) from error
 
     def _forget(self, state: State, first: Tensor) -> State:
         """Rows that start an episode get their initial memory, so that a model of the user's need not think of it."""
@@ -184,20 +189,35 @@ class PolicyNet(nn.Module):
         through `prepare` already, which depends on no parameter and need not be repeated for each gradient step.
         """
         ready = cast(dict[str, Tensor], obs) if prepared else self.prepare(obs)
+        try:
+            params, value = self._unrolled(ready, state0, first)
+        except (TiltyardError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise self._blamed(error) from error
+        return heads.ActionDist(self.spec.action, params, self.log_std, mask), value
+
+    def _unrolled(self, obs: dict[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
         steps, rows = first.shape
         if not self.recurrent:
-            params, value = self.model({name: x.flatten(0, 1) for name, x in ready.items()})
-            params, value = params.view(steps, rows, -1), value.view(steps, rows)
-        elif isinstance(self.model, ActorCritic):
-            params, value = self.model.unroll(ready, state0, first)
-        else:
-            state, outs, values = state0, [], []
-            for t in range(steps):
-                out, worth, state = self._step({name: x[t] for name, x in ready.items()}, state, first[t])
-                outs.append(out)
-                values.append(worth)
-            params, value = torch.stack(outs), torch.stack(values)
-        return heads.ActionDist(self.spec.action, params, self.log_std, mask), value
+            params, value = self.model({name: x.flatten(0, 1) for name, x in obs.items()})
+            return params.view(steps, rows, -1), value.view(steps, rows)
+        if isinstance(self.model, ActorCritic):
+            return self.model.unroll(obs, state, first)
+        outs, values = [], []
+        for t in range(steps):
+            out, worth, state = self._step({name: x[t] for name, x in obs.items()}, state, first[t])
+            outs.append(out)
+            values.append(worth)
+        return torch.stack(outs), torch.stack(values)
+
+    def _blamed(self, error: BaseException) -> TiltyardError:
+        """What a model raised in the midst of acting or learning, told as its own."""
+        own = [text for _, _, text in refs.model_plugins(self.settings) if refs.kind_of(text)]
+        hint = "the traceback is the model's own" if own else "it is a built-in one: device memory is the usual reason"
+        return TiltyardError(
+            f"model {', '.join(own) or self.settings.id} {raised(error)}", hint, refs.user_traceback(error)
+        )
 
     @torch.no_grad()
     def keep_inside(self) -> None:
@@ -296,9 +316,11 @@ class PolicyNet(nn.Module):
                 given = self.model(
                     self.prepare(zeros), *((state, torch.ones(rows, dtype=torch.bool)) if self.recurrent else ())
                 )
-        except Exception as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
             raise UseError(
-                f"model.id = {self.settings.id}: {name} raised {type(error).__name__} when tried out: {error}",
+                f"model.id = {self.settings.id}: when tried out, {name} {raised(error)}",
                 "forward gets {name: [N, ...]}; shapes are in the spec given to the constructor",
                 refs.user_traceback(error),
             ) from None

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ from tiltyard.run.status import (
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
+    from tiltyard.frozen import Copies
 
 __all__ = [
     "Lock",
@@ -70,6 +73,17 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.parent.name
+
+    @property
+    def typed(self) -> str:
+        """What a command typed in the current folder names the run by: its id where that finds it, else its path."""
+        with contextlib.suppress(TiltyardError, OSError):
+            if find(self.id).folder.samefile(self.folder):
+                return shlex.quote(self.id)
+        folder = disk.absolute(self.folder)
+        with contextlib.suppress(ValueError, OSError):  # not below this folder, or there is no such folder any more
+            return shlex.quote(f"./{folder.relative_to(Path.cwd())}")  # ./ because a name may begin with a dash
+        return shlex.quote(str(folder))
 
     @property
     def base(self) -> tuple[Path, ...]:
@@ -108,6 +122,19 @@ class Run:
         if not trust_code:
             refuse_foreign_code(named_plugins(self.experiment()), self.base, (self.folder, self.experiment_file))
 
+    def enter_profile(self) -> str | None:
+        """Set the environment variables of the profile that the run was started with, if any; returns its name."""
+        from tiltyard.config.site import apply_profile
+
+        def gone(reason: str) -> None:
+            sys.stderr.write(f"warning: run {self.id} goes on without the environment of its profile: {reason}\n")
+
+        name = self.status().get("profile")
+        if isinstance(name, str):
+            apply_profile(name, gone=gone)
+            return name
+        return None
+
     @property
     def state(self) -> str:
         """created, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
@@ -126,10 +153,13 @@ def create(
     base: Sequence[Path] = (),
     command: Sequence[str] = (),
     parent: dict[str, Any] | None = None,
+    copies: Copies | None = None,
+    profile: str | None = None,
 ) -> Run:
     """A new run folder below root/<name>/, complete before anybody can list it.
 
-    `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork.
+    `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork. `copies` are those of
+    its plug-ins that were checked; without them they are copied now. `profile` is the one it is started with.
     """
     import secrets
 
@@ -137,7 +167,8 @@ def create(
     draft, number = _claim(group)
     try:
         final = group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
-        _fill(draft, f"{group.name}/{final.name}", experiment, source_text, source_name, base, command, parent)
+        run_id = f"{group.name}/{final.name}"
+        _fill(draft, run_id, experiment, source_text, source_name, base, command, parent, copies, profile)
         disk.sync_folder(draft)
         draft.rename(final)
         disk.sync_folder(group)
@@ -189,12 +220,18 @@ def _fill(
     base: Sequence[Path],
     command: Sequence[str],
     parent: dict[str, Any] | None,
+    copies: Copies | None,
+    profile: str | None,
 ) -> None:
     from tiltyard.config.load import resolved_yaml
-    from tiltyard.refs import freeze
+    from tiltyard.frozen import copy_plugins
     from tiltyard.run import provenance
 
-    frozen = freeze(experiment, base, draft)
+    if copies is None:
+        copies = copy_plugins(experiment, base, draft)
+    else:
+        copies.put_into(draft)
+    frozen = copies.named_in(experiment)
     disk.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
     if source_text is not None:
         disk.write_text(draft / "source.yaml", source_text)
@@ -210,8 +247,10 @@ def _fill(
     if diff:
         disk.write_text(draft / "provenance.diff", diff)
     (draft / "checkpoints").mkdir()
-    disk.write_json(draft / STATUS, first_status(run_id, frozen, parent))
+    disk.write_json(draft / STATUS, first_status(run_id, frozen, parent, profile))
     log_event(Run(draft), "created", f"Run {run_id} was created.", **({"parent": parent} if parent else {}))
+    for note in copies.notes:
+        log_event(Run(draft), "warning", note)
 
 
 # ---------------------------------------------------------------------------------------------- finding

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOCK = "lock.json"
 GUARD = ".lock-guard"
 STILL_PERIODS = 3
+# An owner that has not looked for this long may have been taken over, and looks again before it writes.
+UNSEEN_PERIODS = 2
 # For listings only, which cannot wait and watch: an owner elsewhere, silent for this many periods, is shown as lost.
 SILENT_PERIODS = 60
 
@@ -109,13 +111,18 @@ def life(owner: Owner) -> Literal["alive", "dead", "unknown"]:
     if here["boot"]:
         # A number can be given to another process; number and start time together cannot.
         return "alive" if _start_ticks(pid) == owner.get("started") != "" else "dead"
+    return "alive" if in_use(pid) else "dead"
+
+
+def in_use(pid: int) -> bool:
+    """Whether this machine has a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return "dead"
+        return False
     except PermissionError:
         pass
-    return "alive"
+    return True
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -152,6 +159,20 @@ def _whom(owner: Owner) -> str:
     return f"pid {owner.get('pid', '?')} on host {owner.get('host') or '?'}"
 
 
+def _busy(run: Run, owner: Owner) -> UseError:
+    return UseError(
+        f"run {run.id} is being written by {_whom(owner)}",
+        f"wait for it, or stop it with: tiltyard stop {run.typed}",
+    )
+
+
+def refuse_live(run: Run) -> None:
+    """UseError when a live process of this machine holds the run, before checks that take long are made for nothing."""
+    owner = read_owner(run.folder)
+    if owner is not None and life(owner) == "alive" and not _restarted(owner, myself()):
+        raise _busy(run, owner)
+
+
 # ---------------------------------------------------------------------------------------------- the lock
 
 
@@ -164,6 +185,7 @@ class Lock:
         self.held = False
         self._mark = os.urandom(8).hex()
         self._beat = 0
+        self._seen = time.monotonic()  # when lock.json was last seen to be ours
         self._successor: Owner | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -191,11 +213,16 @@ class Lock:
         return self._successor is not None
 
     def check(self) -> None:
-        """Raise when somebody took the run over: whoever writes calls this before writing what lasts. Costs nothing."""
+        """Raise when somebody took the run over: whoever writes calls this before writing what lasts.
+
+        Costs nothing, unless this process stood still for so long that the heartbeat cannot have looked: then it looks.
+        """
+        if self._successor is None and time.monotonic() - self._seen > UNSEEN_PERIODS * self.period:
+            self._look()
         if self._successor is not None:
             raise TiltyardError(
                 f"run {self.run.id} was taken over by {_whom(self._successor)} while this process stood still",
-                "nothing more is written here; follow the run with: tiltyard logs -f " + self.run.id,
+                f"nothing more is written here; follow the run with: tiltyard logs -f {self.run.typed}",
             )
 
     def release(self) -> None:
@@ -218,7 +245,7 @@ class Lock:
         while watched is not None:
             self._watch(watched)
             watched = self._try(given_up=watched)
-        self.held = True
+        self.held, self._seen = True, time.monotonic()
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock-heartbeat", daemon=True)
         self._thread.start()
 
@@ -229,7 +256,7 @@ class Lock:
             if owner is not None and not self._may_take(owner, given_up):
                 if life(owner) == "unknown":
                     return owner
-                raise self._busy(owner)
+                raise _busy(self.run, owner)
             self._write()
         if owner is not None:
             log_event(self.run, "recovered", f"The lock of {_whom(owner)} was taken over: {self._why(owner)}.")
@@ -253,13 +280,7 @@ class Lock:
             if seen is None:
                 return
             if seen != owner:
-                raise self._busy(seen)
-
-    def _busy(self, owner: Owner) -> UseError:
-        return UseError(
-            f"run {self.run.id} is being written by {_whom(owner)}",
-            f"wait for it, or stop it with: tiltyard stop {self.run.id}",
-        )
+                raise _busy(self.run, seen)
 
     # -- keeping
 
@@ -273,16 +294,21 @@ class Lock:
         return owner is not None and owner.get("mark") == self._mark
 
     def _keep_beating(self) -> None:
-        while not self._ended.wait(self.period):
-            # A full or unreachable disk must not end the run: the next beat may succeed.
-            with contextlib.suppress(OSError, UseError), self._guard():
-                if self._ended.is_set():
-                    return
-                if not self._is_mine():
-                    self._successor = read_owner(self.run.folder) or {}
-                    return
-                self._beat += 1
-                self._write()
+        while not self._ended.wait(self.period) and self._successor is None:
+            self._look()
+
+    def _look(self) -> None:
+        """See whether the run is still ours; if so move the heartbeat, else remember whose it is."""
+        # A full or unreachable disk must not end the run: the next beat may succeed.
+        with contextlib.suppress(OSError, UseError), self._guard():
+            if self._ended.is_set():
+                return
+            if not self._is_mine():
+                self._successor = read_owner(self.run.folder) or {}
+                return
+            self._seen = time.monotonic()
+            self._beat += 1
+            self._write()
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ Numbers that are none are the strings nan, inf and -inf. Trackers are mirrors of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,20 +45,26 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:
-    """The records in force, oldest first, metrics as floats. Torn lines are left out (see `broken_lines`)."""
+    """The records in force, oldest first, metrics as floats. Torn lines are left out (see `broken_lines`).
+
+    Each gets `since`, the env step that it counts from: that of the record before it, or its attempt's first.
+    """
     kept: list[dict[str, Any]] = []
+    since = 0.0
     for record in disk.read_lines(_path(where))[0]:
         if "rewind_to" in record:
             limit = disk.number(record["rewind_to"])
             if limit is not None:
                 kept = [earlier for earlier in kept if earlier["env_steps"] <= limit]
+                since = limit
             continue
         values, steps = record.get("metrics"), record.get("env_steps")
         if not isinstance(values, dict) or not isinstance(steps, int):
             continue
         numbers = {name: disk.number(value) for name, value in values.items()}
         record["metrics"] = {name: value for name, value in numbers.items() if value is not None}
-        kept.append(record)
+        kept.append({**record, "since": since})
+        since = steps
     return kept
 
 
@@ -78,6 +85,37 @@ def latest(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
     """The newest value of one metric."""
     _, values = series(records, name)
     return values[-1] if values else None
+
+
+# ---------------------------------------------------------------------------------------------- where the time goes
+
+
+def seconds_covered(since: float, env_steps: int, found: Mapping[str, float]) -> float:
+    """The wall time that a record's shares are of: the env steps it covers over its env steps per second."""
+    speed = found.get("speed/env_steps_per_second", 0.0)
+    return (env_steps - since) / speed if speed > 0 else 0.0
+
+
+def time_shares(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Where the wall time of all these records went: each counts by the seconds it covers, so the sum is 1."""
+    spent: dict[str, float] = {}
+    for record in records:
+        seconds = seconds_covered(record["since"], record["env_steps"], record["metrics"])
+        for name, share in record["metrics"].items():
+            if name.startswith("time/"):
+                part = name.removeprefix("time/")
+                spent[part] = spent.get(part, 0.0) + share * seconds
+    total = sum(spent.values())
+    return {part: seconds / total for part, seconds in spent.items()} if 0 < total < math.inf else {}
+
+
+def percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Shares of one whole as whole percents that add up to 100: what is left goes to the largest remainders."""
+    found = {part: math.floor(100 * share) for part, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda part: found[part] - 100 * shares[part])
+    for part in by_remainder[: 100 - sum(found.values())]:
+        found[part] += 1
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- what names mean

@@ -25,7 +25,9 @@ STATES = ("created", "running", "stopped", "finished", "failed")
 RUN_FOLDER = re.compile(r"\d{4,}-[a-z]+-[a-z]+")
 
 
-def first_status(run_id: str, experiment: Experiment, lineage: dict[str, Any] | None) -> dict[str, Any]:
+def first_status(
+    run_id: str, experiment: Experiment, lineage: dict[str, Any] | None, profile: str | None
+) -> dict[str, Any]:
     """The status of a run that nobody has started yet."""
     made = disk.now()
     return {
@@ -49,13 +51,14 @@ def first_status(run_id: str, experiment: Experiment, lineage: dict[str, Any] | 
         "host": "",
         "pid": 0,
         "lineage": lineage,
+        "profile": profile,
     }
 
 
 # fmt: off
 FIELDS = frozenset((
     "schema", "id", "name", "env", "tags", "notes", "state", "reason", "progress", "target_env_steps", "return",
-    "eval_return", "best", "attempt", "heartbeat", "updated", "created", "host", "pid", "lineage",
+    "eval_return", "best", "attempt", "heartbeat", "updated", "created", "host", "pid", "lineage", "profile",
 ))
 # fmt: on
 

@@ -9,6 +9,7 @@ Owns no truth: it is told of progress and draws it. Nothing here can stop traini
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -122,7 +123,7 @@ class Console:
         self.live = _is_live(self.stream) if live is None else live
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
-        self.split: dict[str, float] = {}  # decaying sums of seconds (or shares)
+        self.split: dict[str, float] = {}  # decaying sums of seconds
         self.returns: list[Point] = []
         self.evaluations: list[Point] = []
         self._clock = _Clock()
@@ -155,13 +156,15 @@ class Console:
             self._screen.start()
 
     def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
-        """Take in what one engine step (and perhaps an evaluation: `eval/...` in `metrics`) brought."""
+        """Take in what a record says (perhaps with an evaluation: `eval/...`), and the shares of the time until it."""
+        passed = metrics_file.seconds_covered(self.progress.env_steps, progress.env_steps, metrics)
         self.progress = progress
         self._told = time.monotonic()
         self._clock.saw(progress)
         self.metrics.update(metrics)
-        for part, amount in time_split.items():
-            self.split[part] = 0.9 * self.split.get(part, 0.0) + amount
+        if time_split:
+            parts = self.split | dict(time_split)
+            self.split = {part: 0.9 * self.split.get(part, 0.0) + passed * time_split.get(part, 0.0) for part in parts}
         if "train/return" in metrics:
             self.returns.append((progress.env_steps, float(metrics["train/return"])))
             if len(self.returns) > _KEPT_POINTS:
@@ -225,7 +228,7 @@ class Console:
             parts[0] += f" {fraction:4.0%}"
         parts.append(f"{clock(self.progress.seconds)}")
         left = seconds_left(self.experiment.stop, self._clock.earlier, self.progress)
-        if left is not None:
+        if left is not None and fraction < 1:
             parts[-1] += f" ({clock(left)} left)"
         if "train/return" in self.metrics:
             parts.append(f"return {nice_number(self.metrics['train/return'])}")
@@ -234,9 +237,9 @@ class Console:
         speed = self._clock.per_second()
         if speed:
             parts.append(f"{speed:,.0f} env steps/s")
-        shares = [f"{part} {share:.0%}" for part, share in self._shares() if share >= 0.015]
+        shares = metrics_file.percents(dict(self._shares()))
         if shares:
-            parts.append(" ".join(shares))
+            parts.append(" ".join(f"{part} {percent}%" for part, percent in shares.items() if percent))
         return " | ".join(parts)
 
     # ------------------------------------------------------------------------------------------ the live screen
@@ -268,7 +271,7 @@ class Console:
         name, amount, fraction = nearest_budget(stop, now)
         elapsed = clock(now.seconds + (time.monotonic() - self._told if self._screen else 0.0))
         left = seconds_left(stop, self._clock.earlier, now)
-        times = f"{elapsed}" + (f" · {clock(left)} left" if left is not None else "")
+        times = f"{elapsed}" + (f" · {clock(left)} left" if left is not None and fraction < 1 else "")
         if not name:
             return [Text(f"{now.env_steps:,} env steps · {times}")]
         bar = progress_bar(fraction, max(10, width - 5)).append(f" {fraction:4.0%}", style="bold")
@@ -305,17 +308,19 @@ class Console:
             ]
             rows.append(Text().append("time   ", style="bold").append_text(share_bar(segments, width - 7)))
             legend = Text("       ")
-            for (part, share), (_, glyph, colour) in zip(shares, segments, strict=True):
-                if share >= 0.005:
-                    legend.append(glyph, style=colour).append(f" {part} {share:.0%}   ")
+            percents = metrics_file.percents(dict(shares))
+            for (part, percent), (_, glyph, colour) in zip(percents.items(), segments, strict=True):
+                if percent:
+                    legend.append(glyph, style=colour).append(f" {part} {percent}%   ")
             rows.append(legend)
         return rows
 
     # ------------------------------------------------------------------------------------------ small parts
 
     def _shares(self) -> list[tuple[str, float]]:
-        total = sum(self.split.values())
-        return [(part, amount / total) for part, amount in list(self.split.items())] if total > 0 else []
+        split = self.split  # replaced as a whole by the training thread
+        total = sum(split.values())
+        return [(part, amount / total) for part, amount in split.items()] if 0 < total < math.inf else []
 
     def _evaluation(self) -> str:
         value = nice_number(self.evaluations[-1][1])
