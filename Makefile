@@ -3,6 +3,7 @@
 #   make demo    train CartPole, evaluate it, draw its learning curve, film it        (everything below ./demo)
 #   make check   the inner loop: lint and the quick tests, under three minutes
 #   make test    lint and all tests             make test-long   the same, with ten times the repetitions
+#   make bench   Tiltyard beside its peers, hours; less: make bench ARGS="--tasks cartpole --blocks 3"
 #   make docs    write the generated pages of docs/reference anew
 #   make lint    ruff and mypy                  make clean       remove what the others made, except $(VENV) and runs/
 
@@ -17,7 +18,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 .DEFAULT_GOAL := check
-.PHONY: venv lint check test test-long docs demo clean
+.PHONY: venv lint check test test-long docs demo bench clean
 
 venv: $(STAMP)
 
@@ -48,6 +49,11 @@ test-long: lint
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+
+# A peer that cannot be installed here is left out, and the tables say so.
+bench: $(STAMP)
+	-$(BIN)/python bench/peers/install.py
+	$(BIN)/python bench/run.py $(ARGS)
 
 # Exported to the recipe's commands: `last` is the newest run below this root.
 demo: export TILTYARD_RUNS := demo/runs

@@ -1,5 +1,6 @@
 """Shared by all tests: a runs folder of their own, and the command line in this process or in one of its own."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,12 @@ from pathlib import Path
 import pytest
 
 from tiltyard.cli import main
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Signals as a terminal gives them: started by nohup or in the background they would be ignored, here and below."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,18 @@ def experiment(here, text: str):
     return found.experiment, found.base
 
 
+def test_modules_named_in_text_are_copied_too(here, tmp_path_factory):
+    into = tmp_path_factory.mktemp("run")
+    file_at(here / "net.py", "import importlib\nimportlib.import_module('layers')\nclass CustomModel: pass\n")
+    file_at(here / "games.py", "register('Maze-v0', entry_point='mazes:Maze', kwargs={'a': 'late'})\n")
+    for name in ("layers", "mazes", "late"):
+        file_at(here / f"{name}.py", "")
+    before, base = experiment(here, "env: games:Maze-v0\nmodel: net.py\n")
+    after = freeze(before, base, into)
+    assert (after.env.id, after.model.id) == ("plugins/games:Maze-v0", "plugins/net.py:CustomModel")
+    assert files_below(into / "plugins") == ["games.py", "layers.py", "mazes.py", "net.py"]
+
+
 def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(here / "nets" / "net.py", "import layers, numpy\nfrom pack.inner import x\nclass CustomModel: pass\n")

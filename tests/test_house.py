@@ -144,10 +144,10 @@ def test_the_scanner_lets_pass(snippet):
 FLOORS = {
     0: ("types", "errors"),
     1: ("config", "refs", "frozen", "rooms"),
-    2: ("run", "track", "machine", "signals"),
+    2: ("run", "track", "machine", "signals", "children"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
-    5: ("start", "training", "attempt", "ledger", "evaluation"),
+    5: ("start", "training", "attempt", "ledger", "evaluation", "sampling"),
     7: ("cli", "testing", "__init__", "__main__"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -1,5 +1,7 @@
 """Rooms: what an import means in a user's module, when it is run and hours later."""
 
+import importlib.util
+import json
 import sys
 
 import pytest
@@ -7,6 +9,13 @@ import pytest
 from tests.test_refs import file_at, loaded
 from tiltyard import rooms
 from tiltyard.errors import UseError
+
+
+@pytest.fixture(autouse=True)
+def no_other_lab(monkeypatch):
+    """Other tests of this process may have imported a package of the same name."""
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("lab", "walls")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_imports_inside_functions_stay_in_their_folder(tmp_path):
@@ -33,6 +42,48 @@ def test_imports_inside_functions_stay_in_their_folder(tmp_path):
     assert [net.where() for net in [*nets, *nets]] == [{"a"}, {"b"}, {"a"}, {"b"}]
     assert all(name.startswith("tiltyard_room_") for name in set(sys.modules) - before)
     assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_import_module_means_what_import_means(tmp_path):
+    for name in ("a", "b"):
+        file_at(tmp_path / name / "lab" / "__init__.py", "")
+        file_at(tmp_path / name / "lab" / "walls.py", f"WHERE = '{name}'\n")
+        file_at(
+            tmp_path / name / "lab" / "net.py",
+            "import importlib\n"
+            "import importlib.util\n"
+            "from importlib import import_module, util\n"
+            "class CustomModel:\n"
+            "    def where(self):\n"
+            "        found = [import_module('lab.walls'), importlib.import_module('.walls', 'lab')]\n"
+            "        found += [importlib.import_module('.walls', __package__), __import__('lab.walls').walls]\n"
+            "        return {module.WHERE for module in found}\n"
+            "    others = importlib.import_module('json'), importlib.util, util, importlib.reload\n",
+        )
+    before = set(sys.modules)
+    nets = [loaded("lab.net:CustomModel", tmp_path / name)() for name in "ab"]
+    assert [net.where() for net in [*nets, *nets]] == [{"a"}, {"b"}, {"a"}, {"b"}]
+    assert nets[0].others == (json, importlib.util, importlib.util, importlib.reload)
+    assert not {name for name in set(sys.modules) - before if name.startswith("lab")}
+    file_at(tmp_path / "c" / "net.py", "from importlib import import_module\nimport_module('lab.walls')\n")
+    with pytest.raises(UseError, match=r"No module named 'lab'$"):
+        loaded("net.py", tmp_path / "c")
+
+
+def test_what_to_write_instead_when_a_module_is_not_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file_at(tmp_path / "lab" / "walls.py", "")
+    file_at(tmp_path / "lab" / "net.py", "from lab.walls import x\n")
+    file_at(tmp_path / "lab" / "deep" / "net.py", "import walls\n")
+    file_at(tmp_path / "lab" / "other.py", "import pkgutil\npkgutil.resolve_name('walls:x')\n")
+    for text, hint in (
+        ("lab/net.py", f"found from {tmp_path}: write lab.net:CustomModel"),
+        ("lab/deep/net.py:Net", f"found from {tmp_path}/lab: write lab/deep.net:Net"),
+        ("lab/other.py", "`import walls` in its own code"),
+    ):
+        with pytest.raises(UseError, match=r"No module named '(lab|walls)'$") as caught:
+            loaded(text, tmp_path)
+        assert hint in caught.value.hint
 
 
 def test_what_a_folder_hides_and_what_not(tmp_path):

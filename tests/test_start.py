@@ -58,6 +58,8 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
     for verbs, words, file, said in (
         ("resume fork", ["algo.lr=x"], "", "must be a number"),
         ("resume", ["seed=7", "stop.env_steps=2_000"], "", "cannot change seed"),
+        ("resume fork", ["stop.env_steps=2_000", "use=memory"], "", "takes no presets, because a run has a value for"),
+        ("fork", ["resume=never"], "", "resume = never: a fork goes on from the checkpoint that it is forked at"),
         ("resume fork", ["track.wandb.mode=online"], "", "needs a W&B login"),
         ("resume", ["stop.env_steps=2_000"], "env.py", "no licence"),
         ("resume fork", ["stop.env_steps=2_000"], "net.py", "the weights are of another model"),

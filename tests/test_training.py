@@ -224,6 +224,31 @@ def test_a_seed_that_fails_does_not_take_the_others_with_it(tiltyard: Command, r
     assert [Run(folder).state for folder in sorted(runs.glob("*/0*"))] == ["failed", "failed"]
 
 
+def test_a_run_that_failed_says_how_far_it_came(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where updates follow faster than status.json is written, and where a resume fails earlier than before."""
+    (tmp_path / "tires.py").write_text(
+        "import os\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Tires(CartPoleEnv):\n"
+        "    taken = 0\n"
+        "    def step(self, action):\n"
+        "        self.taken += 1\n"
+        "        assert self.taken <= int(os.environ['STAMINA'])\n"
+        "        return super().step(action)\n"
+    )
+    words = ["engine.envs=2", "engine.workers=0", "algo.rollout=8", "algo.minibatch=16", "eval.at_end=false"]
+    for verb, stamina in (("train tires.py:Tires", 100), ("resume last", 60)):
+        monkeypatch.setenv("STAMINA", str(stamina))
+        tiltyard(*verb.split(), *(words if stamina == 100 else []), expect=1)
+        run = find("last", runs)
+        last = list(metrics.read(run))[-1]
+        status = run.status()
+        assert status["state"] == "failed" and status["progress"]["env_steps"] == last["env_steps"] == stamina // 8 * 16
+        assert status["return"] == last["metrics"]["train/return"]
+
+
 DROPOUT = """
 import torch
 from torch import nn
@@ -298,6 +323,7 @@ def test_settings_of_the_built_in_model_are_refused_with_a_model_of_ones_own(
         "train", "CartPole-v1", "model.id=drops.py", "model.hidden=[512]", "model.memory.kind=lstm", expect=2
     )
     assert "model.hidden" in done.stderr and "model.memory.kind" in done.stderr and "2 problems" in done.stderr
+    tiltyard("train", "CartPole-v1", "model.id=drops.py", "--debug")  # whose preset makes layers small
 
 
 def test_sampling_workers_draw_apart(runs: Path) -> None:

@@ -100,6 +100,7 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
     """What is about to be trained, with the derived numbers."""
     obs = ", ".join(f"{name} {item.shape} {item.dtype}" for name, item in spec.obs.items())
     limit = f", at most {spec.episode_limit:,} steps" if spec.episode_limit else ""
+    limit += f"; {len(spec.agents)} agents with one policy" if len(spec.agents) > 1 else ""
     return [
         f"run     {run.id}",
         f"env     {experiment.env.id}: {obs}; {actions_text(spec.action)}{limit}",
@@ -249,8 +250,11 @@ def write_progress(attempt: Attempt, **changes: str) -> None:
     )
 
 
-def record_failure(run: Run, error: BaseException) -> None:
-    """Say in the folder why it failed, with the batch that did it if there is one."""
+def record_failure(run: Run, attempt: Attempt | None, error: BaseException) -> None:
+    """Say in the folder why it failed and how far it had come, with the batch that did it if there is one.
+
+    There is no attempt when it failed before training began: then the run stands where it stood.
+    """
     if isinstance(error, KeyboardInterrupt):
         sentence = "interrupted twice: ended without saving"
     elif isinstance(error, TiltyardError):
@@ -261,7 +265,10 @@ def record_failure(run: Run, error: BaseException) -> None:
         if isinstance(error, DivergedError) and error.batch:
             checkpoint.write_tree(run.folder / "bad_batch", "batch", error.batch)
         (run.folder / "error.txt").write_text("".join(traceback.format_exception(error)))
-        write_status(run, state="failed", reason=sentence)
+        if attempt is None:
+            write_status(run, state="failed", reason=sentence)
+        else:
+            write_progress(attempt, state="failed", reason=sentence)
         log_event(run, "failed", sentence)
     except OSError:
         # The disk that refused a checkpoint refuses this too; the error itself is on its way to the user.

@@ -47,9 +47,10 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
+        setting = self.setting if self.setting.isprintable() else repr(self.setting)
         shown = f" = {self.value}" if self.value else ""
         hint = f"\n   hint: {self.hint}" if self.hint else ""
-        return f"{self.setting}{shown}: {self.message}{hint}"
+        return f"{setting}{shown}: {self.message}{hint}"
 
 
 class ConfigError(UseError):

@@ -1,12 +1,14 @@
 """Copies of plug-ins for a run folder, so that later edits do not change a run. Executes none of them.
 
-A plug-in is copied with what it needs of its folder: what its files import from there, again and again, and data files
-that their text names. The project's own modules are copied like files; installed packages are not.
+A plug-in is copied with what it needs of its folder: what its files import from there, again and again, also by name
+("maze.parts:Wall", import_module("maze")), and data files that their text names. The project's own modules are copied
+like files; installed packages are not.
 
     nets/custom.py       ──>  plugins/nets/custom.py       the id becomes plugins/nets/custom.py:CustomModel
     nets/layers.py       ──>  plugins/nets/layers.py       because custom.py says `import layers`
     nets/weights.json    ──>  plugins/nets/weights.json    because custom.py has the text "weights.json"
     lab.envs.push:Push   ──>  plugins/lab/ as a whole      the id becomes plugins/lab.envs.push:Push
+    lab:Push-v0          ──>  plugins/lab/ as a whole      which registers the id: plugins/lab:Push-v0
     /elsewhere/env.py    ──>  plugins/outside/0/env.py     below none of the base folders
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
-from tiltyard.refs import CONVENTIONAL, Ref, kind_of, named_plugins, parse, shown
+from tiltyard.refs import Ref, kind_of, named_plugins, own_ref, shown
 from tiltyard.rooms import is_own, module_file
 
 MAX_FILES = 1000
@@ -84,9 +86,23 @@ def _mentioned(file: Path, folder: Path) -> tuple[set[str], set[str]]:
             imports.add(node.module)
         elif isinstance(node, ast.ImportFrom) and node.level == 1 and file.parent == folder:
             imports |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            given = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+            imports |= {given} if isinstance(given, str) and _is_name(given) else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
+            module, colon, _ = node.value.partition(":")
+            imports |= {module} if colon and kind_of(node.value) == "module" and _is_name(module) else set()
     return imports, strings
+
+
+def _called(call: ast.Call) -> str | None:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+
+
+def _is_name(text: str) -> bool:
+    """Whether it could be a module's name."""
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
@@ -152,9 +168,10 @@ def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Co
     ids: dict[str, str] = {}
     notes: dict[str, None] = {}
     for setting, kind, text in named_plugins(experiment):
-        ref = parse(text, {}, CONVENTIONAL[kind], base) if kind_of(text) else None
-        if ref is None or ref.path is None:
+        ref = own_ref(kind, text, base)
+        if ref is None:
             continue
+        assert ref.path is not None
         files = plugin_files(ref)
         folder = _folder_for(files, tops, into / "plugins", taken)
         for file in files.copied:

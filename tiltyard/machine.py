@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on and a limit of its control group leaves it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return allowed
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory() -> int | None:

@@ -3,7 +3,8 @@
 `parse` decides what a name means and executes nothing; `load` imports it. A module that lies in the project is the
 user's own, like a file: it lives in a room (rooms.py), apart from every other folder's. `folder/package.module:Name`
 says where it lies, which is how a run names its copy. What a plug-in may be given is its signature's business
-(`check_options`). Copies of plug-ins for run folders are made in frozen.py.
+(`check_options`). Copies of plug-ins for run folders are made in frozen.py. Envs that come in families have ids
+`family:name` (FAMILIES), which are names of ours and no import strings.
 
     text ── parse ──> Ref ── load ──> class or function ── check_options ──> [Problem]
 """
@@ -16,7 +17,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import Problem, UseError, did_you_mean
-from tiltyard.rooms import SHARED, module_file, room_of
+from tiltyard.rooms import SHARED, is_own, module_file, room_of
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
@@ -38,9 +39,16 @@ CONVENTIONAL = {
     "policy": "CustomPolicy",
 }
 
+# Envs that one class makes by name: `atari:pong` is Atari("pong"). The second is the extra of Tiltyard that it needs.
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "atari": ("tiltyard.envs.atari:Atari", "atari"),
+    "doom": ("tiltyard.envs.vizdoom:Doom", "vizdoom"),
+}
+
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _MODULE = re.compile(rf"(?P<folder>.*/)?(?P<module>{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
+_REGISTERING = re.compile(rf"(?P<folder>[^:]*/)?(?P<module>{_DOTTED}):(?P<id>.+)", re.DOTALL)
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = Path(os.__file__).parent
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
@@ -52,7 +60,7 @@ class Ref:
     project that holds the module: None when it is installed."""
 
     text: str
-    kind: Literal["builtin", "module", "file"]
+    kind: Literal["builtin", "module", "file", "registering"]
     path: Path | None
     module: str | None
     attribute: str
@@ -65,6 +73,25 @@ def kind_of(text: str, builtins: Iterable[str] = ()) -> Literal["builtin", "modu
     if _FILE.fullmatch(text):
         return "file"
     return "module" if _MODULE.fullmatch(text) else None
+
+
+def family_of(env_id: str) -> tuple[str, str] | None:
+    """Family and name of an env id like `atari:pong`; None for every other id."""
+    family, colon, name = env_id.partition(":")
+    return (family, name) if colon and family in FAMILIES else None
+
+
+def load_family(family: str) -> Any:
+    """The class that makes a family's envs; UseError with the command that installs what it needs."""
+    target, extra = FAMILIES[family]
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UseError(
+            f"envs called {family}:... need the package {error.name!r}, which is not installed",
+            f"pip install 'tiltyard[{extra}]'",
+        ) from error
 
 
 def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base: Sequence[Path]) -> Ref:
@@ -92,6 +119,27 @@ def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base
             f"there is no module {module!r} in {match['folder']}, as {text!r} says", f"or is {written} meant?"
         )
     return Ref(text, kind, folder, module, match["name"])
+
+
+def parse_registering(text: str, base: Sequence[Path]) -> Ref | None:
+    """`package:Id-v0`, whose package registers the id with Gymnasium; None for an id without a package."""
+    match = _REGISTERING.fullmatch(text)
+    if match is None:
+        return None
+    folder = _find_module(match["folder"] or "", match["module"], base)
+    if match["folder"] and folder is None:
+        hint = "an id alone, package:Id-v0, or folder/package:Id-v0 with the folder that the package lies in"
+        raise UseError(f"there is no module {match['module']!r} in {match['folder']}, as {text!r} says", hint)
+    return Ref(text, "registering", folder, match["module"], match["id"])
+
+
+def own_ref(kind: str, text: str, base: Sequence[Path]) -> Ref | None:
+    """What a name means of the project; None when that is something of ours, of Gymnasium's or installed."""
+    if kind_of(text) is not None:
+        ref: Ref | None = parse(text, {}, CONVENTIONAL[kind], base)
+    else:
+        ref = parse_registering(text, base) if kind == "env" else None
+    return ref if ref is not None and ref.path is not None else None
 
 
 def _find_module(folder: str, module: str, base: Sequence[Path]) -> Path | None:
@@ -148,10 +196,10 @@ def load(ref: Ref) -> Any:
     """Import what `ref` names. Executes the plug-in's code; what that raises becomes a UseError with its traceback."""
     if ref.kind == "file":
         assert ref.path is not None
-        module = _load_file(ref.path)
+        module = _load_file(ref.path, ref.attribute)
     else:
         assert ref.module is not None
-        module = _load_module(ref.module, ref.text) if ref.path is None else _load_own(ref.path, ref.module, ref.text)
+        module = _load_module(ref.module, ref.text) if ref.path is None else load_own(ref.path, ref.module, ref.text)
     found: Any = module
     where = str(shown(ref.path)) if ref.path and not ref.module else ref.module
     for part in ref.attribute.split("."):
@@ -179,28 +227,56 @@ def _load_module(name: str, text: str) -> ModuleType:
             raise
 
 
-def _load_own(folder: Path, name: str, text: str) -> ModuleType:
-    with _blamed_on(text):
+def load_own(folder: Path, name: str, text: str) -> ModuleType:
+    """A module of the project, from the room of its folder."""
+    with _blamed_on(text, lambda missing: _elsewhere(missing, folder)):
         return room_of(folder).load(name)
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(path: Path, attribute: str) -> ModuleType:
     resolved = path.resolve()
     if not os.access(resolved, os.R_OK):
         raise UseError(f"{shown(path)} cannot be read", "check its permissions")
-    with _blamed_on(str(shown(path))):
+
+    def hint(missing: str) -> str | None:
+        return _elsewhere(missing, resolved.parent) or _as_module(missing, path.absolute(), attribute)
+
+    with _blamed_on(str(shown(path)), hint):
         return room_of(resolved.parent).load_file(resolved)
 
 
 @contextmanager
-def _blamed_on(what: str) -> Iterator[None]:
+def _blamed_on(what: str, hint_for: Callable[[str], str | None] = lambda missing: None) -> Iterator[None]:
+    """`hint_for` may know more than the traceback about a module that is missing."""
     try:
         yield
     except UseError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever foreign code raises is told, not ours to handle
         reason = f"{type(error).__name__} while imported" + (f": {error}" if str(error) else "")
-        raise UseError(f"{what} raised {reason}", "the traceback is the plug-in's own", user_traceback(error)) from None
+        hint = hint_for(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
+        hint = hint or "the traceback is the plug-in's own"
+        raise UseError(f"{what} raised {reason}", hint, user_traceback(error)) from None
+
+
+def _elsewhere(missing: str, folder: Path) -> str | None:
+    """For a module that is in the plug-in's folder and was asked for by code that is not."""
+    top = missing.partition(".")[0]
+    if module_file(folder, missing) is None and not (missing == top and is_own(folder, top)):
+        return None
+    return f"other libraries do not find your project's modules: `import {missing}` in its own code and pass objects on"
+
+
+def _as_module(missing: str, file: Path, attribute: str) -> str | None:
+    """For a module that is found from a folder above a plug-in's file: how to name the plug-in as a module there."""
+    top = missing.partition(".")[0]
+    for folder in file.parents[1:4]:
+        names = file.relative_to(folder).with_suffix("").parts
+        there = module_file(folder, top) is not None or (folder / top).is_dir()
+        if there and all(name.isidentifier() for name in names):
+            place = "" if folder == Path.cwd() else f"{shown(folder)}/"
+            return f"its imports would be found from {folder}: write {place}{'.'.join(names)}:{attribute}"
+    return None
 
 
 def user_traceback(error: BaseException) -> str:
@@ -282,7 +358,7 @@ def named_plugins(experiment: Experiment) -> list[Named]:
     """Everything that an experiment names by import string."""
     env = experiment.env
     return [
-        ("env.id", "env", env.id),
+        *([] if family_of(env.id) else [("env.id", "env", env.id)]),
         *((f"env.wrappers.{i}.id", "wrapper", wrapper.id) for i, wrapper in enumerate(env.wrappers)),
         *model_plugins(experiment.model),
     ]
@@ -308,11 +384,10 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
 
     tops = [top for folder in base for top in (folder.absolute(), folder.resolve())]
     for setting, kind, text in named:
-        form = kind_of(text)
-        if form is None and ":" not in text:  # a built-in name or a Gymnasium id, and no `module:Id-v0`
+        if kind_of(text) is None and ":" not in text:  # a built-in name or a Gymnasium id, and no `module:Id-v0`
             continue
         places = [*read_from]
-        ref = parse(text, {}, CONVENTIONAL[kind], base) if form is not None else None
+        ref = own_ref(kind, text, base)
         if ref is not None and ref.path is not None:
             files = plugin_files(ref).copied
             above = {folder for file in (ref.path, *files) for folder in file.parents}

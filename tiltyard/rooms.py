@@ -2,7 +2,8 @@
 
 A module of a room is called `tiltyard_room_3.layers`, and its imports go through the room, at any time: `import layers`
 in a function that runs hours later still means the layers.py of that folder. Like the folder of a script, a room comes
-before what is installed, but for the packages whose classes Tiltyard and plug-ins must share. Names are refs.py's.
+before what is installed, but for the packages whose classes Tiltyard and plug-ins must share. `__import__` and
+`importlib.import_module` of a room's modules do what `import` does there. Names are refs.py's.
 
     import layers ── in the room's folder? ──yes──> tiltyard_room_3.layers ──no──> Python's own import
 """
@@ -59,6 +60,7 @@ class Room:
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.name = folder, f"{_PREFIX}{number}"
         self.builtins = {**vars(builtins), "__import__": self._import}
+        self.importlib = _Importlib(self)
         self.digests: dict[str, bytes] = {}
         self.files: dict[str, Path] = {}
         self.own: dict[str, bool] = {}
@@ -102,12 +104,23 @@ class Room:
         level: int = 0,
     ) -> ModuleType:
         """What `import` statements of this room's modules call; `__import__` of the standard library explains it."""
-        if not level and name not in self.own:
-            self.own[name] = is_own(self.folder, name)
-        if level or not self.own[name]:
-            return self._told(builtins.__import__, name, globals, locals, fromlist, level)
+        if level or not self._is_own(name):
+            found = self._told(builtins.__import__, name, globals, locals, fromlist, level)
+            return self.importlib if found is importlib else found
         found = self._told(builtins.__import__, f"{self.name}.{name}", globals, locals, fromlist, 0)
         return found if fromlist else sys.modules[f"{self.name}.{name.partition('.')[0]}"]
+
+    def import_module(self, name: str, package: str | None = None) -> ModuleType:
+        """What `importlib.import_module` is in this room's modules."""
+        whole = importlib.util.resolve_name(name, package) if package is not None else name
+        if self._is_own(whole):
+            return self._told(importlib.import_module, f"{self.name}.{whole}")
+        return self._told(importlib.import_module, name, package)
+
+    def _is_own(self, name: str) -> bool:
+        if name not in self.own:
+            self.own[name] = is_own(self.folder, name)
+        return self.own[name]
 
     def _told(self, call: Any, *args: Any) -> ModuleType:
         """A module that is missing is told by the name that the user wrote."""
@@ -118,6 +131,17 @@ class Room:
                 raise
             message = str(error).replace(f"{self.name}.", "")
             raise ModuleNotFoundError(message, name=error.name.removeprefix(f"{self.name}.")) from None
+
+
+class _Importlib(ModuleType):
+    """importlib as the modules of a room see it."""
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(importlib.__name__, importlib.__doc__)
+        self.import_module = room.import_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib, name)
 
 
 class _Loader(SourceFileLoader):

@@ -24,10 +24,11 @@ from typing import Any
 from tiltyard.attempt import Plan, starting_point
 from tiltyard.config.combinations import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import COMMAND_LINE, Loaded, load, texts
+from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets, texts
 from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
 from tiltyard.engines import check_engine
+from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
@@ -149,9 +150,15 @@ def prepare_fork(
     """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
     parent = _run_meant(source)
     chosen = checkpoint.select(parent, at)
+    refuse_presets("fork", overrides)
     parent.require_own_code(trust_code)
     before, profile = parent.experiment(), parent.enter_profile()
     loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    if loaded.origins["resume"] == COMMAND_LINE and loaded.experiment.resume != "auto":
+        raise UseError(
+            f"resume = {loaded.experiment.resume}: a fork goes on from the checkpoint that it is forked at",
+            "leave it out; --at chooses the checkpoint, `tiltyard train` starts from scratch",
+        )
     if loaded.experiment.model.init != before.model.init:
         raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
     # A fork goes on from the copied checkpoint, whatever its parent was told to do.
@@ -169,13 +176,23 @@ def _prepared(
     folder = Path(tempfile.mkdtemp(prefix="tiltyard-plugins-"))
     try:
         copies, spec = check_copies(loaded.experiment, loaded.base, continues, folder)
+        spec = replace(spec, notes=(*loaded.warnings, *spec.notes, *copies.notes))
+        if loaded.experiment.engine.tune:
+            loaded, spec = _tuned(loaded, copies, spec)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    spec = replace(spec, notes=(*spec.notes, *copies.notes))
     prepared = Prepared(loaded, root, spec, copies, profile, origin)
     weakref.finalize(prepared, shutil.rmtree, folder, ignore_errors=True)
     return prepared
+
+
+def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
+    """The settings with what a measurement chose, and the notes with why."""
+    sys.stderr.write(f"tuning for about {BEFORE_TRAINING:.0f} s (engine.tune)\n")
+    found = tune(loaded, copies, spec, BEFORE_TRAINING)
+    notes = (*spec.notes, f"tuned: {' '.join(found.words)}", *found.lines())
+    return replace(loaded, experiment=found.experiment), replace(spec, notes=notes)
 
 
 def check_copies(
@@ -308,6 +325,7 @@ def plan_resume(
     refuse_live(run)
     found = settings = run.experiment()
     afresh, words = False, texts(overrides)
+    refuse_presets("resume", words)
     if words:
         loaded = load(found.model_dump(mode="json", by_alias=True), words, base=run.base)
         settings = loaded.experiment

@@ -31,7 +31,7 @@ def check_env(
     steps: int = 200,
     rows: int = 2,
 ) -> EnvSpec:
-    """Probe the env, act in it at random for `steps` env steps per row, and bring it back half way. Returns its spec.
+    """Probe the env, act in `rows` copies at random for `steps` env steps, and bring them back half way; its spec.
 
     Checked beyond the probe: equal seeds and actions give equal answers, and a group saved, loaded into fresh envs
     and continued equals one that was never interrupted (unless the env comes back with fresh episodes).
@@ -63,9 +63,9 @@ def check_env(
 
 
 def _group(env: Env, spec: EnvSpec, rows: int, base: Sequence[Path]) -> EnvGroup:
-    from tiltyard.envs.vector import EnvGroup
+    from tiltyard.envs.parallel_rows import group_class
 
-    return EnvGroup(env, spec, rows, _SEED, base=base)
+    return group_class(spec)(env, spec, rows * len(spec.agents), _SEED, base=base)
 
 
 def _actions(group: EnvGroup, index: int, now: Step) -> Any:

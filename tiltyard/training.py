@@ -67,6 +67,7 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as closing:
         if run.experiment() != plan.found:
             raise UseError(f"the settings of run {run.id} were changed by somebody else just now", "try again")
+        attempt = None
         try:
             number = begin(run, plan, screen)
             engine = make_engine(experiment, spec, run.base)
@@ -83,7 +84,7 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
         except BaseException as error:
             told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
             if not lock.taken_over:  # else the folder is somebody else's now, and going well
-                record_failure(run, told)
+                record_failure(run, attempt, told)
             if told is error:
                 raise
             raise told from error

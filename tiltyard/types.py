@@ -83,9 +83,13 @@ class EnvSpec:
     obs: Mapping[str, ArraySpec]
     action: ActionSpec
     agents: tuple[str, ...] = ("agent",)
+    """those that may act in one env, each a row; at times some of them have nothing to decide"""
+    parallel: bool = False
+    """agents act together and are told apart by name, as in PettingZoo's parallel envs"""
     masked: bool = False
     """the env says which categorical options are allowed"""
     frameskip: int = 1
+    """simulator frames per env step: the setting times the frames that the env skips itself"""
     episode_limit: int | None = None
     comes_back: Literal["state", "replay", "fresh"] = "replay"
     """how a running episode is restored from a checkpoint"""
@@ -93,6 +97,8 @@ class EnvSpec:
     """the env can draw itself as an RGB array"""
     env_bytes: int = 0
     """memory that one more copy of the env takes, as measured when it was probed"""
+    step_seconds: float = 0.0
+    """time that one of its steps takes, as measured when it was probed"""
     notes: tuple[str, ...] = ()
     """sentences that the probe wants the user to read"""
 
@@ -102,7 +108,7 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """A finished episode of one row."""
+    """A finished episode of one env; `row` is its first. With several agents `total` is the mean of their returns."""
 
     row: int
     number: int
@@ -148,6 +154,18 @@ class Rollout:
     valid: Array
     state0: Arrays  # [T / bptt, B, ...] memory before each chunk of bptt steps; empty without memory
     policy_version: Array
+
+    def rows(self, first: int, end: int) -> Rollout:
+        """A view of some rows."""
+        parts: dict[str, Any] = {name: array[:, first:end] for name, array in self.columns().items()}
+        obs = {name: array[:, first:end] for name, array in self.obs.items()}
+        state0 = {name: array[:, first:end] for name, array in self.state0.items()}
+        return Rollout(**{"mask": None, **parts}, obs=obs, state0=state0)
+
+    def columns(self) -> Arrays:
+        """Every array that is not one of several observations or memories."""
+        own = {name: value for name, value in vars(self).items() if name not in ("obs", "state0")}
+        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

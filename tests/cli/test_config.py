@@ -39,7 +39,7 @@ def test_origins_and_profiles_and_no_plugin_is_imported(tmp_path):
     assert lines["model.id"] == ["net.py", "file x.yaml"]
     assert lines["seed"] == ["3", "command line"]
     assert lines["engine.envs"] == ["64", "profile big"]
-    assert lines["model.memory.kind"] == ["lstm", "preset memory"]
+    assert lines["algo.entropy"] == ["0.01", "preset memory"]
     assert lines["eval.every"] == ["50000", "default"]
     assert not (tmp_path / "imported").exists()
     both = json.loads(tiltyard("config", "show", "x.yaml", "--origin", "--json", cwd=tmp_path).stdout)

@@ -186,6 +186,25 @@ def test_a_module_of_the_project_runs_from_its_copy_anywhere(
     assert product.evaluate("pushing", ["env.id=lab.envs.push:Push"], episodes=1).mean == 5000.0
 
 
+def test_a_package_of_the_project_that_registers_an_id_runs_from_its_copy_anywhere(
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the probe, in workers, in this process, and after a resume where another package of that name lies."""
+    write_lab(tmp_path, 2.0, 50)
+    (tmp_path / "lab" / "__init__.py").write_text(
+        "from gymnasium.envs.registration import register\n"
+        "register('Push-v0', entry_point='lab.envs.push:Push', max_episode_steps=3)\n"
+    )
+    tiltyard("train", "lab:Push-v0", "engine.workers=1", *SETTINGS)
+    run = find("last", runs)
+    assert run.experiment().env.id == "plugins/lab:Push-v0" and run.status()["eval_return"] == 6.0
+    elsewhere = tmp_path / "elsewhere"
+    write_lab(elsewhere, 1000.0, 1000)
+    monkeypatch.chdir(elsewhere)
+    tiltyard("resume", "last", "stop.env_steps=128")
+    assert run.status()["return"] == run.status()["eval_return"] == 6.0
+
+
 def test_overrides_of_a_run_find_files_in_the_current_folder(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
 def test_run_names_that_are_no_folder_names(refused: Refused, tmp_path: Path, name: str) -> None:
     said = refused("train", "CartPole-v1", f"name={name}")
     assert "1 problem" in said or "override" in said
+    assert "\n" not in name or f"name = {name!r}: a run's name" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 
@@ -196,6 +197,8 @@ def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tm
     (tmp_path / "folder.yaml").mkdir()
     assert "folder.yaml is a folder" in refused("train", "folder.yaml")
     assert "is a folder" in refused("train", str(tmp_path))
+    (tmp_path / "maze").mkdir()
+    assert "maze is a folder, and no env of that name is known here" in refused("train", "maze")
     assert "none.yaml does not exist" in refused("train", "none.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "pipe.yaml" in refused("train", "pipe.yaml")  # must not wait for a writer
@@ -288,11 +291,14 @@ def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, sa
     assert not runs.exists()
 
 
-def test_an_env_that_prints_is_told_of_and_kept_out_of_the_data(tiltyard: Command, runs: Path) -> None:
+def test_an_env_that_prints_is_refused_or_kept_out_of_the_data(tiltyard: Command, refused: Refused, runs: Path) -> None:
     settings = [*TINY, "env.options.fault=prints", "env.time_limit=8"]
-    done = tiltyard("train", BAD_ENV, *settings, "--json")
+    assert "reset() prints to stdout, which is for data: 'hello from the" in refused("train", BAD_ENV, *settings)
+    assert not runs.exists()
+    done = tiltyard("train", BAD_ENV, *settings, "env.strict=false", "--json")
     assert json.loads(done.stdout)["state"] == "finished"
-    assert "prints to stdout ('hello from the simulator')" in done.stderr
+    assert "prints to stdout, which is for data: 'hello from the simulator' goes to stderr" in done.stderr
+    assert done.stderr.count("hello from the simulator") > 2
 
 
 @pytest.mark.parametrize("place", ["model.id={}", "model.encoder={}", "env.wrappers=[{}]", "env.id={}"])

@@ -24,6 +24,34 @@ def write(tmp_path, monkeypatch):
     return writer
 
 
+def test_presets_leave_the_layers_of_another_model_alone(write):
+    """What they say about the built-in model's layers is no setting of another; what the user says himself stays."""
+    write("", "net.py")
+    write("model: {critic: shared}\n", "own.yaml")
+    plain = Experiment(env={"id": "x"}).model
+    for words, told in (
+        ([], []),
+        (["use=memory"], ["preset memory: model.critic, model.memory.kind left out"]),
+        (["use=atari-fast"], ["preset atari-fast: model.encoder, model.critic left out"]),
+    ):
+        loaded = load("CartPole-v1", ["model=net.py", *words], debug=True)
+        model = loaded.experiment.model
+        assert (model.hidden, model.memory.kind, model.memory.size) == (plain.hidden, "none", 128)
+        assert (model.encoder, model.critic, model.memory.bptt) == (plain.encoder, "separate", 4)
+        assert [warning.partition(", being")[0] for warning in loaded.warnings] == told
+    assert load("CartPole-v1", debug=True).experiment.model.hidden == [16]
+    loaded = load("CartPole-v1", ["model=net.py", "use=own.yaml", "model.hidden=[3]"], debug=True)
+    assert (loaded.experiment.model.critic, loaded.experiment.model.hidden) == ("shared", [3])
+
+
+def test_line_breaks_in_an_override_stay():
+    assert parse_override("notes=one\ntwo  three") == ("notes", "one\ntwo  three")
+    assert parse_override('notes="one\\ntwo"') == ("notes", "one\ntwo")
+    assert parse_override("notes=|\n one\n two") == ("notes", "one\ntwo")
+    assert parse_override("tags=[a,\n b]") == ("tags", ["a", "b"])
+    assert parse_override("name=\n") == ("name", None)
+
+
 def test_an_env_id_alone_is_an_experiment():
     loaded = load("CartPole-v1")
     assert loaded.experiment == Experiment(env={"id": "CartPole-v1"})

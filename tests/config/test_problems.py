@@ -69,7 +69,9 @@ WRONG = [
     ("env.options=3", "env.options = 3: must be a mapping"),
     ("env.id=", "env.id = null: must be text"),
     ("env.id=''", "env.id = '': must not be empty"),
-    ("engine=local", "engine.kind = 'local': must be serial"),
+    ("engine=lokal", "engine.kind = 'lokal': must be one of local, serial"),
+    ("engine.workers=3", "engine.envs = 8: cannot be shared evenly by engine.workers = 3"),
+    ("engine.workers=many", "engine.workers = 'many': must be"),
     ("eval=true", "eval = true: must be a mapping"),
     ("save.mode=maximum", "save.mode = 'maximum': must be one of max, min"),
     (

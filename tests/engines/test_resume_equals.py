@@ -27,6 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "continuous actions": {"env": "CarPass-v0", "model": {"memory": {"kind": "gru", "size": 8}}},
+    "agents that come and go": {
+        "env": {"id": "visitors", "options": {"pauses": True}, "frame_stack": 2},
+        "model": {"memory": {"kind": "gru", "size": 8, "bptt": 16}, "previous": True},
+    },
     "kl-adaptive": {"env": "identity", "algo": {"lr": {"kind": "kl_adaptive", "start": 1e-3}}},
 }
 TIMING = ("time/", "speed/", "eval/seconds")

@@ -82,7 +82,7 @@ def test_every_kind_of_observation_and_action(memory: str, critic: str) -> None:
 
 def test_masked_actions_are_never_taken() -> None:
     engine = build("masked", "algo.rollout=64", "algo.minibatch=64")
-    assert engine.spec.masked  # type: ignore[attr-defined]
+    assert engine.learner.spec.masked  # type: ignore[attr-defined]
     engine.step()
     rollout = engine.rollout  # type: ignore[attr-defined]
     chosen = rollout.action[..., 0].astype(int)

@@ -1,7 +1,9 @@
 """Envs that break the contract in one way each, by the option `fault`."""
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -23,6 +25,10 @@ class BadEnv(gymnasium.Env):
             raise RuntimeError("no licence found")
         if fault == "hang":
             time.sleep(60)
+        if fault == "greets":
+            print("hello from its constructor")
+        if fault == "constructor interrupt":
+            raise KeyboardInterrupt
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -55,6 +61,14 @@ class BadEnv(gymnasium.Env):
                     reward = float("nan")
                 case "reward_array":
                     reward = np.ones(2)
+                case "prints from C":
+                    ctypes.CDLL(None).printf(b"hello from C\n")
+                case "sys.exit":
+                    sys.exit("no licence")
+                case "interrupt":
+                    raise KeyboardInterrupt
+                case "generator":
+                    raise GeneratorExit
                 case "raise":
                     raise RuntimeError("the wheel came off")
                 case "old_step":

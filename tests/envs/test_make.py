@@ -1,6 +1,6 @@
 """Envs from settings: every kind of name, options, wrappers, and one sentence for each thing that can be wrong."""
 
-import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.make import BUILTIN_ENVS, BUILTIN_WRAPPERS, make_env
+from tiltyard.envs.make import BUILTIN_ENVS, BUILTIN_WRAPPERS, make_any, make_env
+from tiltyard.envs.parallel import Parallel
 from tiltyard.envs.wrappers import FlattenMultiDiscrete, GreyImage, ResizeImage
 from tiltyard.errors import ConfigError, UseError
 
@@ -18,9 +19,10 @@ BASE = [Path(__file__).parent]
 
 @pytest.mark.parametrize("name", BUILTIN_ENVS)
 def test_every_builtin_can_be_made_and_reset(name: str) -> None:
-    env = make_env(Env(id=name), BASE)
+    env = make_any(Env(id=name), BASE)
     obs, _ = env.reset(seed=0)
-    assert env.observation_space.contains(obs)
+    views = obs.values() if isinstance(env, Parallel) else [obs]
+    assert views and all(env.observation_space.contains(view) for view in views)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,8 @@ def test_rendering_is_asked_for_by_render() -> None:
         (Env(id="bad_envs.py:BadEvn"), "BadEvn", "BadEnv"),
         (Env(id="bad_envs.py:NotAnEnv"), "no gymnasium.Env", "derive"),
         (Env(id="bad_envs.py:BadEnv", options={"fault": "constructor"}), "RuntimeError: no licence found", ""),
-        (Env(id="no_such_package_here:Env-v0"), "no_such_package_here", "pip install"),
-        (Env(id="LunarLander-v3"), "LunarLander-v3", "pip install"),
+        (Env(id="no_such_package_here:Env-v0"), "no_such_package_here", "is looked for beside your own code"),
+        (Env(id="crafter:Env-v0"), "needs the package 'crafter'", "pip install crafter"),
         (Env(id="a\nb"), "a", ""),
         (Env(id="memory", options={"length": 0}), "length must be at least 1", ""),
         (Env(id="CartPole-v1", wrappers=["no_wrapper"]), "no_wrapper", "known"),
@@ -66,8 +68,6 @@ def test_rendering_is_asked_for_by_render() -> None:
     ],
 )
 def test_wrong_names_are_one_sentence(env: Env, said: str, hint: str) -> None:
-    if env.id == "LunarLander-v3" and importlib.util.find_spec("Box2D"):
-        pytest.skip("Box2D is installed here")
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
     assert said in caught.value.message and hint in caught.value.hint
@@ -95,6 +95,20 @@ def test_options_are_checked_against_the_constructor(env: Env, setting: str, hin
     with pytest.raises(ConfigError) as caught:
         make_env(env, BASE)
     assert caught.value.problems[0].setting == setting and hint in caught.value.problems[0].hint
+
+
+def test_without_box2d_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "Box2D", None)  # as Python itself marks what cannot be imported
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UseError) as caught:
+        make_env(Env(id="LunarLander-v3"), BASE)
+    assert "not installed" in caught.value.message and caught.value.hint == "pip install 'tiltyard[box2d]'"
+
+
+def test_box2d_envs_run_with_the_wheel() -> None:
+    env = make_env(Env(id="LunarLander-v3"), BASE)
+    assert env.observation_space.contains(env.reset(seed=0)[0]) and len(env.step(0)) == 5
 
 
 def test_options_reach_the_constructor() -> None:

@@ -59,15 +59,19 @@ def test_broken_contracts_are_named(fault: str, said: str) -> None:
     [
         ("segv", "was killed by SIGSEGV"),
         ("exit", "ended its process with exit code 3"),
-        ("raise", "the wheel came off"),
+        ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
+        ("sys.exit", "step() number 3 called sys.exit('no licence')"),
+        ("interrupt", "step() number 3 raised KeyboardInterrupt"),
+        ("generator", "step() number 3 raised GeneratorExit"),
+        ("constructor interrupt", "raised KeyboardInterrupt while it was probed"),
     ],
 )
 def test_a_child_that_dies_is_an_answer_too(fault: str, said: str) -> None:
     with pytest.raises(UseError) as caught:
         probe(Env(id=BAD, options={"fault": fault}), base=BASE)
     assert said in caught.value.message
-    if fault == "raise":
-        assert "bad_envs.py" in caught.value.details and "probe.py" not in caught.value.details
+    if fault not in ("segv", "exit"):
+        assert "bad_envs.py" in caught.value.details and "tiltyard/envs" not in caught.value.details
 
 
 def test_a_hang_ends_at_the_start_timeout() -> None:
@@ -81,9 +85,24 @@ def test_problems_with_options_come_through_as_problems() -> None:
     assert caught.value.problems[0].setting == "env.options.falt" and "fault" in caught.value.problems[0].hint
 
 
-def test_printing_to_stdout_is_noted_and_kept_out(capfd: pytest.CaptureFixture[str]) -> None:
-    spec = probe(Env(id=BAD, options={"fault": "prints"}), base=BASE)
-    assert "prints to stdout ('hello from the simulator')" in spec.notes[0]
+@pytest.mark.parametrize(
+    ("fault", "said"), [("prints", "reset() prints to stdout"), ("prints from C", "step() prints to stdout")]
+)
+def test_printing_to_stdout_is_refused(fault: str, said: str) -> None:
+    with pytest.raises(UseError) as caught:
+        probe(Env(id=BAD, options={"fault": fault}), base=BASE)
+    assert said in caught.value.message and "'hello from" in caught.value.message
+    assert "env.strict=false" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "env",
+    [Env(id=BAD, options={"fault": "prints"}, strict=False), Env(id=BAD, options={"fault": "greets"})],
+    ids=["without strict", "when made"],
+)
+def test_other_printing_is_noted_and_kept_out(env: Env, capfd: pytest.CaptureFixture[str]) -> None:
+    (note,) = probe(env, base=BASE).notes
+    assert "prints to stdout, which is for data: 'hello from" in note
     assert capfd.readouterr().out == ""
 
 

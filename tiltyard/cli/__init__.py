@@ -33,6 +33,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "resume": ("tiltyard.cli.train", "continue a run, or train a finished one longer"),
     "fork": ("tiltyard.cli.train", "start a new run from a checkpoint with changed settings"),
     "eval": ("tiltyard.cli.evaluate", "measure a policy: mean and interval, video, rollout files"),
+    "bench": ("tiltyard.cli.bench", "how fast an env goes with nobody learning, in 1 to k processes"),
+    "tune": ("tiltyard.cli.bench", "find the processes and sizes that train fastest on this machine"),
     "ls": ("tiltyard.cli.runs", "list runs"),
     "show": ("tiltyard.cli.runs", "what a run did and how it stands"),
     "logs": ("tiltyard.cli.runs", "print a run's log, or follow it"),
@@ -46,6 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
 
 GROUPS = (
     ("learn", ("train", "resume", "fork", "eval")),
+    ("go faster", ("bench", "tune")),
     ("look", ("ls", "show", "logs", "diff")),
     ("keep house", ("stop", "rm", "config", "doctor", "version")),
 )

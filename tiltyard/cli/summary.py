@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
-from tiltyard.run import checkpoint, disk, metrics
+from tiltyard.run import bounds, checkpoint, disk, metrics
+from tiltyard.track.verdict import verdict
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Stop
@@ -31,6 +32,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "metrics": {name: value for record in records for name, value in record["metrics"].items()},
         "evaluated_at": steps[-1] if steps else None,
         "time": metrics.time_shares(records[-RECENT:]),
+        "bound": verdict(metrics.time_shares(records[-RECENT:]), metrics.time_shares(records[-RECENT:], "workers")),
         "checkpoints": [
             {"env_steps": kept.env_steps, "score": kept.score, "folder": str(kept.folder)}
             for kept in checkpoint.list_checkpoints(run)
@@ -62,8 +64,9 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("progress", _progress(facts, experiment.stop)),
         ("return", _returns(facts["metrics"], experiment.stop.train_return)),
         ("evaluation", _evaluation(facts, experiment.stop.return_)),
-        ("speed", _speed(facts["progress"])),
+        ("speed", _speed(run, experiment, facts)),
         ("time", "  ".join(f"{part} {share}%" for part, share in metrics.percents(facts["time"]).items() if share)),
+        ("bound", facts["bound"]),
         ("tags", ", ".join(facts["tags"])),
         ("notes", facts["notes"]),
         ("forked from", f"{lineage.get('run')} at env step {text.count(lineage.get('env_steps'))}" if lineage else ""),
@@ -117,9 +120,11 @@ def _goal(goal: float | None) -> str:
     return "" if goal is None else f", goal {text.number(goal)}"
 
 
-def _speed(progress: dict[str, Any]) -> str:
-    """Over the whole training, as its seconds are counted: evaluations and saves apart."""
-    return f"{progress['env_steps'] / progress['seconds']:,.0f} env steps per second" if progress["seconds"] else ""
+def _speed(run: Run, experiment: Experiment, facts: dict[str, Any]) -> str:
+    """Over the whole training, as its seconds are counted (evaluations and saves apart), beside the env's own."""
+    progress, host = facts["progress"], str(facts["host"])
+    alone = bounds.recall(run.folder.parent.parent, experiment, host)
+    return bounds.speed_text(progress["env_steps"], progress["seconds"], alone, host)
 
 
 def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tuple[str, str]]:

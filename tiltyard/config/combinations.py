@@ -7,6 +7,7 @@ that are already known to be wrong by themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Model, Piecewise, Ppo, Stop
 from tiltyard.errors import Problem
@@ -15,20 +16,26 @@ from tiltyard.refs import kind_of, short
 
 def cross_check(experiment: Experiment) -> list[Problem]:
     """Problems that only two settings together show."""
-    return [*_batches(experiment), *_schedules(experiment), *_ends(experiment)]
+    return [*_batches(experiment), *_schedules(experiment), *_workers(experiment), *_ends(experiment)]
+
+
+# Settings of the built-in model's layers: a model of the user's own makes its own.
+LAYERS = ("hidden", "activation", "encoder", "encoders", "critic", "memory.kind", "memory.size")
+
+
+def makes_own_layers(model_id: str) -> bool:
+    """Whether a model is the user's own, by its id."""
+    return kind_of(model_id, ("actor_critic",)) not in (None, "builtin")
 
 
 def ignored_settings(experiment: Experiment) -> Iterator[Problem]:
-    """A model of the user's own makes its own layers: settings of the built-in one would be ignored in silence."""
+    """Settings of the built-in model's layers that another model would ignore in silence."""
     model, plain = experiment.model, Model()
-    if kind_of(model.id, ("actor_critic",)) in (None, "builtin"):
-        return
-    for name in ("hidden", "activation", "encoder", "encoders", "critic"):
-        if getattr(model, name) != getattr(plain, name):
-            yield _ignored(f"model.{name}", getattr(model, name), model.id)
-    for name in ("kind", "size"):
-        if getattr(model.memory, name) != getattr(plain.memory, name):
-            yield _ignored(f"model.memory.{name}", getattr(model.memory, name), model.id)
+    if makes_own_layers(model.id):
+        for name in LAYERS:
+            value = attrgetter(name)(model)
+            if value != attrgetter(name)(plain):
+                yield _ignored(f"model.{name}", value, model.id)
 
 
 def _ignored(setting: str, value: object, model: str) -> Problem:
@@ -72,6 +79,18 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
             hint = f"change {setting}.min or {setting}.max"
             message = f"lies outside [{schedule.lowest:g}, {schedule.highest:g}]"
             yield Problem(f"{setting}.start", str(schedule.start), message, hint)
+
+
+def _workers(experiment: Experiment) -> Iterator[Problem]:
+    engine = experiment.engine
+    if isinstance(engine.workers, int) and engine.workers and engine.envs % engine.workers:
+        near = max(1, round(engine.envs / engine.workers)) * engine.workers
+        message = f"cannot be shared evenly by engine.workers = {engine.workers}"
+        yield Problem("engine.envs", str(engine.envs), message, f"set engine.envs={near}, or change engine.workers")
+    if engine.mode == "async" and (engine.kind == "serial" or engine.workers == 0):
+        other = "engine.kind = serial" if engine.kind == "serial" else "engine.workers = 0"
+        hint = "set engine.mode=sync, or engine.kind=local with workers"
+        yield Problem("engine.mode", "'async'", f"needs workers, and {other} has none", hint)
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

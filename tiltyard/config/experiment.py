@@ -118,14 +118,15 @@ class Env(Settings):
     """The environment and what is done to its steps before anybody sees them."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Gymnasium id, built-in name (identity, basic, memory, delay, timeout, CarPass-v0), `package.module:Class` or
-    `path/file.py:Class`."""
+    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, built-in name (identity, basic, memory, delay, timeout, CarPass-v0,
+    pennies, visitors), `package.module:Class` or `path/file.py:Class`; also a parallel env of PettingZoo's."""
     options: Options = {}
     """Keyword arguments of the constructor, checked against its signature."""
     wrappers: list[PluginRef] = []
     """Gymnasium wrappers, innermost first: built-in name or import string, each with options."""
     frameskip: Whole = Field(default=1, ge=1, le=1000)
-    """Simulator frames per env step: the action is repeated and the rewards are added."""
+    """Calls of the env's step per env step: the action is repeated and the rewards are added. Envs that skip frames
+    themselves (atari:, doom:) have an option for that."""
     frame_stack: Whole = Field(default=1, ge=1, le=64)
     """How many last observations are given together (images: along channels, vectors: end to end)."""
     time_limit: Count | None = None
@@ -135,11 +136,18 @@ class Env(Settings):
     reward_clip: Positive | None = None
     """Rewards are clipped to [-x, x] before learning, after scaling; reported returns are not."""
     strict: bool = True
-    """Refuse an env whose observations do not have the dtype that its space declares; false casts them."""
+    """Refuse an env whose observations do not have the dtype that its space declares, or that prints to stdout in
+    reset() or step(); false casts them, and sends what is printed to stderr."""
     comes_back: Literal["auto", "state", "replay", "fresh"] = "auto"
     """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
+    native: bool = True
+    """Step all rows in one call where the env has a vectorised version (CartPole, Atari)."""
     start_timeout: Positive = 60.0
     """Seconds that making the env and its first steps may take."""
+    step_timeout: Positive = 60.0
+    """Seconds after which a worker whose env does not come back from a step is replaced."""
+    reset_timeout: Positive = 300.0
+    """Seconds after which a worker whose env does not come back from a reset is replaced."""
 
     def episode_digest(self) -> str:
         """Of the settings that make an episode what it is; the others change only how it is learned from or checked.
@@ -262,14 +270,29 @@ class A2c(Settings):
     """Adam's epsilon."""
 
 
-class Serial(Settings):
-    """Envs, inference and update in one process, one after another: the plain reference."""
+class Engine(Settings):
+    """What happens inside the processes that learn. `local` is one machine, as fast as it goes; `serial` is the plain
+    reference: envs, inference and update in one process, one after another."""
 
-    kind: Literal["serial"] = "serial"
+    kind: Literal["local", "serial"] = "local"
+    """Which engine."""
     envs: Whole = Field(default=8, ge=1, le=100_000)
-    """Copies of the env stepped together."""
-    threads: Whole = Field(default=1, ge=1, le=1024)
-    """Threads that torch may use."""
+    """Copies of the env stepped together, over all workers, however many agents each of them has."""
+    workers: Annotated[Whole, Field(ge=0, le=10_000)] | Literal["auto"] = "auto"
+    """Processes that step envs and act in them, each with its share of the envs; 0 does it in the learner's process.
+    Auto decides by the machine and the env. The serial engine steps as many groups one after another."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: all workers act with the newest weights, then all is learned from. async: workers act on while the learner
+    learns, with weights that are a little older."""
+    max_lag: Count = 20
+    """Asynchronous: samples of weights that are more than this many updates old are thrown away, and counted."""
+    threads: Annotated[Whole, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Threads that torch may use for learning. Auto decides by the cores that are really free."""
+    tune: bool = False
+    """Before a run is made, measure for some seconds as `tiltyard tune` does, choose workers, envs, rollout, minibatch
+    and (unless it is set) mode for this machine, and write those numbers into the run's settings."""
+    restarts: Annotated[Whole, Field(ge=0, le=10**9)] = 1000
+    """Workers that died or hung and may be replaced before the run is given up."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the network lives; auto takes a GPU when there is one."""
 
@@ -282,7 +305,7 @@ class Stop(Settings):
     env_steps: Count | None = 1_000_000
     """Decisions taken, over all rows."""
     frames: Count | None = None
-    """Simulator frames: env steps times the frameskip."""
+    """Simulator frames: env steps times frameskip, that of the env itself included."""
     seconds: Positive | None = None
     """Seconds of training, counted across resumes."""
     updates: Count | None = None
@@ -392,7 +415,7 @@ class Experiment(Settings):
     env: Annotated[Env, BeforeValidator(_bare_id)]
     model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
     algo: Annotated[Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)] = Ppo()
-    engine: Serial = Serial()
+    engine: Engine = Engine()
     stop: Stop = Stop()
     eval: Eval = Eval()
     save: Save = Save()
@@ -409,5 +432,5 @@ class Experiment(Settings):
 
     @property
     def batch(self) -> int:
-        """Env steps per update."""
+        """Env steps per update; with several agents in an env, the fewest: at least one of them acts at any time."""
         return self.algo.rollout * self.engine.envs

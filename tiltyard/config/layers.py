@@ -40,10 +40,14 @@ class Merged:
                 return self.origins[path[:length]]
         return "default"
 
-    def drop(self, name: str) -> None:
-        """As if no layer had said anything about a top-level setting."""
-        self.values.pop(name, None)
-        self._forget((name,))
+    def drop(self, *path: str) -> None:
+        """As if no layer had said anything about a setting."""
+        place: Any = self.values
+        for name in path[:-1]:
+            place = place.get(name) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.pop(path[-1], None)
+        self._forget(path)
 
     def _put(
         self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.combinations import cross_check
+from tiltyard.config.combinations import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
 from tiltyard.config.problems import Found, prune, special_answers, validate
@@ -39,6 +39,7 @@ __all__ = [
     "parse_override",
     "presets",
     "read_yaml",
+    "refuse_presets",
     "resolved_yaml",
     "schema",
     "texts",
@@ -79,7 +80,7 @@ def load(
     problems += wrong
     base = tuple(dict.fromkeys([*base, *([source.absolute().parent] if source else []), Path.cwd()]))
     merged = Merged()
-    merged.add({"algo": {"id": "ppo"}, "engine": {"kind": "serial"}}, "default")
+    merged.add({"algo": {"id": "ppo"}, "engine": {"kind": "local"}}, "default")
     used = []
     for name in _uses(from_command, own, problems):
         try:
@@ -104,6 +105,7 @@ def load(
     for origin, values in used:
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
+    warnings += _without_layers(merged)
     return _finish(merged, problems, source, text, base, warnings)
 
 
@@ -193,7 +195,7 @@ def _target(
         raise UseError(
             f"{word!r} is a setting where a YAML file or env id is expected", f"put that first: CartPole-v1 {word}"
         )
-    warnings = [f"{word!r} is taken as an env id; there is a folder of that name too"] if _is_folder(path) else []
+    warnings = [f"{word!r} is taken as an env id; there is a folder of that name too"] if is_folder(path) else []
     return {"env": {"id": word}}, COMMAND_LINE, None, None, warnings
 
 
@@ -207,7 +209,7 @@ def _is_yaml(word: str, path: Path) -> bool:
         return False
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -241,7 +243,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     if len(key) > 500:
         raise UseError(f"{short(key)} is no setting: its name has {len(key)} characters", "write algo.lr=3e-4")
     try:
-        return key, plain(parse_yaml(value, f"override {key}"), (key,))
+        found = parse_yaml(value, f"override {key}")
+        if isinstance(found, str) and "\n" in value and found.split() == value.split():
+            found = value  # YAML makes spaces of the line breaks in a plain text; here the shell's quotes were meant
+        return key, plain(found, (key,))
     except ValueError as error:
         raise UseError(f"override {error}", "write it as UTF-8 text") from None
     except UseError as error:
@@ -260,6 +265,16 @@ def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: lis
     return names
 
 
+def refuse_presets(verb: str, overrides: Sequence[str]) -> None:
+    """UseError for `use=`: presets lie below a run's own settings, which are complete, and would change nothing."""
+    for key, value in map(parse_override, texts(overrides)):
+        if key.partition(".")[0] == "use":
+            raise UseError(
+                f"use = {short(value)}: `{verb}` takes no presets, because a run has a value for every setting",
+                "give the settings themselves: key=value",
+            )
+
+
 def presets() -> list[str]:
     """Names of the built-in presets."""
     return sorted(
@@ -276,6 +291,28 @@ def _tiny(algo: Any) -> dict[str, Any]:
     assert isinstance(section, Section)
     known = fields(section.chosen(algo))
     return {**values, "algo": {name: value for name, value in values["algo"].items() if name in known}}
+
+
+def _without_layers(merged: Merged) -> list[str]:
+    """Drop what built-in presets say about the layers of the built-in model, when the model is another; what was lost.
+
+    Whoever writes such a setting himself is told that it would be ignored. That `debug` makes layers small is no loss.
+    """
+    model = merged.values.get("model")
+    chosen = model.get("id") if isinstance(model, dict) else None
+    if not isinstance(chosen, str) or not makes_own_layers(chosen):
+        return []
+    origins = {f"preset {name}" for name in presets()}
+    lost: dict[str, list[str]] = {}
+    for name in LAYERS:
+        path = ("model", *name.split("."))
+        said = {origin for known, origin in merged.origins.items() if known[: len(path)] == path}
+        if said and said <= origins:
+            merged.drop(*path)
+            lost.setdefault(max(said), []).append(".".join(path))
+    lost.pop("preset debug", None)
+    reason = f"left out, being of the built-in model, and model.id = {chosen} is another"
+    return [f"{origin}: {', '.join(names)} {reason}" for origin, names in lost.items()]
 
 
 def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | None]:

@@ -18,9 +18,16 @@ WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's we
 
 def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> Engine:
     """The engine that the experiment asks for."""
-    from tiltyard.engines.serial import SerialEngine
+    from tiltyard.engines.plan import topology
 
-    return SerialEngine(experiment, spec, base)
+    chosen = topology(experiment, spec)
+    if experiment.engine.kind == "serial" or chosen.workers == 0:
+        from tiltyard.engines.serial import SerialEngine
+
+        return SerialEngine(experiment, spec, base, chosen)
+    from tiltyard.engines.local import LocalEngine
+
+    return LocalEngine(experiment, spec, base, chosen)
 
 
 def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
@@ -29,7 +36,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     `continues` is the checkpoint that training will go on from: its weights must fit.
     """
     from tiltyard.algos.ppo import Ppo
-    from tiltyard.engines.serial import device_named
+    from tiltyard.engines.learner import device_named
     from tiltyard.models.net import PolicyNet
     from tiltyard.run.checkpoint import read_tree
 
@@ -77,12 +84,12 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     """The rollout is allocated whole: more of it than there is memory is refused with the numbers, not tried."""
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
-    rows, steps = experiment.engine.envs, experiment.algo.rollout
-    copies = rows + min(experiment.eval.envs, experiment.eval.episodes)
+    envs, steps = experiment.engine.envs, experiment.algo.rollout
+    rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
     wanted, free = LEARNING_COPIES * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(
-            f"engine.envs = {rows:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
+            f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
             f"with {copies:,} copies of the env, "
             f"and {free / 2**30:.1f} GiB are free",
             "use fewer envs or shorter rollouts",

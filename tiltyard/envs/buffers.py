@@ -121,6 +121,11 @@ class ObsBuffer:
             for slot in self._slots:
                 slot.now[row] = fill_stack(slot.newest[row].copy(), slot.now.shape[1:])
 
+    def clear(self, row: int) -> None:
+        """Nothing is seen in a row: zeros."""
+        for slot in self._slots:
+            slot.now[row] = 0
+
     def keep_final(self, row: int) -> None:
         """Copy a row's observation to `final` before a new episode overwrites it."""
         for slot in self._slots:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
+from tiltyard.envs.parallel import Parallel
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
 from tiltyard.refs import user_traceback
 from tiltyard.types import Tree
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tiltyard.envs.vector import EnvGroup
     from tiltyard.types import Array
 
-_COUNTERS = ("number", "length", "saved_frames", "total", "reward", "terminated", "truncated", "first")
+COUNTERS = ("number", "length", "saved_frames", "total", "reward", "terminated", "truncated", "first")
 
 
 class History:
@@ -53,8 +54,8 @@ class History:
         self._begin -= oldest
         self._now -= oldest
 
-    def restart(self, row: int) -> None:
-        self._begin[row] = self._now
+    def restart(self, rows: int | slice) -> None:
+        self._begin[rows] = self._now
 
     def of(self, row: int) -> Array:
         """float32 [length, columns]."""
@@ -71,12 +72,12 @@ class History:
             self._actions[self._begin[row] : longest, row] = actions
 
 
-def state_keeper(env: gymnasium.Env[Any, Any], *, anywhere: bool) -> Any:
+def state_keeper(env: gymnasium.Env[Any, Any] | Parallel, *, anywhere: bool) -> Any:
     """The env or wrapper that has get_state and set_state; the outermost that is not Gymnasium's own, or any.
 
     A wrapper between may have a state of its own, so a keeper further in counts only when the user asks for it.
     """
-    layer: Any = env
+    layer: Any = env.inner if isinstance(env, Parallel) else env
     while True:
         if hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"):
             return layer
@@ -87,51 +88,52 @@ def state_keeper(env: gymnasium.Env[Any, Any], *, anywhere: bool) -> Any:
 
 
 def save(group: EnvGroup) -> Tree:
-    """The tree of a group: common arrays, and per row what its kind of coming back needs."""
+    """The tree of a group: common arrays, and per copy of the env what its kind of coming back needs."""
     tree: dict[str, Any] = {
         "comes_back": group.comes_back,
+        "agents": group.agents,
         "settings": group.env.episode_digest(),
         "seeds": list(group.seeds_now),
         "obs": {name: array.copy() for name, array in group.obs.items()},
         "mask": None if group.mask is None else group.mask.copy(),
-        "counters": {name: getattr(group, name).copy() for name in _COUNTERS},
+        "counters": {name: getattr(group, name).copy() for name in group.counters},
     }
     if group.comes_back == "state":
-        tree["states"] = [_get_state(group, row) for row in range(group.rows)]
+        tree["states"] = [_get_state(group, copy) for copy in range(group.copies)]
     elif group.comes_back == "replay":
         assert group.history is not None
         tree["actions"] = [group.history.of(row) for row in range(group.rows)]
     return tree
 
 
-def _get_state(group: EnvGroup, row: int) -> Tree:
+def _get_state(group: EnvGroup, copy: int) -> Tree:
     try:
-        return _keeper(group, row).get_state()
+        return _keeper(group, copy).get_state()
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _blamed(group, row, "get_state", error) from error
+        raise _blamed(group, copy, "get_state", error) from error
 
 
-def _set_state(group: EnvGroup, row: int, state: Tree) -> None:
+def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
     try:
-        _keeper(group, row).set_state(state)
+        _keeper(group, copy).set_state(state)
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _blamed(group, row, "set_state", error) from error
+        raise _blamed(group, copy, "set_state", error) from error
 
 
-def _blamed(group: EnvGroup, row: int, doing: str, error: BaseException) -> EnvError:
+def _blamed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> EnvError:
     return EnvError(
-        f"env {group.env.id}, row {row}: {doing}() {raised(error)}",
+        f"env {group.env.id}, row {group.span(copy).start}: {doing}() {raised(error)}",
         "the traceback is the env's own; env.comes_back=replay does without it",
         user_traceback(error),
     )
 
 
-def _keeper(group: EnvGroup, row: int) -> Any:
-    keeper = state_keeper(group.envs[row], anywhere=True)
+def _keeper(group: EnvGroup, copy: int) -> Any:
+    keeper = state_keeper(group.envs[copy], anywhere=True)
     if keeper is None:
         raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.comes_back=replay")
     return keeper
@@ -144,28 +146,34 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     same = tree.get("settings", now) == now  # older checkpoints do not say
     if same and tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
         group.comes_back, group.history = "fresh", None
-    common = min(group.rows, len(tree["seeds"]))
-    counters = tree["counters"]
-    for name in _COUNTERS:
-        getattr(group, name)[:common] = counters[name][:common]
+    alike = tree.get("agents", 1) == group.agents  # rows of more or fewer agents are others
+    common = min(group.rows, len(tree["seeds"])) if alike else 0
+    _take_counters(group, tree, common)
     group.seeds_now[:common] = [int(seed) for seed in tree["seeds"][:common]]
     if group.history is not None:
         saved = tree.get("actions") or []
         group.history.fill(
             [saved[row] if row < min(common, len(saved)) else group.history.of(row)[:0] for row in range(group.rows)]
         )
-    broken = [row for row in range(common) if not (same and _bring_back(group, tree, row))]
+    copies = common // group.agents
+    broken = [copy for copy in range(copies) if not (same and _bring_back(group, tree, copy))]
+    _take_counters(group, tree, common)  # again: bringing back begins anew first
     for name, array in group.obs.items():
         array[:common] = tree["obs"][name][:common]
     if group.mask is not None:
         group.mask[:common] = tree["mask"][:common]
-    for row in [*broken, *range(common, group.rows)]:
-        group.first[row] = True
-        group.begin(row)
-    running = int((np.asarray(counters["length"][:common]) > 0).sum())
-    cut = int(sum(counters["length"][row] > 0 for row in broken))
+    for copy in [*broken, *range(copies, group.copies)]:
+        group.first[group.span(copy)] = True
+        group.begin(copy)
+    began = np.asarray(tree["counters"]["length"])[:common][:: group.agents] > 0
+    running, cut = int(began.sum()), int(began[broken].sum())
     said = _fewer(len(tree["seeds"]), common)
     return said if cut == 0 else [*said, _cut(group, tree, f"{cut} of {running} running episodes were cut", same)]
+
+
+def _take_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
+    for name in group.counters:
+        getattr(group, name)[:rows] = tree["counters"][name][:rows]
 
 
 def _fit(group: EnvGroup, tree: Tree) -> None:
@@ -178,24 +186,27 @@ def _fit(group: EnvGroup, tree: Tree) -> None:
         )
 
 
-def _bring_back(group: EnvGroup, tree: Tree, row: int) -> bool:
-    """Put a row's env where it was; False when that does not work out to the bit."""
+def _bring_back(group: EnvGroup, tree: Tree, copy: int) -> bool:
+    """Put a copy of the env where it was; False when that does not work out to the bit."""
     if tree["comes_back"] != group.comes_back or group.comes_back == "fresh":
         return False
-    seed, counters = group.seeds_now[row], tree["counters"]
-    group.restart(row, seed)
+    rows, counters = group.span(copy), tree["counters"]
+    group.restart(copy, group.seeds_now[rows.start])
     if group.comes_back == "state":
-        _set_state(group, row, tree["states"][row])
+        _set_state(group, copy, tree["states"][copy])
         return True
     try:
-        replayed = group.replay(row, tree["actions"][row])
+        replayed = group.replay(copy, tree["actions"][rows])
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - an env that raises now and did not before is one that does not replay
         return False
-    if replayed != float(counters["total"][row]) or group.saved_frames[row] != counters["saved_frames"][row]:
+    if replayed != [float(total) for total in counters["total"][rows]]:
         return False
-    return all(np.array_equal(array[row], tree["obs"][name][row]) for name, array in group.buffer.now.items())
+    told = ["saved_frames", *(name for name in group.counters if name not in COUNTERS)]
+    if not all(np.array_equal(getattr(group, name)[rows], counters[name][rows]) for name in told):
+        return False
+    return all(np.array_equal(array[rows], tree["obs"][name][rows]) for name, array in group.buffer.now.items())
 
 
 def _fewer(then: int, now: int) -> list[str]:

@@ -1,12 +1,17 @@
 """An env put to the test by the probe's child: reset, act at random, and the same again with the same seed.
 
 Raises a UseError at the first broken rule of contract.py, naming when it happened; says whether the second time
-equalled the first to the bit, which is what replaying episodes after a resume relies on.
+equalled the first to the bit, which is what replaying episodes after a resume relies on. What reset() and step() print
+is found by the size of the file that is the child's stdout, so that C libraries and processes of the env count too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
+import sys
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -16,8 +21,9 @@ from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.contract import mask_fault, mask_in, obs_fault, reset_fault, step_fault, structure_fault
+from tiltyard.envs.parallel import Parallel
 from tiltyard.envs.spaces import encode_leaf, observation_leaves, pick
-from tiltyard.errors import UseError
+from tiltyard.errors import UseError, raised
 from tiltyard.types import ActionSpec
 
 if TYPE_CHECKING:
@@ -37,16 +43,20 @@ _HINTS = (
 class Examination:
     """One env being examined. `masked` is known after the first reset."""
 
-    def __init__(self, env: Env, made: gymnasium.Env[Any, Any], action: ActionSpec) -> None:
-        self._env, self._made, self._action = env, made, action
+    def __init__(self, env: Env, made: gymnasium.Env[Any, Any] | Parallel, action: ActionSpec) -> None:
+        self._env, self._action = env, action
+        self._made: Any = made
         self._leaves = observation_leaves(made.observation_space)
         self._codec = ActionCodec(action)
         self._options = [part.options for part in action.parts if part.kind == "categorical"]
         self.masked = False
+        self.step_times: list[float] = []  # seconds
+        self._heard = 0  # bytes of stdout that are not the fault of reset() and step()
         self.casts: dict[str, str] = {}  # with env.strict off: a sentence per observation of another dtype
 
     def run(self, steps: int, seed: int) -> bool:
         """Act twice from the same seed; whether both times gave the same."""
+        self._heard = _printed()  # importing and constructing it may have greeted
         actions: list[Array] = []
         first = self._episode(steps, seed, actions, record=True)
         return first == self._episode(steps, seed, actions, record=False)
@@ -61,7 +71,10 @@ class Examination:
                 actions.append(self._codec.random_rows(rng, 1, None if mask is None else mask[None])[0])
             action = self._codec.decode(actions[index])
             when = f"step {index + 1}"
-            answer = self._call(f"step() number {index + 1}", lambda action=action: self._made.step(action))
+            began = perf_counter()
+            answer = self.call(f"step() number {index + 1}", lambda action=action: self._made.step(action))
+            self.step_times.append(perf_counter() - began)
+            self._listen("step()")
             self._refuse(step_fault(answer), when)
             obs, reward, terminated, truncated, info = answer
             digest.update(repr((float(reward), bool(terminated), bool(truncated))).encode())
@@ -72,7 +85,8 @@ class Examination:
         return digest.hexdigest()
 
     def _reset(self, seed: int, digest: Any, first: bool) -> Array | None:
-        answer = self._call("reset()", lambda: self._made.reset(seed=seed))
+        answer = self.call("reset()", lambda: self._made.reset(seed=seed))
+        self._listen("reset()")
         self._refuse(reset_fault(answer), "reset")
         if first:
             self.masked = mask_in(*answer) is not None and bool(self._options)
@@ -101,15 +115,32 @@ class Examination:
         self._refuse(mask_fault(mask, self._options), when)
         return mask
 
-    def _call(self, what: str, call: Any) -> Any:
+    def call(self, what: str, call: Any) -> Any:
+        """What a method of the env gives; whatever it raises is told as the env's, also what would end the process."""
         try:
             return call()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            text = f"env {self._env.id}: {what} raised {reason}"
+        except BaseException as error:
+            text = f"env {self._env.id}: {what} {raised(error)}"
             raise UseError(text, "the traceback is the env's own", refs.user_traceback(error)) from error
+
+    def _listen(self, what: str) -> None:
+        """Refuse an env that prints while it is used: in training that is every step, and stdout is for data."""
+        if not self._env.strict or _printed() == self._heard:
+            return
+        lines = os.pread(1, 200, self._heard).decode(errors="replace").strip().splitlines()
+        raise UseError(
+            f"env {self._env.id}: {what} prints to stdout, which is for data: {(lines or [''])[0][:80]!r}",
+            "print to stderr, or set env.strict=false, which sends it there",
+        )
 
     def _refuse(self, fault: str | None, when: str) -> None:
         if fault:
             hint = next((hint for word, hint in _HINTS if word in fault), "the env must keep to the spaces it declares")
             raise UseError(f"env {self._env.id}, {when}: {fault}", hint)
+
+
+def _printed() -> int:
+    """Bytes that have come to stdout so far; always 0 where that is no file."""
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # C libraries keep what goes to a file in memory
+    return os.fstat(1).st_size

@@ -1,4 +1,6 @@
-"""One env from its settings: Gymnasium id, built-in, `package.module:Class` or `path/file.py:Class`, then its wrappers.
+"""One env from its settings, then its wrappers.
+
+The id is Gymnasium's, built-in, `family:name`, `package.module:Class` or `path/file.py:Class`.
 
 Time limits registered with Gymnasium are left out here and given back as a number (`registered_limit`): the group of
 envs (vector.py) cuts episodes itself, so that there is one place where `truncated` is made.
@@ -8,6 +10,9 @@ envs (vector.py) cuts episodes itself, so that there is one place where `truncat
 
 from __future__ import annotations
 
+import copy
+import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -22,7 +27,10 @@ from gymnasium.envs.registration import load_env_creator
 
 from tiltyard import refs
 from tiltyard.config.experiment import Env
+from tiltyard.config.load import is_folder
+from tiltyard.envs.parallel import Parallel, is_parallel
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
+from tiltyard.rooms import is_own
 
 BUILTIN_ENVS: Mapping[str, str] = {
     "identity": "tiltyard.envs.toy:Identity",
@@ -32,6 +40,8 @@ BUILTIN_ENVS: Mapping[str, str] = {
     "timeout": "tiltyard.envs.toy:Timeout",
     "masked": "tiltyard.envs.toy_spaces:Masked",
     "kitchen_sink": "tiltyard.envs.toy_spaces:KitchenSink",
+    "pennies": "tiltyard.envs.toy_games:Pennies",
+    "visitors": "tiltyard.envs.toy_games:Visitors",
     "CarPass-v0": "tiltyard.envs.car_pass:CarPass",
 }
 
@@ -46,10 +56,45 @@ RENDER_MODE = "rgb_array"
 # Pictures are arrays here: SDL needs neither sound nor screen for that, and MuJoCo aborts the process without a screen.
 _WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _PIP = re.compile(r"pip install [^`;\n]+")
+# Packages with envs, by the module that is missing. Any other name may be a typo, and anybody may own it on PyPI.
+_PACKAGES = {
+    "Box2D": "'tiltyard[box2d]'",
+    "ale_py": "'tiltyard[atari]'",
+    "crafter": "crafter",
+    "cv2": "opencv-python-headless",
+    "gymnasium_robotics": "gymnasium-robotics",
+    "highway_env": "highway-env",
+    "minigrid": "minigrid",
+    "miniworld": "miniworld",
+    "mujoco": "mujoco",
+    "nle": "nle",
+    "pettingzoo": "'tiltyard[pettingzoo]'",
+    "pygame": "'tiltyard[classic]'",
+    "vizdoom": "'tiltyard[vizdoom]'",
+}
+_EXTRAS = {"box2d": "tiltyard[box2d]", "pygame": "tiltyard[classic]"}  # by a word of Gymnasium's own complaint
+
+_of_rooms: dict[tuple[str, str], Registered] = {}  # by the module that registers and the id: two rooms may use one id
 
 
 def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any]:
-    """The env with its wrappers; with `render` it can draw itself as RGB arrays."""
+    """An env with one agent, and its wrappers; with `render` it can draw itself as RGB arrays."""
+    made = make_any(env, base, render)
+    if isinstance(made, Parallel):
+        raise UseError(f"env.id = {env.id} has several agents now and had one before", "the env itself changed")
+    return made
+
+
+def make_parallel(env: Env, base: Sequence[Path], render: bool = False) -> Parallel:
+    """The same for an env with several agents."""
+    made = make_any(env, base, render)
+    if not isinstance(made, Parallel):
+        raise UseError(f"env.id = {env.id} has one agent now and had several before", "the env itself changed")
+    return made
+
+
+def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any] | Parallel:
+    """The env with its wrappers, which for one with several agents take and give such an env too."""
     if render and not os.environ.get("DISPLAY"):
         for name, value in _WITHOUT_SCREEN.items():
             os.environ.setdefault(name, value)
@@ -60,33 +105,51 @@ def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
         wrapper = _callable(refs.load(ref), f"{setting}.id", plugin.id)
         _refuse(refs.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
         made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
-        if not isinstance(made, gymnasium.Env):
+        if not isinstance(made, gymnasium.Env) and not is_parallel(made):
             raise UseError(
                 f"{setting}.id = {plugin.id} made a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"
             )
-    return made
+    return made if isinstance(made, gymnasium.Env) else Parallel(made, env.id)
 
 
-def _make_bare(env: Env, base: Sequence[Path], render: bool) -> gymnasium.Env[Any, Any]:
-    if refs.kind_of(env.id, BUILTIN_ENVS) is None:
-        return _make_registered(env, render)
-    creator = _callable(refs.load(refs.parse(env.id, BUILTIN_ENVS, refs.CONVENTIONAL["env"], base)), "env.id", env.id)
-    _refuse(refs.check_options(creator, env.options, 0, "env.options"))
+def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
+    if _is_registered(env.id):
+        return _make_registered(env, base, render)
+    creator, names = _creator(env, base)
+    _refuse(refs.check_options(creator, env.options, len(names), "env.options"))
     options = dict(env.options)
     if render and _takes(creator, "render_mode"):
         options["render_mode"] = RENDER_MODE
-    made = _construct(lambda: creator(**options), f"env {env.id}")
-    if not isinstance(made, gymnasium.Env):
+    made = _construct(lambda: creator(*names, **options), f"env {env.id}")
+    if not isinstance(made, gymnasium.Env) and not is_parallel(made):
         bases = ", ".join(f"{b.__module__}.{b.__qualname__}" for b in type(made).__mro__[1:-1]) or "nothing"
         raise UseError(
             f"env.id = {env.id} made a {type(made).__name__} (derived from {bases}), which is no gymnasium.Env",
-            "derive the class from gymnasium.Env; an env of the old gym package needs a small conversion",
+            "derive the class from gymnasium.Env, or from pettingzoo.ParallelEnv for several agents; an env of the old "
+            "gym package needs a small conversion",
         )
     return made
 
 
-def _make_registered(env: Env, render: bool) -> gymnasium.Env[Any, Any]:
-    registered = _registered(env.id)
+def _is_registered(env_id: str) -> bool:
+    """Whether an id is one of Gymnasium's registry, not a class that is named here."""
+    return refs.family_of(env_id) is None and refs.kind_of(env_id, BUILTIN_ENVS) is None
+
+
+def _creator(env: Env, base: Sequence[Path]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The class of an env that is not registered, and what it is given first: the name, when it makes a family."""
+    family = refs.family_of(env.id)
+    if family is not None:
+        return refs.load_family(family[0]), family[1:]
+    if env.id.startswith("pettingzoo.") and importlib.util.find_spec("pettingzoo") is None:
+        hint = "pip install 'tiltyard[pettingzoo]'"
+        raise UseError(f"env {env.id} needs the package 'pettingzoo', which is not installed", hint)
+    found = refs.load(refs.parse(env.id, BUILTIN_ENVS, refs.CONVENTIONAL["env"], base))
+    return _callable(found, "env.id", env.id), ()
+
+
+def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.Env[Any, Any]:
+    registered = _registered(env.id, base)
     if "max_episode_steps" in env.options:
         hint = f"set env.time_limit={env.options['max_episode_steps']}"
         raise ConfigError(
@@ -108,13 +171,17 @@ def _make_registered(env: Env, render: bool) -> gymnasium.Env[Any, Any]:
     return made
 
 
-def _registered(name: str) -> Registered:
+def _registered(name: str, base: Sequence[Path]) -> Registered:
     """Gymnasium's own entry for an id, also `module:Id-v0`, which imports the module that registers it."""
     try:
-        if ":" in name:
-            module, _, rest = name.partition(":")
-            _construct(lambda: __import__(module), f"env {name}")
-            name = rest
+        ref = refs.parse_registering(name, base)
+        if ref is not None:
+            name = ref.attribute
+            if ref.path is not None:
+                return _registered_by_own(ref, ref.path)
+            _construct(lambda: importlib.import_module(str(ref.module)), f"env {ref.text}")
+        elif name.startswith("ALE/"):
+            _register_atari(name)
         return gymnasium.spec(name)
     except (gymnasium.error.Error, ValueError) as error:
         known = {*gymnasium.registry, *BUILTIN_ENVS}
@@ -123,24 +190,59 @@ def _registered(name: str) -> Registered:
         hint = f"did you mean {versions[-1]!r}?" if versions else did_you_mean(name, known)
         fallback = "a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class is needed"
         shown = name if name.isprintable() else repr(name)
+        if is_folder(Path(name)):
+            said = f"{shown} is a folder, and no env of that name is known here"
+            raise UseError(said, hint or "give a YAML file or path/file.py:Class inside it") from error
         raise UseError(f"env.id = {shown} is no env that is known here", hint or fallback) from error
 
 
-def registered_limit(env: Env) -> int | None:
+def _registered_by_own(ref: refs.Ref, folder: Path) -> Registered:
+    """The entry of an id that a module of the project registers, with the class from that module's own room."""
+    module = refs.load_own(folder, str(ref.module), ref.text)
+    key = (module.__name__, ref.attribute)
+    if key not in _of_rooms:
+        entry = copy.deepcopy(gymnasium.spec(ref.attribute))
+        if isinstance(entry.entry_point, str):
+            place, _, name = entry.entry_point.partition(":")
+            if is_own(folder, place):
+                entry.entry_point = refs.load(refs.Ref(entry.entry_point, "module", folder, place, name))
+        _of_rooms[key] = entry
+    return _of_rooms[key]
+
+
+def _register_atari(name: str) -> None:
+    try:
+        import ale_py
+    except ModuleNotFoundError as error:
+        hint = "pip install 'tiltyard[atari]'; atari:pong is Pong with the usual preprocessing, ALE/Pong-v5 without it"
+        raise UseError(f"env {name} needs the package {error.name!r}, which is not installed", hint) from error
+    gymnasium.register_envs(ale_py)
+
+
+def registered_limit(env: Env, base: Sequence[Path]) -> int | None:
     """The time limit that Gymnasium's registry holds for this id, in simulator frames."""
-    if refs.kind_of(env.id, BUILTIN_ENVS) is not None:
-        return None
-    return _registered(env.id).max_episode_steps
+    return _registered(env.id, base).max_episode_steps if _is_registered(env.id) else None
 
 
-def can_render(env: Env, made: gymnasium.Env[Any, Any], base: Sequence[Path]) -> bool:
+def frames_per_step(made: gymnasium.Env[Any, Any] | Parallel) -> int:
+    """Simulator frames that one call of step takes: the env's attribute of this name, `frameskip` of ALE's, else 1."""
+    inner: Any = made.unwrapped
+    registered = getattr(inner, "spec", None)
+    if isinstance(registered, Registered) and registered.id.startswith("ALE/"):
+        skipped = registered.kwargs.get("frameskip")
+        return skipped if isinstance(skipped, int) else 1
+    said = getattr(inner, "frames_per_step", 1)
+    if not isinstance(said, int) or said < 1:
+        raise UseError(f"frames_per_step of {type(inner).__name__} is {said!r}", "it must be a whole number from 1 on")
+    return said
+
+
+def can_render(env: Env, made: gymnasium.Env[Any, Any] | Parallel, base: Sequence[Path]) -> bool:
     """Whether the env says that it draws RGB arrays and lets itself be told to."""
     modes = made.metadata.get("render_modes", ()) if isinstance(made.metadata, Mapping) else ()
     if RENDER_MODE not in modes:
         return False
-    if refs.kind_of(env.id, BUILTIN_ENVS) is None:
-        return True
-    return _takes(refs.load(refs.parse(env.id, BUILTIN_ENVS, refs.CONVENTIONAL["env"], base)), "render_mode")
+    return _is_registered(env.id) or _takes(_creator(env, base)[0], "render_mode")
 
 
 # ---------------------------------------------------------------------------------------------- what can go wrong
@@ -173,12 +275,13 @@ def _construct(build: Callable[[], Any], what: str) -> Any:
         raise
     except gymnasium.error.DependencyNotInstalled as error:
         commands = [command.strip() for command in _PIP.findall(str(error))]
-        hint = " && ".join(commands) or "install the package it names"
+        extras = [f"pip install '{extra}'" for word, extra in _EXTRAS.items() if word in str(error).lower()]
+        hint = (extras or [" && ".join(commands) or "install the package it names"])[0]
         raise UseError(f"{what} needs a package that is not installed: {_first_line(error)}", hint) from error
     except ModuleNotFoundError as error:
-        raise UseError(
-            f"{what} needs the package {error.name!r}, which is not installed", f"pip install {error.name}"
-        ) from error
+        known = _PACKAGES.get((error.name or "").partition(".")[0])
+        hint = f"pip install {known}" if known else "it is looked for beside your own code and among installed packages"
+        raise UseError(f"{what} needs the package {error.name!r}, which is not installed", hint) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:

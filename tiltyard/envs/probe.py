@@ -16,10 +16,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tiltyard.config.experiment import Env
-from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.errors import ConfigError, Problem, UseError, raised
+from tiltyard.machine import resident_memory
+from tiltyard.refs import user_traceback
 from tiltyard.types import EnvSpec
 
 STEPS = 16
@@ -52,7 +55,7 @@ def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
         raise UseError(answer["message"], answer["hint"], answer["details"])
     if said[0].strip():
         first = said[0].strip().splitlines()[0]
-        answer["notes"].append(f"env {env.id} prints to stdout ({first[:80]!r}), which is meant for data")
+        answer["notes"].append(f"env {env.id} prints to stdout, which is for data: {first[:80]!r} goes to stderr")
     return spec_from_json(answer)
 
 
@@ -60,7 +63,7 @@ def _run_child(env: Env, folder: Path) -> int:
     """Run the child to its end or its timeout; it leads a process group, so that its own children end with it."""
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-P", "-c", _START.format(root=root, folder=str(folder))]
-    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+    with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("wb") as err:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
         try:
             return child.wait(env.start_timeout)
@@ -113,6 +116,9 @@ def main(folder: str) -> None:
         answer = {"problems": problems, "source": error.message.partition(" in ")[2]}
     except UseError as error:
         answer = {"message": error.message, "hint": error.hint, "details": error.details}
+    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # nobody's wish: no signal for us comes here
+        told = f"env {env.id} {raised(error)} while it was probed"
+        answer = {"message": told, "hint": "the traceback is the env's own", "details": user_traceback(error)}
     temporary = Path(folder) / "answer.tmp"
     temporary.write_text(json.dumps(answer))
     temporary.replace(Path(folder) / "answer.json")
@@ -125,10 +131,12 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     from tiltyard.envs.actions import action_spec
     from tiltyard.envs.comeback import state_keeper
     from tiltyard.envs.examination import Examination
-    from tiltyard.envs.make import can_render, make_env, registered_limit
+    from tiltyard.envs.make import can_render, frames_per_step, make_any, registered_limit
+    from tiltyard.envs.parallel import Parallel
+    from tiltyard.envs.parallel_examination import ParallelExamination
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
-    made = make_env(env, base)
+    made = make_any(env, base)
     for name in ("observation_space", "action_space"):
         if getattr(made, name, None) is None:
             raise UseError(f"env {env.id} has no {name}", f"set self.{name} in its constructor")
@@ -136,7 +144,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     action = action_spec(made.action_space)
     if previous:
         obs |= previous_specs(action)
-    found = Examination(env, made, action)
+    found = ParallelExamination(env, made, action) if isinstance(made, Parallel) else Examination(env, made, action)
     repeats = found.run(STEPS, _SEED)
     notes = list(found.casts.values())
     comes_back = env.comes_back
@@ -152,43 +160,42 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
             f"env {env.id} behaves differently when reset with the same seed and given the same actions: "
             "runs are not reproducible, and a resume begins new episodes"
         )
+    if env.id.startswith("ALE/") and any(item.image for item in obs.values()):
+        notes.append(
+            f"env {env.id} shows the raw screen; atari:pong, ... are the same games with the usual preprocessing"
+        )
     limit = env.time_limit
     if limit is None:
-        registered = registered_limit(env)
+        registered = registered_limit(env, base)
         limit = None if registered is None else -(-registered // env.frameskip)
     spec = EnvSpec(
         obs=obs,
         action=action,
+        agents=made.names if isinstance(made, Parallel) else ("agent",),
+        parallel=isinstance(made, Parallel),
         masked=found.masked,
-        frameskip=env.frameskip,
+        frameskip=env.frameskip * frames_per_step(made),
         episode_limit=limit,
         comes_back=comes_back,
         renders=can_render(env, made, base),
         env_bytes=_one_more(env, base),
+        step_seconds=median(found.step_times) * env.frameskip,
         notes=tuple(notes),
     )
-    made.close()  # type: ignore[no-untyped-call]
+    found.call("close()", made.close)
     return spec_to_json(spec)
 
 
 def _one_more(env: Env, base: Sequence[Path]) -> int:
     """Bytes by which this process grows for a second copy of the env; 0 where the system does not tell."""
-    from tiltyard.envs.make import make_env
+    from tiltyard.envs.make import make_any
 
-    before = _resident()
+    before = resident_memory()
     try:
-        second = make_env(env, base)
+        second = make_any(env, base)
         second.reset(seed=0)
-        grown = _resident() - before
-        second.close()  # type: ignore[no-untyped-call]
+        grown = resident_memory() - before
+        second.close()
     except Exception:  # noqa: BLE001 - a simulator that allows one copy only says so itself when a second is needed
         return 0
     return max(0, grown)
-
-
-def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

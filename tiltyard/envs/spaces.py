@@ -224,12 +224,14 @@ def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
         "obs": obs,
         "action": action_spec_to_json(spec.action),
         "agents": list(spec.agents),
+        "parallel": spec.parallel,
         "masked": spec.masked,
         "frameskip": spec.frameskip,
         "episode_limit": spec.episode_limit,
         "comes_back": spec.comes_back,
         "renders": spec.renders,
         "env_bytes": spec.env_bytes,
+        "step_seconds": spec.step_seconds,
         "notes": list(spec.notes),
     }
 
@@ -244,11 +246,13 @@ def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
         obs=obs,
         action=action_spec_from_json(data["action"]),
         agents=tuple(data["agents"]),
+        parallel=data.get("parallel", False),
         masked=data["masked"],
         frameskip=data["frameskip"],
         episode_limit=data["episode_limit"],
         comes_back=data["comes_back"],
         renders=data["renders"],
         env_bytes=data.get("env_bytes", 0),
+        step_seconds=data.get("step_seconds", 0.0),
         notes=tuple(data["notes"]),
     )

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays
 
 
+IDLE, STEPPING, RESETTING = range(3)  # what a group is doing, for whoever watches its beats
+
+
 def episode_seed(seed: int, role: str, row: int, number: int) -> int:
     """The seed of one episode, 31 bits: nothing but the run's seed, the role, the row and the episode's number."""
     key = (zlib.crc32(role.encode()), row, number)
@@ -44,7 +47,13 @@ def episode_seed(seed: int, role: str, row: int, number: int) -> int:
 
 
 class EnvGroup:
-    """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run; `render` is for row 0."""
+    """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run; `render` is for row 0.
+
+    Where an env has several agents (parallel_rows.py), `span` tells which rows are those of one copy.
+    """
+
+    counters: tuple[str, ...] = comeback.COUNTERS
+    """names of the arrays [B] that a checkpoint keeps"""
 
     def __init__(
         self,
@@ -61,17 +70,23 @@ class EnvGroup:
         seeds: Callable[[int, int], int] | None = None,
     ) -> None:
         self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
+        self.agents = len(spec.agents)  # rows of one copy
+        self.copies = rows // self.agents
         self._seed, self._role, self._seeds = seed, role, seeds
-        self._frameskip = env.frameskip
+        self._frameskip = env.frameskip  # calls of the env's step per env step
+        self._frames = spec.frameskip  # simulator frames per env step: more where the env skips frames itself
         self._limit = env.time_limit or spec.episode_limit
         self.comes_back = spec.comes_back
         self.codec = ActionCodec(spec.action)
         self._options = [part.options for part in spec.action.parts if part.kind == "categorical"]
-        self.envs: list[gymnasium.Env[Any, Any]] = [make_env(env, base, render and row == 0) for row in range(rows)]
+        self.envs: list[Any] = self._make_envs(base, render)
         self._calls = [made.step for made in self.envs]
         self.buffer = ObsBuffer(self.envs[0].observation_space, rows, env.frame_stack, env.strict)
         self._allocate(previous)
         self._compare(previous)
+
+    def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
+        return [make_env(self.env, base, render and row == 0) for row in range(self.rows)]
 
     def _allocate(self, previous: bool) -> None:
         rows, columns = self.rows, self.spec.action.columns
@@ -86,6 +101,7 @@ class EnvGroup:
         self.reward = np.zeros(rows, np.float32)  # for learning: scaled and clipped
         self.terminated, self.truncated = np.zeros(rows, bool), np.zeros(rows, bool)
         self.first, self.valid = np.ones(rows, bool), np.ones(rows, bool)
+        self.acting = np.ones(rows, bool)  # which rows the next action is a decision in
         self.number = np.full(rows, -1, np.int64)  # episodes begun by each row, minus one
         self.length = np.zeros(rows, np.int64)  # env steps of the running episode
         self.saved_frames = np.zeros(rows, np.int64)  # frames that frameskip did not need because the episode ended
@@ -94,6 +110,7 @@ class EnvGroup:
         self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
+        self._beats = np.zeros(2, np.int64).data  # env calls that came back, and whether one is a reset
         self._raw: list[float] = [0.0] * rows
         self._over: list[bool] = [False] * rows
         self._cut: list[bool] = [False] * rows
@@ -115,8 +132,8 @@ class EnvGroup:
 
     def reset(self) -> Step:
         """Begin the next episode in every row."""
-        for row in range(self.rows):
-            self.begin(row)
+        for copy in range(self.copies):
+            self.begin(copy)
         self.reward[:] = 0
         self.terminated[:] = self.truncated[:] = False
         self.first[:] = self._any_first = True
@@ -159,8 +176,10 @@ class EnvGroup:
         raw, over, cut, infos, write = self._raw, self._over, self._cut, self.infos, self.buffer.write
         masks, plain, row = self.mask is not None, self._frameskip == 1, 0
         target, shape, dtype = self.buffer.plain
+        beats = self._beats
         try:
             for row, call in enumerate(self._calls):
+                beats[0] += 1
                 if plain:
                     obs, reward, over[row], cut[row], infos[row] = call(actions[row])
                     raw[row] = reward if type(reward) is float else _number(reward)
@@ -186,7 +205,7 @@ class EnvGroup:
             left -= 1
             if over or cut:
                 break
-        self.saved_frames[row] += left
+        self.saved_frames[row] += left * (self._frames // self._frameskip)
         self._raw[row], self._over[row], self._cut[row], self.infos[row] = total, over, cut, info
         return obs
 
@@ -241,38 +260,48 @@ class EnvGroup:
 
     def frames(self, row: int) -> int:
         """Simulator frames of a row's running episode."""
-        return int(self.length[row]) * self._frameskip - int(self.saved_frames[row])
+        return int(self.length[row]) * self._frames - int(self.saved_frames[row])
 
     @property
     def frames_taken(self) -> int:
-        """Simulator frames of all rows; a load may change it, so take differences within one life only."""
-        return self._ended_frames + int(self.length.sum()) * self._frameskip - int(self.saved_frames.sum())
+        """Simulator frames of all copies; a load may change it, so take differences within one life only."""
+        running = self.length[:: self.agents].sum() * self._frames - self.saved_frames[:: self.agents].sum()
+        return self._ended_frames + int(running)
+
+    def span(self, copy: int) -> slice:
+        """The rows of one copy."""
+        return slice(copy * self.agents, (copy + 1) * self.agents)
 
     def set_countdown(self) -> None:
         """How many steps no row can reach the time limit: rows that begin anew meanwhile only make it longer."""
         self._countdown = sys.maxsize if self._limit is None else self._limit - int(self.length.max())
 
-    def begin(self, row: int) -> None:
-        """The next episode of a row, with its own seed."""
-        self.number[row] += 1
-        number = int(self.number[row])
-        if self._seeds is not None:
-            seed = self._seeds(self.first_row + row, number)
-        else:
-            seed = episode_seed(self._seed, self._role, self.first_row + row, number)
-        self.seeds_now[row] = seed
-        self.length[row] = self.saved_frames[row] = 0
-        self.total[row] = 0.0
+    def begin(self, copy: int) -> None:
+        """The next episode of a copy, with its own seed."""
+        rows, place = self.span(copy), self.first_row // self.agents + copy
+        self.number[rows] += 1
+        number = int(self.number[rows.start])
+        seed = (
+            self._seeds(place, number)
+            if self._seeds is not None
+            else episode_seed(self._seed, self._role, place, number)
+        )
+        self.seeds_now[rows] = [seed] * self.agents
+        self.length[rows] = self.saved_frames[rows] = 0
+        self.total[rows] = 0.0
         if self.history is not None:
-            self.history.restart(row)
+            self.history.restart(rows)
         if self._previous:
-            self.obs[PREVIOUS_ACTION][row] = self.obs[PREVIOUS_REWARD][row] = 0
-        self.restart(row, seed)
+            self.obs[PREVIOUS_ACTION][rows] = self.obs[PREVIOUS_REWARD][rows] = 0
+        self.restart(copy, seed)
 
     def restart(self, row: int, seed: int) -> None:
         """Reset a row's env and store its first observation."""
+        self._beats[0] += 1
+        before, self._beats[1] = self._beats[1], RESETTING
         try:
             answer = self.envs[row].reset(seed=seed)
+            self._beats[1] = before
             fault = reset_fault(answer)
             if fault:
                 raise FaultyObs(fault, "", answer)
@@ -284,18 +313,21 @@ class EnvGroup:
         except BaseException as error:
             raise self._blamed(error, row, "reset") from error
 
-    def replay(self, row: int, actions: Array) -> float | None:
-        """Act again as in an earlier life of this row; its return, or None when the episode ends on the way."""
+    def replay(self, row: int, actions: list[Array]) -> list[float] | None:
+        """Act again as in an earlier life of this row; its return, or None when the episode ends on the way.
+
+        Takes and gives lists, because a copy with several agents has several rows.
+        """
         total = 0.0
         self.saved_frames[row] = 0
-        for action in self.codec.decode_rows(actions):
+        for action in self.codec.decode_rows(actions[0]):
             obs = self._skip(row, action)
             if self._over[row] or self._cut[row]:
                 return None
             total += self._raw[row]
             self.buffer.shift_row(row)
             self.buffer.write(row, obs)
-        return total
+        return [total]
 
     def _store_mask(self, row: int, obs: Any, info: Any) -> None:
         assert self.mask is not None
@@ -315,9 +347,9 @@ class EnvGroup:
     def _where(self, row: int) -> str:
         return f"env {self.env.id}, row {self.first_row + row}, episode {self.number[row]}, env step {self.length[row]}"
 
-    def _blamed(self, error: BaseException, row: int, doing: str) -> TiltyardError:
+    def _blamed(self, error: BaseException, row: int, doing: str, where: str = "") -> TiltyardError:
         """What an exception inside the loop over rows means to the user."""
-        where = self._where(row)
+        where = where or self._where(row)
         if isinstance(error, TiltyardError):
             return error
         if isinstance(error, FaultyObs):
@@ -348,6 +380,14 @@ class EnvGroup:
 
     # ------------------------------------------------------------------------------------------ the rest
 
+    def watch(self, beats: Array) -> None:
+        """Count env calls in beats[0] from now on and tell in beats[1] what is going on: a reader can see a hang."""
+        self._beats = beats.data
+
+    def skip_episodes(self, count: int) -> None:
+        """Leave out the next episodes of every row: others have had those seeds."""
+        self.number += count
+
     def save(self) -> Tree:
         """Everything needed to go on exactly here; running episodes are not disturbed."""
         return comeback.save(self)
@@ -362,7 +402,7 @@ class EnvGroup:
     def render_row(self, row: int) -> Array | None:
         """A row's current picture, as its env draws it."""
         try:
-            frame: Any = self.envs[row].render()
+            frame: Any = self.envs[row // self.agents].render()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -381,13 +421,13 @@ class EnvGroup:
         """Env steps per second of the env's own time, for films."""
         metadata = self.envs[0].metadata or {}
         frames = metadata.get("render_fps")
-        return max(1.0, float(frames) / self._frameskip) if isinstance(frames, int | float) and frames > 0 else 30.0
+        return max(1.0, float(frames) / self._frames) if isinstance(frames, int | float) and frames > 0 else 30.0
 
     def close(self) -> None:
         """Close every env. What a closing env raises is of no use to anybody any more."""
         for made in self.envs:
             try:
-                made.close()  # type: ignore[no-untyped-call]
+                made.close()
             except KeyboardInterrupt:
                 raise
             except BaseException:  # noqa: BLE001

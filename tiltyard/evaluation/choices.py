@@ -2,7 +2,7 @@
 
 A policy of the user's (`eval --policy file.py:Name`) is a class built as `Name(spec)` with two methods:
 
-    reset(seed)              an episode begins; its seed
+    reset(seed)              an episode begins; its seed (other agents of the same env get seeds made from it)
     act(obs, mask) -> action what the env's own `step` takes; obs is the array, or {name: array} if there are several;
                              mask tells the allowed options of categorical actions, None where the env has none
 """
@@ -18,7 +18,7 @@ import torch
 
 from tiltyard import refs
 from tiltyard.envs.actions import ActionCodec, random_action
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, episode_seed
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, Arrays, EnvSpec
@@ -58,7 +58,7 @@ def trained(net: PolicyNet, greedy: bool, seed: int) -> Begin:
             nonlocal state
             acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator)
             state = acted.state
-            return np.asarray(acted.action.numpy())
+            return acted.action
 
         return choose
 
@@ -75,8 +75,11 @@ def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             rows = []
             for row, hand in enumerate(hands):
+                if not group.acting[row]:  # an agent that is not there
+                    rows.append(np.zeros(spec.action.columns, np.float32))
+                    continue
                 if first[row]:
-                    _blaming(text, lambda: hand.reset(group.seeds_now[row]))  # noqa: B023 - called at once
+                    _blaming(text, lambda: hand.reset(_seed(group, row)))  # noqa: B023 - called at once
                 seen = {name: array[row].copy() for name, array in obs.items()}
                 allowed = None if mask is None else mask[row].copy()
                 view = seen["obs"] if list(seen) == ["obs"] else seen
@@ -86,6 +89,12 @@ def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
         return choose
 
     return begin
+
+
+def _seed(group: EnvGroup, row: int) -> int:
+    """What a row's policy may draw from: the episode's seed, and for a second agent of the same env another."""
+    place = row % group.agents
+    return episode_seed(group.seeds_now[row], "agent", place, 0) if place else group.seeds_now[row]
 
 
 def _blaming(text: str, action: Callable[[], Any]) -> Any:

@@ -269,7 +269,7 @@ def _perform(task: Task) -> Answer:
         writer = EpisodeWriter(Path(task.rollouts), spec, meta, save_info=task.save_info)
 
         def keep(index: int, episode: Episode) -> None:
-            writer.write(replace(episode, meta={"episode": index}))
+            writer.write(replace(episode, meta={**episode.meta, "episode": index}))
 
     with Generators(seed + task.first).in_place():
         played = play(

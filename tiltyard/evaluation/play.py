@@ -2,7 +2,8 @@
 
 Episode i always has the same seed, whatever runs it. Slot r of R plays episodes r, r + R, r + 2R, ... to their ends,
 so short episodes are not favoured over long ones; with a budget of steps no episode is started once it is used up,
-and those running are finished. The same EnvGroup and PolicyNet as in training do the work.
+and those running are finished. The same EnvGroup and PolicyNet as in training do the work. With several agents an
+episode is still the env's: its return is the mean of theirs, and it is over when nobody is left.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
+from tiltyard.envs.parallel_rows import group_class
 from tiltyard.envs.vector import EnvGroup, episode_seed
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import Begin
-from tiltyard.types import Arrays, EnvSpec, Episode
+from tiltyard.types import Arrays, EnvSpec, Episode, Step
 from tiltyard.video import VideoWriter
 
 
@@ -36,10 +38,16 @@ class Played:
 
 @dataclass
 class _Slot:
-    """One env row: which episodes it still has to play, and what it recorded of the running one."""
+    """One env: which episodes it still has to play."""
 
     queue: Iterator[int]
     playing: int | None = None
+
+
+@dataclass
+class _Record:
+    """What was recorded of one row's running episode."""
+
     obs: list[Arrays] = field(default_factory=list)
     action: list[np.ndarray] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
@@ -113,16 +121,17 @@ def play(
     `video` is the film to make of the first one and who is told when that fails. Raises Cancelled, at most one env step
     after `cancelled` became true.
     """
-    rows = min(slots, len(episodes))
-    shares = [episodes[row::rows] for row in range(rows)]
+    envs, agents = min(slots, len(episodes)), len(spec.agents)
+    shares = [episodes[slot::envs] for slot in range(envs)]
     table = [_Slot(iter(share[1:]), share[0]) for share in shares]
+    records = [_Record() for _ in range(envs * agents)]
 
-    def seeds(row: int, number: int) -> int:
-        share = shares[row]  # a slot that has played its share goes on unheeded until the others are done
+    def seeds(slot: int, number: int) -> int:
+        share = shares[slot]  # a slot that has played its share goes on unheeded until the others are done
         return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
 
-    group = EnvGroup(
-        env, spec, rows, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds
+    group = group_class(spec)(
+        env, spec, envs * agents, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds
     )
     film = _Film(video[0], group, video[1]) if video is not None else None
     group.at_end = film.end if film is not None else None
@@ -137,19 +146,23 @@ def play(
             if film is not None:
                 film.show(now.obs)
             action = choose(now.obs, now.first, now.mask)
+            deciding = group.acting & np.repeat([slot.playing is not None for slot in table], agents)
+            rows = np.flatnonzero(deciding).tolist()
+            taken += len(rows)
+            began = list(group.seeds_now)
             if keep is not None:
-                _note_before(table, now.obs, group.codec.inside(action))
+                _note_before(records, rows, now.obs, group.codec.inside(action))
             now = group.step(action)
-            taken += sum(slot.playing is not None for slot in table)
             if keep is not None:
-                _note_after(table, group.raw_reward, group.infos)
+                _note_after(records, rows, group.raw_reward, group.infos)
+                for row in [row for row in rows if now.terminated[row] or now.truncated[row]]:
+                    index = table[row // agents].playing
+                    assert index is not None
+                    keep(index, _episode(records[row], now, row, began[row], spec))
             for end in now.episodes:
-                slot = table[end.row]
+                slot = table[end.row // agents]
                 if slot.playing is None:
                     continue
-                if keep is not None:
-                    terminated, truncated = bool(now.terminated[end.row]), bool(now.truncated[end.row])
-                    keep(slot.playing, _episode(slot, now.final_obs, end.row, end.seed, terminated, truncated))
                 played.append(Played(slot.playing, end.seed, end.total, end.length, dict(end.metrics)))
                 slot.playing = next(slot.queue, None) if steps is None or taken < steps else None
     finally:
@@ -184,30 +197,32 @@ def picture(group: EnvGroup, obs: Arrays) -> np.ndarray:
     raise TiltyardError(f"env {group.env.id} drew nothing", "its render() must return an RGB array")
 
 
-def _note_before(table: list[_Slot], obs: Arrays, action: np.ndarray) -> None:
-    for row, slot in enumerate(table):
-        if slot.playing is not None:
-            slot.obs.append({key: array[row].copy() for key, array in obs.items()})
-            slot.action.append(action[row].copy())
+def _note_before(records: list[_Record], rows: list[int], obs: Arrays, action: np.ndarray) -> None:
+    for row in rows:
+        records[row].obs.append({key: array[row].copy() for key, array in obs.items()})
+        records[row].action.append(action[row].copy())
 
 
-def _note_after(table: list[_Slot], reward: Sequence[float], infos: Sequence[dict[str, Any]]) -> None:
-    for row, slot in enumerate(table):
-        if slot.playing is not None:
-            slot.reward.append(float(reward[row]))
-            slot.info.append(deepcopy(infos[row]))  # an env may fill the same dict again
+def _note_after(
+    records: list[_Record], rows: list[int], reward: Sequence[float], infos: Sequence[dict[str, Any]]
+) -> None:
+    for row in rows:
+        records[row].reward.append(float(reward[row]))
+        records[row].info.append(deepcopy(infos[row]))  # an env may fill the same dict again
 
 
-def _episode(slot: _Slot, final: Arrays, row: int, seed: int, terminated: bool, truncated: bool) -> Episode:
-    slot.obs.append({key: array[row].copy() for key, array in final.items()})
+def _episode(record: _Record, now: Step, row: int, seed: int, spec: EnvSpec) -> Episode:
+    """What one agent did, from where it came to where it ended."""
+    record.obs.append({key: array[row].copy() for key, array in now.final_obs.items()})
     episode = Episode(
-        obs={key: np.stack([one[key] for one in slot.obs]) for key in final},
-        action=np.stack(slot.action),
-        reward=np.asarray(slot.reward, np.float32),
-        terminated=terminated,
-        truncated=truncated,
+        obs={key: np.stack([one[key] for one in record.obs]) for key in now.final_obs},
+        action=np.stack(record.action),
+        reward=np.asarray(record.reward, np.float32),
+        terminated=bool(now.terminated[row]),
+        truncated=bool(now.truncated[row]),
         seed=seed,
-        info=slot.info,
+        info=record.info,
+        meta={"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {},
     )
-    slot.obs, slot.action, slot.reward, slot.info = [], [], [], []
+    record.obs, record.action, record.reward, record.info = [], [], [], []
     return episode

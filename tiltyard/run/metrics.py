@@ -96,14 +96,17 @@ def seconds_covered(since: float, env_steps: int, found: Mapping[str, float]) ->
     return (env_steps - since) / speed if speed > 0 else 0.0
 
 
-def time_shares(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Where the wall time of all these records went: each counts by the seconds it covers, so the sum is 1."""
+def time_shares(records: Iterable[Mapping[str, Any]], whose: str = "time") -> dict[str, float]:
+    """Where the wall time of all these records went: each counts by the seconds it covers, so the sum is 1.
+
+    `whose` is "time" for the learner's process, "workers" for theirs.
+    """
     spent: dict[str, float] = {}
     for record in records:
         seconds = seconds_covered(record["since"], record["env_steps"], record["metrics"])
         for name, share in record["metrics"].items():
-            if name.startswith("time/"):
-                part = name.removeprefix("time/")
+            if name.startswith(f"{whose}/") and name != "workers/restarts":
+                part = name.removeprefix(f"{whose}/")
                 spent[part] = spent.get(part, 0.0) + share * seconds
     total = sum(spent.values())
     return {part: seconds / total for part, seconds in spent.items()} if 0 < total < math.inf else {}
@@ -172,9 +175,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/env", "0 to 1", "Share of the wall time since the last record spent in envs."),
     Metric("time/inference", "0 to 1", "Share of the wall time since the last record spent choosing actions."),
     Metric("time/learn", "0 to 1", "Share of the wall time since the last record spent in updates."),
+    Metric("time/wait", "0 to 1", "Share of the wall time since the last record spent waiting for workers."),
+    Metric("time/transfer", "0 to 1", "Share of the wall time since the last record spent on copies of samples."),
     Metric("time/save", "0 to 1", "Share of the wall time since the last record spent writing checkpoints."),
     Metric("time/eval", "0 to 1", "Share of the wall time since the last record spent in evaluations."),
     Metric("time/other", "0 to 1", "Share of the wall time since the last record spent on everything else."),
+    Metric("workers/env", "0 to 1", "Share of the workers' time spent in envs."),
+    Metric("workers/inference", "0 to 1", "Share of the workers' time spent choosing actions."),
+    Metric("workers/wait", "0 to 1", "Share of the workers' time spent waiting for the learner."),
+    Metric("workers/other", "0 to 1", "Share of the workers' time spent on everything else."),
+    Metric("workers/restarts", "workers", "Workers that died or hung and were replaced, in this attempt."),
+    Metric("lag/mean", "updates", "How old the weights were that acted in this batch; asynchronous mode only."),
+    Metric("lag/max", "updates", "Age of the oldest weights that acted in this batch."),
+    Metric("lag/<updates>", "0 to 1", "Share of the batch whose weights were that many updates old."),
+    Metric("lag/discarded", "slots", "Rollouts thrown away in this attempt because they were older than max_lag."),
     Metric(
         "episode/<name>",
         "the env's own",
@@ -186,7 +200,11 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 def describe(name: str) -> Metric | None:
     """What a metric means, or None for a name that is not ours. Every episode/... name has one meaning."""
-    return _BY_NAME.get("episode/<name>" if name.startswith("episode/") else name)
+    if name.startswith("episode/"):
+        name = "episode/<name>"
+    elif name.startswith("lag/") and name[4:].isdecimal():
+        name = "lag/<updates>"
+    return _BY_NAME.get(name)
 
 
 def reference_page() -> str:

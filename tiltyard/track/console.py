@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -25,8 +26,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.run import bounds
 from tiltyard.run import metrics as metrics_file
 from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
+from tiltyard.track.verdict import verdict
 from tiltyard.types import Progress
 
 _LINES_PER_BUDGET = 50
@@ -195,6 +198,9 @@ class Console:
         if self._screen is None and self.progress.env_steps != self._line_told:
             self._write(self.plain_line())
         self.close()
+        for line in (self._speed(), self._bound()):
+            if line:
+                self._write(line)
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
         for line in lines:
             self._write(line)
@@ -295,8 +301,8 @@ class Console:
     def _time_rows(self, width: int) -> list[Text]:
         speed = self._clock.per_second()
         rows = [Text().append("speed  ", style="bold").append(f"{speed:,.0f} env steps/s")]
-        if self.experiment.env.frameskip > 1:
-            rows[0].append(f" · {speed * self.experiment.env.frameskip:,.0f} frames/s")
+        if self.progress.frames > self.progress.env_steps:
+            rows[0].append(f" · {speed * self.progress.frames / self.progress.env_steps:,.0f} frames/s")
         rows[0].append(f" · {self.progress.updates:,} updates · {self.progress.episodes:,} episodes", style="dim")
         shares = self._shares()
         if shares:
@@ -313,7 +319,21 @@ class Console:
                 if percent:
                     legend.append(glyph, style=colour).append(f" {part} {percent}%   ")
             rows.append(legend)
+        if self._bound():
+            rows.append(Text("       " + self._bound(), style="dim"))
         return rows
+
+    def _speed(self) -> str:
+        """The whole training's speed, where `tiltyard bench` has measured what the env alone does."""
+        host = socket.gethostname()
+        alone = bounds.recall(self.folder.parent.parent, self.experiment, host)
+        text = bounds.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
+        return f"speed   {text}" if text else ""
+
+    def _bound(self) -> str:
+        """What the speed is bound by, in a sentence."""
+        workers = {name.removeprefix("workers/"): x for name, x in self.metrics.items() if name.startswith("workers/")}
+        return verdict(dict(self._shares()), workers)
 
     # ------------------------------------------------------------------------------------------ small parts
 

@@ -1,0 +1,157 @@
+"""The least that training can cost on this machine, and how near a measured speed comes to it.
+
+    floor = cores / (env + inference + epochs x training)      CPU-seconds per env step
+
+Each part is measured alone, on random numbers of the same shapes: stepping a vector env; acting on its rows; gradient
+steps on shuffled minibatches, with the conversion from uint8, clipping and a fused Adam over one flat buffer. As many
+processes as the engine keeps busy do it at once, because they share caches and memory; times their threads, they are
+the cores. Only torch and the envs, nothing of Tiltyard.
+
+python bench/floor.py pong --copies 2 --epochs 1 --measured 900
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from net import Net, loss
+
+DEFAULTS = {  # envs, rollout, minibatch, epochs
+    "cartpole": (64, 16, 512, 4),
+    "lunarlander": (32, 128, 128, 4),
+    "pong": (64, 32, 256, 1),
+    "doom_basic": (32, 32, 256, 1),
+}
+
+
+def make_envs(task: str, count: int, threads: int) -> gymnasium.vector.VectorEnv:
+    if task == "cartpole":
+        return gymnasium.make_vec("CartPole-v1", count, vectorization_mode="vector_entry_point")
+    if task == "pong":
+        from ale_py.vector_env import AtariVectorEnv
+
+        return AtariVectorEnv("pong", count, num_threads=threads)
+    if task == "lunarlander":
+        return gymnasium.make_vec("LunarLander-v3", count, vectorization_mode="sync")
+    from doom import DoomBasic
+
+    return gymnasium.vector.SyncVectorEnv([DoomBasic] * count)
+
+
+def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
+    """CPU-seconds, all threads: median over calls in the second half of the time; the first half warms up."""
+    began, spent = time.perf_counter(), []
+    while time.perf_counter() - began < seconds or not spent:
+        mark = time.process_time()
+        work()
+        if time.perf_counter() - began > seconds / 2:
+            spent.append(time.process_time() - mark)
+    return median(spent)
+
+
+def measure(options: argparse.Namespace, barrier: Any, answers: Any) -> None:
+    """In one copy: CPU-seconds per env step of each part, all copies doing the same part at the same time."""
+    torch.set_num_threads(options.threads)
+    envs = make_envs(options.task, options.envs, options.threads)
+    obs, actions = envs.reset(seed=0)[0], envs.action_space.sample()
+    net = Net(obs.shape[1:], int(envs.single_action_space.n), channels_last=True)
+    learn = partial(gradient_step, net, *flat(net), stored(obs, options), options.minibatch)
+    batch = torch.from_numpy(obs)
+    parts = {
+        "env": (lambda: envs.step(actions), options.envs),
+        "inference": (lambda: act(net, batch), options.envs),
+        "training": (learn, options.minibatch),
+    }
+    costs = {}
+    for name, (work, rows) in parts.items():
+        barrier.wait()
+        costs[name] = seconds_per_call(work, options.seconds) / rows
+    answers.put(costs)
+
+
+@torch.no_grad()
+def act(net: Net, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws an action for each row; returns it with its log-probability."""
+    logs = net(obs)[0].log_softmax(-1)
+    action = (logs - torch.empty_like(logs).exponential_().log_()).argmax(-1, keepdim=True)
+    return action, logs.gather(-1, action)
+
+
+def stored(obs: np.ndarray, options: argparse.Namespace) -> list[torch.Tensor]:
+    """A batch of rollout x envs samples."""
+    rows = max(options.rollout * options.envs, options.minibatch)
+    frames = torch.from_numpy(np.resize(obs, (rows, *obs.shape[1:])))
+    return [frames, torch.zeros(rows, dtype=torch.int64), *torch.randn(3, rows)]
+
+
+def flat(net: Net) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """All gradients as one tensor, and Adam over all parameters as one tensor."""
+    parameters = list(net.parameters())
+    values = torch.cat([x.detach().flatten() for x in parameters]).requires_grad_()
+    values.grad = torch.zeros_like(values)
+    offset = 0
+    for x in parameters:
+        where = (x.shape, x.stride(), offset)  # channels_last is kept
+        x.grad = values.grad.as_strided(*where)
+        x.data = values.data.as_strided(*where).copy_(x.data)
+        offset += x.numel()
+    return values.grad, torch.optim.Adam([values], lr=1e-4, fused=True)
+
+
+def gradient_step(net: Net, grad: torch.Tensor, adam: Any, batch: list[torch.Tensor], minibatch: int) -> None:
+    rows = torch.randint(len(batch[0]), (minibatch,))
+    grad.zero_()
+    loss(net, tuple(x[rows] for x in batch), 0.2, 0.01).backward()
+    grad.mul_(torch.clamp(0.5 / (grad.norm() + 1e-6), max=1.0))
+    adam.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="unit costs and the floor of a task on this machine")
+    parser.add_argument("task", choices=list(DEFAULTS))
+    for place, name in enumerate(("envs", "rollout", "minibatch", "epochs")):
+        said = ", ".join(f"{task} {numbers[place]}" for task, numbers in DEFAULTS.items())
+        parser.add_argument(f"--{name}", type=int, help=f"default: {said}")
+    parser.add_argument("--copies", type=int, default=1, help="processes that the engine keeps busy")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of each of them")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each part")
+    parser.add_argument("--measured", type=float, help="env steps per second whose efficiency is wanted")
+    options = parser.parse_args()
+    for name, value in zip(("envs", "rollout", "minibatch", "epochs"), DEFAULTS[options.task], strict=True):
+        setattr(options, name, getattr(options, name) or value)
+
+    context = multiprocessing.get_context("spawn")
+    barrier, answers = context.Barrier(options.copies), context.Queue()
+    copies = [context.Process(target=measure, args=(options, barrier, answers)) for _ in range(options.copies)]
+    for copy in copies:
+        copy.start()
+    found = [answers.get(timeout=120 + 10 * options.seconds) for _ in copies]
+    for copy in copies:
+        copy.join()
+    cost = {name: mean(one[name] for one in found) for name in found[0]}
+    cores = options.copies * options.threads
+    floor = cores / (cost["env"] + cost["inference"] + options.epochs * cost["training"])
+    print(f"{options.task}: {options.copies} processes x {options.threads} threads, {options.envs} envs, "
+          f"minibatch {options.minibatch}, {options.epochs} epochs")  # fmt: skip
+    for name, seconds in cost.items():
+        print(f"  {name:10} {seconds * 1e6:9.2f} us per env step{' and epoch' if name == 'training' else ''}")
+    print(f"  floor      {floor:9,.0f} env steps/s")
+    if options.measured:
+        print(f"  measured   {options.measured:9,.0f} env steps/s, efficiency {options.measured / floor:.2f}")
+
+
+if __name__ == "__main__":
+    main()

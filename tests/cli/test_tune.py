@@ -1,0 +1,115 @@
+"""`tiltyard tune` and `engine.tune`: real engines race within tiny budgets; the rule of what may be tried is pure."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.config.load import load
+from tiltyard.engines.candidates import Candidates, Point, own_point
+from tiltyard.machine import usable_cores
+
+SIZES = ("engine.envs=4", "algo.rollout=16", "algo.minibatch=32")
+
+
+@pytest.fixture
+def file(runs: Path) -> str:
+    """An env that waits 2 ms in every step, all in one process unless somebody knows better."""
+    shutil.copy(Path(__file__).parent / "pauses.py", runs.parent)
+    (runs.parent / "slow.yaml").write_text(
+        "env: {id: 'pauses.py:Pauses', options: {step: 0.002, length: 50}}\n"
+        "engine: {workers: 0, threads: 1, mode: sync}\nalgo: {epochs: 1}\nmodel: {hidden: [8]}\n"
+        "stop: {updates: 2}\neval: {every: 0, at_end: false}\ntrack: {tensorboard: false}\n"
+    )
+    return "slow.yaml"
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_an_env_that_waits_gets_workers(tiltyard: Command, file: str) -> None:
+    said = tiltyard("tune", file, *SIZES, "--seconds", "3", "--json")
+    found = json.loads(said.stdout)
+    assert found["own"]["workers"] == 0
+    assert found["chosen"]["workers"] > 1
+    assert found["chosen"]["env_steps_per_second"] > found["own"]["env_steps_per_second"]
+    assert found["own"]["bound"].startswith("env-bound")
+    assert all((trial["envs"], trial["rollout"], trial["minibatch"]) == (4, 16, 32) for trial in found["tried"])
+    assert f"engine.workers={found['chosen']['workers']}" in found["words"]
+    assert f"tiltyard train {file} engine.workers=" in said.stderr
+    assert said.stderr.count("algo.rollout=16 algo.minibatch=32\n") >= 1 + len(found["tried"])
+
+
+def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: str) -> None:
+    fast = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "algo.epochs=20")
+    said = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()
+    assert said[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "turns"]
+    assert [line for line in said if line.endswith("chosen, as it is")]  # everything was set on the command line
+    assert any(line.startswith("kept    as set: engine.workers") for line in said)
+    assert any(line.startswith("bound   learner-bound") for line in said)
+    tiltyard("train", file, "env.options.step=0", *said[-1].split())
+
+
+def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs: Path, file: str) -> None:
+    """Gradient steps on two samples each are slow; on four there are half as many."""
+    path = runs.parent / file
+    path.write_text(path.read_text().replace("epochs: 1", "epochs: 20, minibatch: 2") + "name: tuned\n")
+    words = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "engine.tune=true")
+    said = tiltyard("train", file, *words).stderr
+    assert "tuned: engine.workers=0 engine.mode=sync engine.envs=4 algo.rollout=16 algo.minibatch=4" in said
+    (run,) = (runs / "tuned").iterdir()
+    settings = load(run / "experiment.yaml").experiment
+    assert settings.algo.minibatch == 4  # type: ignore[union-attr]
+    assert not settings.engine.tune
+    assert "tuned: " not in tiltyard("resume", "last", "stop.updates=3").stderr
+    assert load(run / "experiment.yaml").experiment.algo == settings.algo
+
+
+# ------------------------------------------------------------------------------------------------ the rule
+
+
+def around(*words: str, kept: tuple[str, ...] = (), workers: int = 0) -> Candidates:
+    experiment = load("CartPole-v1", words).experiment
+    return Candidates(experiment, own_point(experiment, workers), kept, cores=4)
+
+
+def everything(candidates: Candidates) -> list[Point]:
+    """All that a search could come to."""
+    found = {candidates.own}
+    for _ in range(2):
+        for make in (candidates.processes, candidates.sizes, candidates.minibatches, candidates.more_workers):
+            found |= {point for each in [*found] for point in make(each)}
+    return [*found]
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("model.memory.kind=lstm",), ("algo=a2c",), ("engine.envs=6", "algo.rollout=8", "algo.minibatch=48")]
+)
+def test_candidates_learn_as_the_experiment_would(words: tuple[str, ...]) -> None:
+    candidates = around(*words)
+    own, found = candidates.own, everything(candidates)
+    assert len(found) > 10
+    batch = own.envs * own.rollout
+    for point in found:
+        assert batch / 2 <= point.envs * point.rollout <= 2 * batch
+        assert point.rollout >= min(16, own.rollout)
+        assert (point.minibatch is None) == (own.minibatch is None)
+        assert (own.minibatch or 1) / 2 <= (point.minibatch or 1) <= 2 * (own.minibatch or 1)
+        assert not point.workers or point.envs % point.workers == 0
+        again = load(point.applied(candidates.experiment).model_dump(mode="json", by_alias=True)).experiment
+        assert own_point(again, point.workers) == point  # a valid experiment that says the same
+        typed = load("CartPole-v1", [*words, *point.words()]).experiment
+        assert own_point(typed, point.workers) == point
+
+
+def test_what_is_kept_is_not_tried_otherwise() -> None:
+    names: dict[str, Any] = {"engine.workers": "workers", "engine.mode": "mode", "engine.envs": "envs"}
+    for name, field in (names | {"algo.rollout": "rollout", "algo.minibatch": "minibatch"}).items():
+        candidates = around(kept=(name,))
+        found = everything(candidates)
+        assert {getattr(point, field) for point in found} == {getattr(candidates.own, field)}
+        assert len(found) > 1
+    assert not around().allows(replace(around().own, workers=3))  # 8 envs cannot be shared by 3
+    assert not around().allows(replace(around().own, mode="async"))  # needs workers

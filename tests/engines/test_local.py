@@ -1,0 +1,276 @@
+"""The local engine: the same weights as the serial one, lag that is measured and capped, and workers that may die."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.counts import count
+from tests.engines.test_serial import build
+from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.local import slab as slabs
+from tiltyard.errors import DivergedError, EnvError
+from tiltyard.run.events import read_events
+
+TWO = ("engine.workers=2", "engine.envs=4", "env.native=false")
+SHORT = ["algo.rollout=16", "algo.minibatch=32", "eval.at_end=false", "track.tensorboard=false", *TWO]
+
+
+def weights(engine: Any) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in engine.snapshot().weights.items()}
+
+
+# ------------------------------------------------------------------------------------------------ synchronous
+
+
+@pytest.mark.parametrize("memory", ["none", "lstm"])
+def test_workers_give_the_weights_that_groups_in_one_process_give(memory: str) -> None:
+    settings = (*TWO, f"model.memory.kind={memory}", "model.memory.size=16", "model.normalise.obs=true")
+    one, two = build("CartPole-v1", *settings, "engine.kind=serial"), build("CartPole-v1", *settings)
+    assert isinstance(two, LocalEngine)
+    for _ in range(6):
+        a, b = one.step(), two.step()
+        assert (a.progress.env_steps, a.progress.episodes) == (b.progress.env_steps, b.progress.episodes)
+        assert sorted(end.seed for end in a.episodes) == sorted(end.seed for end in b.episodes)
+    assert weights(one) == weights(two)
+    one.close()
+    two.close()
+
+
+def test_the_number_of_groups_makes_other_weights_and_says_what_it_is() -> None:
+    """Otherwise the test above would prove nothing."""
+    one, two = build("CartPole-v1", *TWO, "engine.kind=serial"), build("CartPole-v1", *TWO, "engine.workers=0")
+    for _ in range(3):
+        one.step()
+        two.step()
+    assert weights(one) != weights(two)
+    assert "in this process" in two.describe()[-1]
+    one.close()
+    two.close()
+
+
+def test_stopped_and_resumed_it_continues_to_the_bit(runs: Path) -> None:
+    whole = product.train("CartPole-v1", [*SHORT, "stop.env_steps=512"], live=False)
+    parts = product.train("CartPole-v1", [*SHORT, "stop.env_steps=192"], live=False)
+    product.resume(parts, ["stop.env_steps=512"], live=False)
+    found = [product.load_policy(run.folder).net.arrays() for run in (whole, parts)]
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+    assert not [event for event in read_events(parts) if event["kind"] == "warning"]
+
+
+def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> None:
+    run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64", "engine.workers=1"], live=False)
+    fork = product.fork(run, ["stop.env_steps=128", "engine.workers=2"], live=False)
+    said = " ".join(event["sentence"] for event in read_events(fork))
+    assert "no group 1 of envs" in said and "4 rows 2 are left" in said
+
+
+# ------------------------------------------------------------------------------------------------ asynchronous
+
+
+def test_asynchronous_samples_carry_their_version_and_old_ones_are_thrown_away() -> None:
+    engine = build("CartPole-v1", *TWO, "engine.mode=async")
+    metrics = [engine.step().metrics for _ in range(12)]
+    assert metrics[0]["lag/mean"] == 0 and max(each["lag/max"] for each in metrics) > 0
+    assert metrics[-1]["lag/discarded"] == 0
+    engine.close()
+
+    strict = build("CartPole-v1", *TWO, "engine.mode=async", "engine.max_lag=1")
+    for _ in range(4):
+        strict.step()
+    strict.version += 5  # as if five updates had happened since the slots in flight were begun
+    strict.slab.publish(strict.learner.net.arrays(), strict.version)
+    found = strict.step().metrics
+    assert found["lag/discarded"] > 0 and found["lag/max"] <= 1
+    strict.close()
+
+
+@pytest.mark.slow
+def test_asynchronous_training_learns(runs: Path) -> None:
+    run = product.train(
+        "examples/cartpole.yaml" if Path("examples/cartpole.yaml").exists() else "CartPole-v1",
+        ["engine.mode=async", "engine.workers=1", "stop.env_steps=60000", "eval.every=10000", "stop.return=400"],
+        live=False,
+    )
+    assert (run.status()["eval_return"] or 0) >= 400
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+FAULTY = """
+import os, time
+from pathlib import Path
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class CustomEnv(CartPoleEnv):
+    def __init__(self, does, once):
+        super().__init__()
+        self.does, self.once, self.left = does, Path(once), 10
+
+    def step(self, action):
+        self.left -= 1
+        if self.left == 0 and not self.once.exists():
+            self.once.touch()
+            if self.does == "raise":
+                raise ValueError("the physics blew up")
+            if self.does == "exit":
+                os._exit(3)
+            if self.does == "kill":
+                os.kill(os.getpid(), 9)
+            time.sleep(1000)
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("raise", "step() raised ValueError: the physics blew up"),
+        ("exit", "ended by itself with exit code 3"),
+        ("kill", "was killed by SIGKILL"),
+        ("hang", "did not come back from step() within 1 s (env.step_timeout) (it was in"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_goes_is_explained_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, said: str, mode: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "once").touch()  # so that the probe finds nothing wrong
+    options = (f"env.options.does={does}", f"env.options.once={tmp_path / 'once'}", "env.step_timeout=1")
+    engine = build("faulty.py", *TWO, *options, f"engine.mode={mode}")
+    (tmp_path / "once").unlink()
+    events: list[str] = []
+    while not events:
+        events += engine.step().events
+    assert len(events) == 1 and said in events[0] and "it is replaced, and 2 running episodes were cut" in events[0]
+    if does == "hang":
+        assert "faulty.py" in events[0] and "in step" in events[0]
+    before = engine.progress
+    for _ in range(4):
+        found = engine.step()
+    assert found.progress.env_steps == before.env_steps + 4 * 64 and found.metrics["workers/restarts"] == 1
+    engine.close()
+
+
+def test_an_env_that_always_fails_is_given_up_with_its_own_words(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class CustomEnv(CartPoleEnv):\n"
+        "    left = 40\n"
+        "    def step(self, action):\n"
+        "        self.left -= 1\n"
+        "        if self.left < 0: raise RuntimeError('no more')\n"
+        "        return super().step(action)\n"
+    )
+    engine = build("broken.py", *TWO, "algo.rollout=64", "algo.minibatch=64")
+    with pytest.raises(EnvError, match="step\\(\\) raised RuntimeError: no more") as raised:
+        engine.step()
+    assert "broken.py" in raised.value.details
+    engine.close()
+
+
+def test_a_budget_of_restarts_is_kept() -> None:
+    engine = build("CartPole-v1", *TWO, "engine.restarts=1")
+
+    def kill_and_go_on() -> None:
+        pid, before = engine.pool.members[0].pid, engine.pool.restarts
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while engine.pool.restarts == before:
+            engine.step()
+
+    engine.step()
+    kill_and_go_on()
+    engine.step()
+    with pytest.raises(EnvError, match=r"engine\.restarts is used up"):
+        kill_and_go_on()
+    engine.close()
+
+
+def test_many_kills_do_not_stop_training(runs: Path) -> None:
+    engine = build("CartPole-v1", *TWO, "engine.mode=async")
+    rng, kills = np.random.default_rng(0), count(long=200)
+    engine.step()
+    while engine.pool.restarts < kills:
+        member = engine.pool.members[int(rng.integers(2))]
+        if member.pid is not None and member.ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+        for _ in range(int(rng.integers(1, 4))):
+            engine.step()
+    before = engine.progress.env_steps
+    for _ in range(5):
+        engine.step()
+    assert engine.progress.env_steps == before + 5 * 64
+    engine.close()
+
+
+DRIVER = """
+import sys
+from tests.engines.test_serial import build
+if __name__ == "__main__":
+    engine = build("CartPole-v1", "engine.workers=2", "engine.envs=4", "engine.mode=async")
+    engine.step()
+    print(engine.pool._nursery._process.pid, *(member.pid for member in engine.pool.members), flush=True)
+    while True:
+        engine.step()
+"""
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(word) for word in driver.stdout.readline().split()]
+    assert len(pids) == 3
+    for pid in (driver.pid, *pids):  # memory with a name would have to be removed by somebody
+        assert "/dev/shm/" not in Path(f"/proc/{pid}/maps").read_text()
+    driver.kill()
+    driver.wait()
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until, [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        time.sleep(0.05)
+
+
+def test_without_memory_files_a_deleted_file_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*words: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slabs.os, "memfd_create", refuse)
+    monkeypatch.setattr(slabs.tempfile, "tempdir", str(tmp_path))
+    engine = build("CartPole-v1", *TWO)
+    assert engine.step().progress.env_steps == 64
+    assert Path(f"/proc/self/fd/{engine.slab.fd}").readlink().is_relative_to(tmp_path)
+    assert not list(tmp_path.glob("tiltyard-*")), "the file must have no name"
+    engine.close()
+
+
+def test_a_number_that_is_none_stops_training_with_the_arrays_that_did_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nan.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class CustomEnv(CartPoleEnv):\n"
+        "    left = 40\n"
+        "    def step(self, action):\n"
+        "        self.left -= 1\n"
+        "        obs, reward, *rest = super().step(action)\n"
+        "        return obs, float('nan') if self.left < 0 else reward, *rest\n"
+    )
+    engine = build("nan.py", *TWO, "algo.rollout=64", "algo.minibatch=64")
+    with pytest.raises(DivergedError, match="the reward is nan") as raised:
+        engine.step()
+    assert np.isnan(np.asarray(raised.value.batch["reward"])).any()
+    engine.close()

@@ -1,0 +1,57 @@
+"""PettingZoo's own envs, by the names that its users know, and our toys before its own judge."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.parallel_rows import ParallelGroup
+from tiltyard.envs.probe import examine
+from tiltyard.envs.spaces import spec_from_json
+from tiltyard.envs.toy_games import Pennies, Visitors
+from tiltyard.errors import UseError
+from tiltyard.testing import check_env
+
+pytest.importorskip("pettingzoo", reason="the extra `pettingzoo` is not installed")
+
+BASE = [Path(__file__).parent]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("made", [Pennies(), Visitors()])
+def test_our_toys_are_parallel_envs(made: Any) -> None:
+    from pettingzoo.test import parallel_api_test
+
+    parallel_api_test(made, num_cycles=30)
+
+
+def test_rock_paper_scissors_by_its_name() -> None:
+    spec = check_env("pettingzoo.classic.rps_v2:parallel_env", options={"max_cycles": 5}, base=BASE, steps=12)
+    assert spec.agents == ("player_0", "player_1") and spec.parallel and spec.action.parts[0].options == 3
+
+
+def test_an_env_whose_agents_take_turns_is_refused_with_what_to_write() -> None:
+    with pytest.raises(UseError) as refused:
+        examine(Env(id="pettingzoo.classic.rps_v2:env"), BASE, False)
+    assert "take turns" in refused.value.message and "parallel_env" in refused.value.hint
+
+
+def test_walkers_fall_one_by_one() -> None:
+    """With `terminate_on_fall` off an agent that falls is done and the others go on: its row waits."""
+    env = Env(id="pettingzoo.sisl.multiwalker_v9:parallel_env", options={"terminate_on_fall": False, "max_cycles": 120})
+    spec = spec_from_json(examine(env, BASE, False))
+    assert spec.renders and len(spec.agents) == 3
+    group, rng = ParallelGroup(env, spec, 3, 0, base=BASE), np.random.default_rng(0)
+    now, decided = group.reset(), np.zeros(3, int)
+    ends: list[Any] = []
+    while not ends:
+        there = group.acting.copy()
+        now = group.step(group.codec.random_rows(rng, 3, None))
+        assert np.array_equal(now.valid, there) and not now.reward[~there].any()
+        decided += now.valid
+        ends = now.episodes
+    assert decided.max() == ends[0].length and decided.min() < ends[0].length, "somebody fell before the end"
+    assert ends[0].total == pytest.approx(np.mean([ends[0].metrics[f"walker_{index}_return"] for index in range(3)]))
+    group.close()

@@ -1,0 +1,58 @@
+"""Several agents with one policy, in games whose answers are known."""
+
+import math
+
+import numpy as np
+
+from tests.engines.test_serial import build
+from tiltyard.config.load import load
+from tiltyard.engines import make_engine
+from tiltyard.engines.serial import SerialEngine
+from tiltyard.envs.probe import probe
+from tiltyard.envs.toy_games import Pennies
+
+
+def equilibrium(entropy: float) -> tuple[float, float]:
+    """How often even and odd show heads when each does its best for what it wins plus `entropy` times its entropy."""
+
+    def best(won: np.ndarray) -> float:
+        return 1 / (1 + math.exp((won[1] - won[0]) / entropy))
+
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:  # the more often even shows heads, the less odd does, and the less even should
+        even = (low + high) / 2
+        odd = best(-([even, 1 - even] @ Pennies.WON))
+        low, high = (even, high) if best(Pennies.WON @ [odd, 1 - odd]) > even else (low, even)
+    return even, odd
+
+
+def test_the_stated_equilibrium_is_one() -> None:
+    """Against the other's mixture both choices win the same, which is the value; and a little entropy moves it little."""
+    even, odd = Pennies.HEADS["even"], Pennies.HEADS["odd"]
+    assert np.allclose(Pennies.WON @ [odd, 1 - odd], Pennies.VALUE)
+    assert np.allclose([even, 1 - even] @ Pennies.WON, Pennies.VALUE)
+    assert np.allclose(equilibrium(0.02), (even, odd), atol=0.01)
+
+
+def test_self_play_goes_round_the_equilibrium() -> None:
+    """One policy for both players, told apart by what they see: its average over training is the game's answer."""
+    algo = {"id": "a2c", "rollout": 2, "lr": 0.01, "entropy": 0.5, "normalise_advantage": False, "max_grad_norm": None}
+    loaded = load({"env": "pennies", "algo": algo, "model": {"hidden": [8]}, "engine": {"kind": "serial", "envs": 32}})
+    engine = make_engine(loaded.experiment, probe(loaded.experiment.env, base=[]), [])
+    assert isinstance(engine, SerialEngine)
+    heads = []
+    for _ in range(150):  # two times round
+        engine.step()
+        shown = engine.rollout.action[:, :, 0] == 0
+        heads.append((shown[:, 0::2].mean(), shown[:, 1::2].mean()))
+    engine.close()
+    assert np.allclose(np.mean(heads, 0), equilibrium(0.5), atol=0.05), np.mean(heads, 0)
+
+
+def test_agents_that_come_and_go_learn_what_there_is_to_learn() -> None:
+    settings = ("algo.rollout=24", "algo.minibatch=48", "algo.lr=0.01", "model.hidden=[16]", "engine.kind=serial")
+    engine = build("visitors", "env.options.pauses=true", *settings)
+    ends = [end for _ in range(25) for end in engine.step().episodes]
+    engine.close()
+    late = np.mean([end.total for end in ends[-30:]])
+    assert 3.4 < late <= 3.5, "6, 3, 2 and 3 decisions, nearly all of them right; half of them at random"

@@ -1,0 +1,136 @@
+"""Child processes that perform a task for this one: JSON lines both ways, nothing pickled, none outlives its parent.
+
+    parent                                   child: python -m MODULE PARENT, which calls `serve`
+      task as one line  -> stdin  ------------> performs it
+      more words        -> stdin  ------------> hear(); the end of stdin: the parent is gone, so it ends
+                        <- stdout ------------- tell(), and at last the answer; what an env prints goes to stderr
+
+On Linux the kernel ends a child whose parent dies, even one that is stuck in an env's native code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from tiltyard.errors import EXIT_FAILED, TiltyardError, UseError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Word = dict[str, Any]
+
+
+class Child:
+    """The parent's end. `name` and `hint` are for the sentence about one that dies."""
+
+    def __init__(self, module: str, task: Word, name: str, hint: str) -> None:
+        self._name, self._hint = name, hint
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        self.tell(task)
+
+    def tell(self, word: Word) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # that it is dead is told by `hear`
+            self.process.stdin.write(json.dumps(word) + "\n")
+            self.process.stdin.flush()
+
+    def hear(self) -> Word:
+        """The next line of the child; what it failed with is raised here."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.endswith("\n"):  # nothing more, or the beginning of something
+            code = self.process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with exit code {code}"
+            raise TiltyardError(f"{self._name} {how}", self._hint)
+        told: Word = json.loads(line)
+        if "error" in told:
+            kind = UseError if told["wrong_use"] else TiltyardError
+            raise kind(told["error"], told["hint"], told["details"])
+        return told
+
+
+@contextmanager
+def children(module: str, tasks: Sequence[Word], name: str, hint: str) -> Iterator[list[Child]]:
+    """One child per task, called `name` and its number. However this is left, all of them have ended."""
+    started: list[Child] = []
+    try:
+        for number, task in enumerate(tasks):
+            started.append(Child(module, task, f"{name} {number}", hint))
+        yield started
+    finally:
+        for child in started:
+            if child.process.poll() is None:
+                child.process.kill()
+            child.process.communicate()
+
+
+# ---------------------------------------------------------------------------------------------- in the child
+
+
+class Parent:
+    """The child's end."""
+
+    def __init__(self, answers: TextIO, words: queue.SimpleQueue[Word]) -> None:
+        self._answers, self._words = answers, words
+
+    def tell(self, word: Word) -> None:
+        self._answers.write(json.dumps(word) + "\n")
+        self._answers.flush()
+
+    def hear(self) -> Word:
+        """The next word, the task being the first; waits for it."""
+        return self._words.get()
+
+
+def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
+    """Perform the task that comes from stdin; what `perform` returns or fails with is the last line of stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C goes to all of a terminal's processes; the parent ends this one
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    told = os.dup(0)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take what is meant for us
+    line = Parent(answers, _die_with(parent, told))
+    task = line.hear()
+    try:
+        said = perform(task, line)
+    except TiltyardError as error:
+        wrong_use = isinstance(error, UseError)
+        said = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
+    line.tell(said)
+
+
+def _die_with(parent: int, pipe: int) -> queue.SimpleQueue[Word]:
+    """Let this process end when its parent does, however that comes about; until then, what the parent says."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(EXIT_FAILED)
+    words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+
+    def listen() -> None:
+        text = b""
+        while got := os.read(pipe, 1 << 16):  # no file object: its lock would be waited for when Python ends
+            *lines, text = (text + got).split(b"\n")
+            for each in lines:
+                words.put(json.loads(each))
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return words

@@ -1,0 +1,138 @@
+"""`bench` and `tune`: how fast an env goes by itself, and which settings make training go fastest on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tiltyard.cli import text
+from tiltyard.cli.evaluate import positive
+from tiltyard.cli.train import data_stdout
+from tiltyard.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from tiltyard.engines.tuning import Trial, Tuned
+    from tiltyard.sampling import Bench, Sampled
+
+MOST_SECONDS = 86_400
+
+
+def seconds(word: str) -> float:
+    """A time on the command line."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds from 0 to {MOST_SECONDS:,}")
+    return number
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="experiment file (YAML) or env id")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. engine.envs=64")
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(sentence + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ bench
+
+
+def configure_bench(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("--workers", type=positive, metavar="K", help="at most this many processes (usable cores)")
+    parser.add_argument("--seconds", type=seconds, metavar="N", help="of stepping, in total (12)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from tiltyard.sampling import SECONDS, bench
+
+    with data_stdout() as data:
+        found = bench(args.target, args.overrides, workers=args.workers, seconds=args.seconds or SECONDS, say=_say)
+        data.write(_bench_json(found) if args.json else _bench_table(found))
+        data.flush()
+    best = found.best
+    _say(f"best    {best.env_steps_per_second:,.0f} env steps per second, kept in {found.kept}")
+    _say("next    train and show tell their speed beside it")
+    return EXIT_DONE
+
+
+def _bench_json(found: Bench) -> str:
+    whole = {"env": found.env, "envs": found.envs, "best": asdict(found.best)}
+    return json.dumps({**whole, "sampled": [asdict(each) for each in found.sampled]}) + "\n"
+
+
+def _bench_table(found: Bench) -> str:
+    widths = list(dict.fromkeys(width for each in found.sampled for width in each.windows))
+
+    def cells(each: Sampled) -> list[str]:
+        return [
+            str(each.processes),
+            str(each.envs),
+            f"{each.env_steps_per_second:,.0f}",
+            *(f"{each.windows[width]:,.0f}" if width in each.windows else "-" for width in widths),
+            f"{each.frames_per_second:,.0f}",
+            f"{100 * each.reset_share:.1f} %",
+            f"{each.env_bytes / 2**20:.2f} MiB",
+        ]
+
+    head = ("processes", "envs", "env steps/s", *(f"over {width} s" for width in widths), "frames/s", "resets", "env")
+    return text.table(head, [cells(each) for each in found.sampled], right=range(len(head)))
+
+
+# ------------------------------------------------------------------------------------------------ tune
+
+
+def configure_tune(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("--seconds", type=seconds, metavar="N", help="time to measure in (60)")
+    parser.add_argument("--json", action="store_true", help="print what was tried and chosen as JSON on stdout")
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    from tiltyard import start
+    from tiltyard.engines.tuning import SECONDS, tune
+
+    with data_stdout() as data:
+        prepared = start.prepare(args.target, [*args.overrides, "engine.tune=false"])
+        for note in prepared.spec.notes:
+            _say(f"note    {note}")
+        found = tune(prepared.loaded, prepared.copies, prepared.spec, args.seconds or SECONDS, _say)
+        data.write(_tuned_json(found) if args.json else _tuned_text(found))
+        data.flush()
+    chosen = [word.partition("=")[0] for word in found.words]
+    others = [word for word in args.overrides if word.partition("=")[0].strip() not in chosen]
+    _say(f"next    {shlex.join(['tiltyard', 'train', args.target, *others, *found.words])}")
+    return EXIT_DONE
+
+
+def _tuned_json(found: Tuned) -> str:
+    def told(trial: Trial) -> dict[str, object]:
+        figures = {"env_steps_per_second": trial.speed, "turns": trial.turns, "bound": trial.bound}
+        return {**asdict(trial.point), **figures, "failed": trial.failed}
+
+    whole = {"words": found.words, "chosen": told(found.chosen), "own": told(found.own), "seconds": found.seconds}
+    return json.dumps({**whole, "tried": [told(trial) for trial in found.trials]}) + "\n"
+
+
+def _tuned_text(found: Tuned) -> str:
+    head = ("workers", "mode", "envs", "rollout", "minibatch", "env steps/s", "turns", "")
+    rows = []
+    for trial in found.trials:
+        point = trial.point
+        remark = "as it is" if trial is found.own else ""
+        remark = "chosen" + (", as it is" if remark else "") if trial is found.chosen else remark
+        numbers = [point.envs, point.rollout, "-" if point.minibatch is None else point.minibatch]
+        speed = f"{trial.speed:,.0f}" if trial.turns else "-"
+        told = f"failed: {trial.failed}" if trial.failed else remark
+        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.turns), told])
+    table = text.table(head, rows, right=(0, 2, 3, 4, 5, 6))
+    return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.words)))

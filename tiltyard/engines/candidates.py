@@ -1,0 +1,123 @@
+"""What `tune` may try, as points around an experiment's own settings. Pure: builds no engine and asks no clock.
+
+A point must learn as the experiment itself would, only faster. The rule, in numbers of the experiment's own:
+
+    batch       (engine.envs x algo.rollout, env steps per update)   at least half, at most twice
+    minibatch   (env steps per gradient step)                        at least half, at most twice
+    envs        half to eight times
+    rollout     at least 16 (or as short as it is): shorter ones leave hardly more than the critic to learn from
+
+So gradient steps per env step, and with them what the learning rate means, change by a factor of two at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tiltyard.config.combinations import cross_check
+from tiltyard.config.experiment import Experiment
+
+FACTOR = 2.0
+WIDEST = 8  # times the experiment's own envs
+SHORTEST = 16  # env steps of a rollout
+PER_CORE = 8  # workers, where envs wait for something else than a core
+
+RULE = (
+    "batch and minibatch stay within half to twice the experiment's own, rollouts at 16 or longer: "
+    "what is learned per env step hardly changes"
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values of the settings that are tuned."""
+
+    workers: int
+    mode: Literal["sync", "async"]
+    envs: int
+    rollout: int
+    minibatch: int | None
+    """None for algorithms that learn from the whole batch at once"""
+
+    def applied(self, experiment: Experiment) -> Experiment:
+        """The experiment with these values, and with nothing left to tune."""
+        sizes = {"rollout": self.rollout, **({} if self.minibatch is None else {"minibatch": self.minibatch})}
+        processes = {"workers": self.workers, "envs": self.envs, "mode": self.mode, "tune": False}
+        algo, engine = experiment.algo.model_copy(update=sizes), experiment.engine.model_copy(update=processes)
+        return experiment.model_copy(update={"algo": algo, "engine": engine})
+
+    def words(self) -> list[str]:
+        """As one would type them."""
+        minibatch = [] if self.minibatch is None else [f"algo.minibatch={self.minibatch}"]
+        processes = [f"engine.workers={self.workers}", f"engine.mode={self.mode}", f"engine.envs={self.envs}"]
+        return [*processes, f"algo.rollout={self.rollout}", *minibatch]
+
+
+def own_point(experiment: Experiment, workers: int) -> Point:
+    """Where an experiment stands; `workers` is what engine.workers means here."""
+    algo, engine = experiment.algo, experiment.engine
+    return Point(workers, engine.mode, engine.envs, algo.rollout, getattr(algo, "minibatch", None))
+
+
+class Candidates:
+    """Points around an experiment's own. `kept` are settings that stay as they are, by their dotted names."""
+
+    def __init__(self, experiment: Experiment, own: Point, kept: Iterable[str], cores: int) -> None:
+        self.experiment, self.own, self.kept, self.cores = experiment, own, frozenset(kept), cores
+
+    def processes(self, point: Point) -> list[Point]:
+        """Other processes at the same sizes, those first that are likeliest to be faster."""
+        return self._allowed(replace(point, workers=w, mode=m) for w, m in self._topologies())
+
+    def _topologies(self) -> Iterator[tuple[int, Literal["sync", "async"]]]:
+        cores = self.cores
+        if self.own.workers == 0:
+            yield from ((cores, "sync"), (max(1, cores - 1), "async"), (cores, "async"), (cores // 2, "sync"))
+        else:
+            yield from ((0, "sync"), (max(1, cores - 1), "async"), (cores, "sync"), (cores, "async"))
+
+    def more_workers(self, point: Point) -> list[Point]:
+        """Twice the workers, for envs that wait rather than compute."""
+        twice = 2 * point.workers
+        return self._allowed([replace(point, workers=twice)] if 0 < twice <= PER_CORE * self.cores else [])
+
+    def sizes(self, point: Point) -> list[Point]:
+        """Other numbers of envs and lengths of rollouts with the same processes, closest batch first."""
+        own = self.own
+        ratios = [(2.0, 1.0), (4.0, 1.0), (8.0, 1.0), (0.5, 1.0), (4.0, 2.0), (8.0, 2.0), (2.0, 2.0), (1.0, 2.0)]
+        shapes = [(round(own.envs * envs), round(own.rollout * batch / envs)) for envs, batch in ratios]
+        return self._allowed(replace(point, envs=envs, rollout=rollout) for envs, rollout in shapes)
+
+    def minibatches(self, point: Point) -> list[Point]:
+        """Larger and smaller gradient steps."""
+        own = self.own.minibatch
+        return [] if own is None else self._allowed(replace(point, minibatch=size) for size in (2 * own, own // 2))
+
+    def _allowed(self, points: Iterable[Point]) -> list[Point]:
+        return [point for point in dict.fromkeys(points) if point != self.own and self.allows(point)]
+
+    def allows(self, point: Point) -> bool:
+        """Whether a point keeps to the rule, to what is kept, and is possible at all."""
+        own = self.own
+        now = {
+            "engine.workers": point.workers == own.workers,
+            "engine.mode": point.mode == own.mode,
+            "engine.envs": point.envs == own.envs,
+            "algo.rollout": point.rollout == own.rollout,
+            "algo.minibatch": point.minibatch == own.minibatch,
+        }
+        return (
+            all(same for name, same in now.items() if name in self.kept)
+            and point.workers <= point.envs
+            and own.envs / FACTOR <= point.envs <= own.envs * WIDEST
+            and point.rollout >= min(SHORTEST, own.rollout)
+            and _near(point.envs * point.rollout, own.envs * own.rollout)
+            and _near(point.minibatch or 1, own.minibatch or 1)
+            and not cross_check(point.applied(self.experiment))
+        )
+
+
+def _near(size: int, own: int) -> bool:
+    return own / FACTOR <= size <= own * FACTOR

@@ -1,0 +1,195 @@
+"""Collecting: a group of envs and a policy that acts in it fill a rollout. Every engine samples with this code.
+
+    fill(rollout):   T times { store what is seen -> act -> step the envs -> store what came }  ->  bootstrap values
+
+A collector is what equal seeds make equal: its envs and its random streams are its own, in whatever process it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiltyard.algos.randomness import Generators
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.state import read_group
+from tiltyard.envs.native import make_group
+from tiltyard.models.net import PolicyNet
+from tiltyard.run.checkpoint import write_tree
+from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step
+
+ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have their own (role, row, episode)
+
+
+def stream_seed(root: int, role: int, group: int = 0) -> int:
+    """The seed of a random stream: of the run, or of one of its groups of envs."""
+    key = (role, group) if group else (role,)
+    return int(np.random.SeedSequence(entropy=root, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Collector:
+    """One group of envs, `group` being its number among all of the run; a row for each agent of each env."""
+
+    def __init__(
+        self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], net: PolicyNet, envs: int, group: int = 0
+    ) -> None:
+        self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
+        rows = self.rows = envs * len(spec.agents)
+        self.bptt = experiment.model.memory.bptt
+        self.device = net.log_std.device
+        seed = experiment.seed
+        self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
+        self.generators = Generators(stream_seed(seed, FOREIGN, group))
+        with self.generators.in_place():
+            self.envs = make_group(
+                experiment.env,
+                spec,
+                rows,
+                seed,
+                base=base,
+                previous=experiment.model.previous,
+                first_row=group * rows,
+            )
+        self.now: Step | None = None  # what the envs last answered; None before the first reset
+        self.state = net.initial_state(rows)
+
+    def fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
+        """Fill the rollout with T steps of every row; returns the episodes that ended meanwhile."""
+        with self.generators.in_place():
+            return self._fill(rollout, version, spent)
+
+    def _fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
+        episodes: list[EpisodeEnd] = []
+        now = self.envs.reset() if self.now is None else self.now
+        for t in range(len(rollout.reward)):
+            mark = perf_counter()
+            for key, stored in rollout.obs.items():
+                stored[t] = now.obs[key]
+            rollout.first[t] = now.first
+            if rollout.mask is not None and now.mask is not None:
+                rollout.mask[t] = now.mask
+            if t % self.bptt == 0:
+                for key, chunk in rollout.state0.items():
+                    chunk[t // self.bptt] = self.state[key].cpu().numpy()
+            acted = self.net.act(
+                {key: self._tensor(stored[t]) for key, stored in rollout.obs.items()},
+                self.state,
+                self._tensor(rollout.first[t]),
+                None if rollout.mask is None else self._tensor(rollout.mask[t]),
+                greedy=False,
+                generator=self.draws,
+            )
+            self.state = acted.state
+            rollout.action[t] = acted.action
+            rollout.log_prob[t] = acted.log_prob
+            rollout.value[t] = acted.value
+            between = perf_counter()
+            spent["inference"] += between - mark
+
+            now = self.envs.step(rollout.action[t])
+            rollout.reward[t], rollout.valid[t] = now.reward, now.valid
+            rollout.terminated[t], rollout.truncated[t] = now.terminated, now.truncated
+            episodes += now.episodes
+            mark = perf_counter()
+            spent["env"] += mark - between
+
+            # A truncated episode would have gone on: its last observation is worth what the critic says of it.
+            if now.truncated.any():
+                worth = self._value(now.final_obs, np.zeros(self.rows, bool))
+                rollout.bootstrap[t] = np.where(now.truncated, worth, 0.0)
+                spent["inference"] += perf_counter() - mark
+            else:
+                rollout.bootstrap[t] = 0.0
+        mark = perf_counter()
+        running = ~(now.terminated | now.truncated)
+        rollout.bootstrap[-1] = np.where(running, self._value(now.obs, now.first), rollout.bootstrap[-1])
+        spent["inference"] += perf_counter() - mark
+        rollout.policy_version[:] = version
+        self.now = now
+        return episodes
+
+    def _value(self, obs: Arrays, first: Array) -> Array:
+        tensors = {key: self._tensor(array) for key, array in obs.items()}
+        return self.net.value(tensors, self.state, self._tensor(first))
+
+    def _tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def close(self) -> None:
+        self.envs.close()
+
+    # ------------------------------------------------------------------------------------------ disk
+
+    def save(self, folder: Path) -> None:
+        """Write where envs, memory and random streams stand as `group-N` below a checkpoint's engine folder."""
+        tree = {
+            "seed": self.experiment.seed,
+            "envs": self.envs.save() if self.now is not None else None,
+            "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
+            "draws": self.draws.get_state().numpy(),
+            "generators": self.generators.save(),
+        }
+        write_tree(folder, f"group-{self.group}", tree)
+
+    def load(self, folder: Path) -> list[str]:
+        """Continue from a checkpoint; sentences about episodes that were cut."""
+        tree = read_group(folder, self.group)
+        if tree is None:
+            return [f"the checkpoint has no group {self.group} of envs: its {self.rows} rows begin new episodes"]
+        if tree["seed"] in (None, self.experiment.seed):  # a fork with another seed draws its own from here on
+            self.draws.set_state(torch.from_numpy(tree["draws"]))
+            self.generators.load(tree["generators"])
+        said: list[str] = []
+        if tree["envs"] is not None:
+            said = self.envs.load(tree["envs"])
+            self.now = self.envs.current()
+        for key, item in self.state.items():  # with another number of envs, those that both have
+            kept = tree["memory"][key][: len(item)]
+            item[: len(kept)] = self._tensor(kept)
+        return said
+
+
+Allocate = Callable[[str, tuple[int, ...], Any], Array]
+
+
+def empty_rollout(
+    experiment: Experiment, spec: EnvSpec, net: PolicyNet, envs: int, allocate: Allocate | None = None
+) -> Rollout:
+    """A rollout to be filled over and over, in memory that `allocate` gives (name, shape, dtype)."""
+    length, bptt, rows = experiment.algo.rollout, experiment.model.memory.bptt, envs * len(spec.agents)
+    make = allocate or _unwritten
+
+    def numbers(name: str, *more: int) -> Array:
+        return make(name, (length, rows, *more), np.float32)
+
+    def flags(name: str, *more: int) -> Array:
+        return make(name, (length, rows, *more), np.bool_)
+
+    return Rollout(
+        obs={key: make(f"obs.{key}", (length, rows, *item.shape), item.dtype) for key, item in spec.obs.items()},
+        first=flags("first"),
+        action=numbers("action", spec.action.columns),
+        mask=flags("mask", spec.action.mask_size) if spec.masked else None,
+        log_prob=numbers("log_prob"),
+        value=numbers("value"),
+        reward=numbers("reward"),
+        terminated=flags("terminated"),
+        truncated=flags("truncated"),
+        bootstrap=numbers("bootstrap"),
+        valid=flags("valid"),
+        state0={
+            key: make(f"state0.{key}", (-(-length // bptt), *item.shape), np.float32)
+            for key, item in net.initial_state(rows).items()
+        },
+        policy_version=make("policy_version", (length, rows), np.int64),
+    )
+
+
+def _unwritten(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Fresh memory; in numbers, NaN shows what was never written."""
+    return np.full(shape, np.nan, dtype) if np.dtype(dtype).kind == "f" else np.zeros(shape, dtype)

@@ -1,0 +1,228 @@
+"""The local engine: workers that act, a driver that learns, one machine.
+
+    sync     every worker fills one slot with the newest weights, then the driver learns from all of them
+    async    every worker fills one slot after another; the driver learns from whichever are full, and says how old
+             the policies were that acted (`lag`, in updates); what is older than engine.max_lag is thrown away
+
+What a worker does is worker.py, how they talk and die is pool.py and nursery.py, what they share is slab.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.collect import empty_rollout
+from tiltyard.engines.learner import Learner
+from tiltyard.engines.local.pool import Pool
+from tiltyard.engines.local.slab import FREE, LEARNING, Slab, gather
+from tiltyard.engines.plan import Topology, learner_threads
+from tiltyard.engines.state import read_state
+from tiltyard.envs.spaces import spec_to_json
+from tiltyard.run.checkpoint import write_tree
+from tiltyard.types import EnvSpec, EpisodeEnd, PolicyState, Progress, Report
+
+AHEAD = 2  # slots of each asynchronous worker: one being filled while another waits to be learned from
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A slot that is full: who filled it, with which weights, and what else it says."""
+
+    worker: int
+    slot: int
+    version: int
+    frames: int
+    spent: dict[str, float]
+    episodes: list[EpisodeEnd]
+
+
+class LocalEngine:
+    """One policy, `main`, learned in this process from what `engine.workers` processes sample."""
+
+    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
+        self.experiment, self.chosen = experiment, chosen
+        workers = self.workers = chosen.workers
+        self.apart = experiment.engine.mode == "async"
+        self.learner = Learner(experiment, spec, base)
+        self.threads, self.why = learner_threads(experiment, spec, self.learner.net, workers)
+        torch.set_num_threads(self.threads)
+        slots = workers * (AHEAD if self.apart else 1)
+        self.slab = Slab(experiment, spec, self.learner.net, workers, slots)
+        self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
+        self.progress = Progress()
+        self.version = 0
+        self.full: deque[Filled] = deque()
+        self.discarded = 0
+        self.slab.publish(self.learner.net.arrays(), self.version)
+        task = {
+            "experiment": experiment.model_dump(mode="json", by_alias=True),
+            "spec": spec_to_json(spec),
+            "base": [str(Path(place).absolute()) for place in base],
+            "workers": workers,
+            "slots": slots,
+            "threads": 1,
+            "cpus": [],
+        }
+        self.pool = Pool(
+            workers,
+            task,
+            self.slab,
+            step_timeout=experiment.env.step_timeout,
+            reset_timeout=experiment.env.reset_timeout,
+            restarts=experiment.engine.restarts,
+        )
+        self.idle = [(slot % workers, slot) for slot in range(slots)]  # (worker, slot) that nobody was asked to fill
+
+    def describe(self) -> list[str]:
+        mode = "asynchronous" if self.apart else "synchronous"
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''} with {self.slab.rows} envs each"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return [
+            *self.learner.describe(),
+            f"engine  local, {mode}: {workers} ({self.chosen.why}), a learner with {threads} ({self.why}), "
+            f"{self.learner.device}, {self.slab.size / 2**20:.1f} MiB shared",
+        ]
+
+    # ------------------------------------------------------------------------------------------ one batch
+
+    def step(self) -> Report:
+        started = perf_counter()
+        for worker, slot in self.idle:
+            self.pool.ask(worker, do="fill", slot=slot)
+        self.idle = []
+        taken = self._wait_for_batch()
+        waited = perf_counter() - started
+
+        mark = perf_counter()
+        for filled in taken:
+            self.slab.states[filled.slot] = LEARNING
+        gather([self.slab.slots[filled.slot] for filled in taken], self.rollout)
+        for filled in taken:
+            self.slab.states[filled.slot] = FREE
+        self.idle = [(filled.worker, filled.slot) for filled in taken]
+        if self.apart:  # go on at once, with the weights as they are
+            for worker, slot in self.idle:
+                self.pool.ask(worker, do="fill", slot=slot)
+            self.idle = []
+        moved = perf_counter() - mark
+
+        mark = perf_counter()
+        batch = int(self.rollout.valid.sum())
+        metrics = self.learner.update(self.rollout, self.progress.env_steps)
+        learned = perf_counter() - mark
+        mark = perf_counter()
+        metrics |= self._lags()
+        self.version += 1
+        self.slab.publish(self.learner.net.arrays(), self.version)
+        moved += perf_counter() - mark
+
+        total = perf_counter() - started
+        episodes = [end for filled in taken for end in filled.episodes]
+        self.progress = replace(
+            self.progress,
+            env_steps=self.progress.env_steps + batch,
+            frames=self.progress.frames + sum(filled.frames for filled in taken),
+            updates=self.progress.updates + 1,
+            episodes=self.progress.episodes + len(episodes),
+            seconds=self.progress.seconds + total,
+        )
+        spent = {"wait": waited, "transfer": moved, "learn": learned}
+        spent["other"] = max(0.0, total - sum(spent.values()))
+        events, self.pool.events = tuple(self.pool.events), []
+        return Report(self.progress, metrics | self._workers_time(taken), episodes, spent, events)
+
+    def _wait_for_batch(self) -> list[Filled]:
+        """One slot per worker in synchronous mode, the oldest that are full otherwise."""
+        while len(self.full) < self.workers:
+            for worker, answer in self.pool.answers():
+                self._note(worker, answer)
+            self._discard_old()
+        taken = [self.full.popleft() for _ in range(self.workers)]
+        return taken if self.apart else sorted(taken, key=lambda filled: filled.worker)
+
+    def _note(self, worker: int, answer: dict[str, Any]) -> None:
+        ends = [EpisodeEnd(**end) for end in answer["episodes"]]
+        self.full.append(Filled(worker, answer["filled"], answer["version"], answer["frames"], answer["spent"], ends))
+
+    def _discard_old(self) -> None:
+        """Samples of a policy that is too far back are not learned from; their slots are filled again."""
+        most = self.experiment.engine.max_lag
+        old = [filled for filled in self.full if self.version - filled.version > most]
+        for filled in old:
+            self.full.remove(filled)
+            self.discarded += 1
+            self.pool.ask(filled.worker, do="fill", slot=filled.slot)
+
+    def _lags(self) -> dict[str, float]:
+        """How many updates ago the policies were made that acted in this batch."""
+        if not self.apart:
+            return {}
+        lag = self.version - self.rollout.policy_version
+        ages, counts = np.unique(lag, return_counts=True)
+        return {
+            "lag/mean": float(lag.mean()),
+            "lag/max": float(lag.max()),
+            "lag/discarded": float(self.discarded),
+            **{f"lag/{age}": float(count / lag.size) for age, count in zip(ages.tolist(), counts, strict=True)},
+        }
+
+    def _workers_time(self, taken: list[Filled]) -> dict[str, float]:
+        """Shares of the workers' time, which is another than the driver's."""
+        total = sum(sum(filled.spent.values()) for filled in taken) or 1.0
+        parts = {name for filled in taken for name in filled.spent}
+        shares = {f"workers/{part}": sum(filled.spent[part] for filled in taken) / total for part in sorted(parts)}
+        return {**shares, "workers/restarts": float(self.pool.restarts)}
+
+    # ------------------------------------------------------------------------------------------ disk
+
+    def save(self, folder: Path) -> None:
+        tree = {"groups": self.workers, "progress": asdict(self.progress), "learner": self.learner.save(folder)}
+        write_tree(folder / "engine", "state", tree)
+        self._all("save", "saved", folder=str(folder / "engine"))
+
+    def load(self, folder: Path) -> list[str]:
+        tree = read_state(folder)
+        self.progress = Progress(**tree["progress"])
+        self.learner.load(folder, tree["learner"])
+        self.version = self.progress.updates
+        self.slab.publish(self.learner.net.arrays(), self.version)
+        self.pool.episodes_begun = [self.progress.episodes] * self.workers
+        said = self._all("load", "loaded", folder=str(folder))
+        return [sentence for part in said for sentence in part]
+
+    def _all(self, command: str, answered: str, **more: Any) -> list[Any]:
+        """Have every worker do something between two rollouts; slots that fill up meanwhile are kept for learning."""
+        for worker in range(self.workers):
+            self.pool.ask(worker, do=command, **more)
+        found: dict[int, Any] = {}
+        while len(found) < self.workers:
+            for worker, answer in self.pool.answers():
+                if answered in answer:
+                    found[worker] = answer[answered]
+                else:
+                    self._note(worker, answer)
+        return [found[worker] for worker in sorted(found)]
+
+    # ------------------------------------------------------------------------------------------ between steps
+
+    def snapshot(self, policy: str = "main") -> PolicyState:
+        return self.learner.snapshot(policy)
+
+    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+        now = self.learner.adopt(policy, state, settings)
+        self.version += 1
+        self.slab.publish(self.learner.net.arrays(), self.version)
+        return now
+
+    def close(self) -> None:
+        self.pool.close()
+        self.slab.close()

@@ -1,0 +1,180 @@
+"""A process that has torch imported already and forks workers on request, so that a new one is there in milliseconds.
+
+    driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker
+    driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
+
+Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver goes, in whatever way, the
+socket closes, the nursery ends its workers and itself; when the nursery is killed, the kernel kills its workers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiltyard.errors import TiltyardError
+
+LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
+_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd})"
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
+
+class Nursery:
+    """The driver's end."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+        root = str(Path(__file__).resolve().parents[3])
+        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
+        # One thread until a worker asks for more: a pool of threads does not survive a fork.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # stdout is the driver's, for data
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self._socket = ours
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def bear(self, task: dict[str, Any], fds: list[int]) -> None:
+        """Ask for a worker; its birth is told by `news`."""
+        try:
+            socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
+        except OSError as error:
+            raise TiltyardError(f"workers cannot be started: {error.strerror}", "see the messages above") from error
+
+    def news(self) -> dict[str, Any] | None:
+        """The next message if there is one; a nursery that is gone is an error."""
+        if not select.select([self._socket], [], [], 0)[0]:
+            return None
+        word = self._socket.recv(LARGEST)
+        if not word:
+            raise TiltyardError(
+                f"the process that starts workers ended with exit code {self._process.wait()}",
+                "see the messages above; engine.workers=0 does without workers",
+            )
+        found: dict[str, Any] = json.loads(word)
+        return found
+
+    def close(self) -> None:
+        """End all workers and the nursery, and wait until they are gone."""
+        self._socket.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+# ------------------------------------------------------------------------------------------------ in the nursery
+
+
+def main(fd: int) -> None:
+    """Import what workers need, then fork until the driver goes."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
+    channel = socket.socket(fileno=fd)
+    import tiltyard.engines.local.worker as worker  # torch and all that is ours
+
+    alive: set[int] = set()
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    while True:
+        ready, _, _ = select.select([fd, reader], [], [])
+        if reader in ready:
+            os.read(reader, 4096)
+            _bury(channel, alive)
+        if fd in ready:
+            try:
+                word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
+            except ConnectionError:
+                break
+            if not word:
+                break
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                os.close(reader)
+                os.close(writer)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _live(worker.work, json.loads(word), fds)
+            for each in fds:
+                os.close(each)
+            alive.add(pid)
+            _tell(channel, {"born": pid, "number": json.loads(word)["number"]})
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    for pid in alive:
+        os.waitpid(pid, 0)
+    os._exit(0)
+
+
+def _live(work: Any, task: dict[str, Any], fds: list[int]) -> None:
+    """A worker's life, in a session of its own; it never returns into the nursery's loop."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        name_process(f"tiltyard-w{task['number']}")
+        work(task, fds)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - a forked child must end here, whatever it is
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _bury(channel: socket.socket, alive: set[int]) -> None:
+    """Tell of every worker that ended."""
+    while alive:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        alive.discard(pid)
+        _tell(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(channel: socket.socket, word: dict[str, Any]) -> None:
+    try:
+        channel.send(json.dumps(word).encode())
+    except OSError:
+        os._exit(0)  # the driver is gone, and so are we; the kernel ends the workers
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere closed pipes have to do)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent or parent == 1:
+            os._exit(0)
+
+
+def name_process(name: str) -> None:
+    """What `ps` and `top` show."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])

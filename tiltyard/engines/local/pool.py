@@ -1,0 +1,252 @@
+"""The driver's side of the workers: commands out, answers in, and a replacement for every worker that dies or hangs.
+
+A worker has at most a few commands outstanding. When it is replaced, the new one is given the same commands again, so
+whoever waits for an answer gets one; episodes that were running in the dead worker are lost, and that is said. Nothing
+is polled but heartbeats: a death is a message of the nursery, an answer is a line in a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiltyard.engines.local.nursery import Nursery
+from tiltyard.engines.local.slab import Slab, make_memory
+from tiltyard.envs.vector import RESETTING, STEPPING
+from tiltyard.errors import DivergedError, EnvError, TiltyardError
+from tiltyard.run.checkpoint import read_tree
+
+LOOK = 0.5  # seconds between two looks at the heartbeats
+FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
+STACK_BYTES = 1 << 16
+STACK_SECONDS = 2.0  # that a worker that hangs has to say where
+
+
+@dataclass
+class _Member:
+    """One worker: its process, its pipes, what it was asked and has not answered yet."""
+
+    number: int
+    pid: int | None = None
+    commands: int = -1
+    answers: int = -1
+    stack: int = -1
+    text: bytes = b""
+    asked: deque[dict[str, Any]] = field(default_factory=deque)
+    confession: dict[str, Any] | None = None
+    ready: bool = False
+    fruitless: int = 0
+    beat: int = -1
+    beat_since: float = field(default_factory=time.monotonic)
+    verdict: str = ""
+    """why we killed it, if we did"""
+
+
+class Pool:
+    """Workers 0 .. count - 1. `task` is what every worker is told, its number apart."""
+
+    def __init__(
+        self, count: int, task: dict[str, Any], slab: Slab, *, step_timeout: float, reset_timeout: float, restarts: int
+    ) -> None:
+        self.slab, self._task = slab, task
+        self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
+        self._restarts_left = restarts
+        self.events: list[str] = []
+        self.restarts = 0
+        self.episodes_begun = [0] * count
+        self._nursery = Nursery()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._nursery, selectors.EVENT_READ, None)
+        self.members = [_Member(number) for number in range(count)]
+        self._unborn: deque[_Member] = deque()
+        for member in self.members:
+            self._start(member)
+
+    # ------------------------------------------------------------------------------------------ talking
+
+    def ask(self, number: int, **word: Any) -> None:
+        """Give a worker a command. One that dies before it answers is replaced, and the new one is asked again."""
+        member = self.members[number]
+        member.asked.append(word)
+        if member.ready:
+            self._send(member, word)
+
+    def answers(self, timeout: float | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(worker, answer) as they come in: at least one, unless the timeout is over."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = LOOK if until is None else min(LOOK, max(0.0, until - time.monotonic()))
+            found = [answer for key, _ in self._selector.select(left) for answer in self._hear(key.data)]
+            self._watch_beats()
+            yield from found
+            if found or (until is not None and time.monotonic() >= until):
+                return
+
+    def _hear(self, member: _Member | None) -> list[tuple[int, dict[str, Any]]]:
+        if member is None:
+            self._news()
+            return []
+        got = os.read(member.answers, 1 << 20)
+        if not got:  # its death will be told; until then there is nothing more to read
+            self._selector.unregister(member.answers)
+            os.close(member.answers)
+            member.answers = -1
+            return []
+        *lines, member.text = (member.text + got).split(b"\n")
+        return [answer for line in lines for answer in self._take(member, json.loads(line))]
+
+    def _take(self, member: _Member, word: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        if "ready" in word:
+            member.ready = True
+            for each in member.asked:
+                self._send(member, each)
+            return []
+        if "error" in word:
+            member.confession = word
+            return []
+        member.asked.popleft()
+        if "filled" in word:
+            member.fruitless = 0
+            self.episodes_begun[member.number] += len(word["episodes"])
+        return [(member.number, word)]
+
+    def _send(self, member: _Member, word: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died a moment ago, and its successor will be asked
+            os.write(member.commands, json.dumps(word).encode() + b"\n")
+
+    # ------------------------------------------------------------------------------------------ births and deaths
+
+    def _start(self, member: _Member) -> None:
+        heard, commands = os.pipe2(os.O_CLOEXEC)
+        answers, told = os.pipe2(os.O_CLOEXEC)
+        stack = make_memory(STACK_BYTES)
+        begun = self.episodes_begun[member.number]
+        task = {
+            **self._task,
+            "number": member.number,
+            "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
+        }
+        self._nursery.bear(task, [heard, told, self.slab.fd, stack])
+        os.close(heard)
+        os.close(told)
+        member.commands, member.answers, member.stack, member.text = commands, answers, stack, b""
+        member.pid, member.ready, member.confession, member.verdict = None, False, None, ""
+        member.beat_since = time.monotonic()
+        self._selector.register(answers, selectors.EVENT_READ, member)
+        self._unborn.append(member)
+
+    def _news(self) -> None:
+        while (word := self._nursery.news()) is not None:
+            if "born" in word:
+                self._unborn.popleft().pid = word["born"]
+                continue
+            member = next((each for each in self.members if each.pid == word["died"]), None)
+            if member is not None:
+                self._replace(member, word["status"])
+
+    def _replace(self, member: _Member, status: int) -> None:
+        while member.answers >= 0 and self._readable(member):  # its last words
+            for _, _ in self._hear(member):
+                pass
+        cause = self._cause(member, status)
+        self._forget(member)
+        member.fruitless += 1
+        self._restarts_left -= 1
+        if member.fruitless > FRUITLESS or self._restarts_left < 0:
+            raise self._given_up(member, cause)
+        self.restarts += 1
+        lost = self.slab.rows
+        self.events.append(f"worker {member.number} {cause}; it is replaced, and {lost} running episodes were cut")
+        self._start(member)
+
+    def _readable(self, member: _Member) -> bool:
+        selector = selectors.DefaultSelector()
+        selector.register(member.answers, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+    def _cause(self, member: _Member, status: int) -> str:
+        told = member.confession
+        if told is not None:
+            if told["diverged"]:
+                batch = read_tree(Path(told["diverged"]), "batch")
+                shutil.rmtree(told["diverged"])
+                raise DivergedError(told["error"], told["hint"], batch)
+            return f"failed: {told['error']}"
+        if member.verdict:
+            return member.verdict
+        if status < 0:
+            name = signal.Signals(-status).name
+            more = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{more}"
+        return f"ended by itself with exit code {status}"
+
+    def _given_up(self, member: _Member, cause: str) -> TiltyardError:
+        told = member.confession
+        if self._restarts_left < 0:
+            return EnvError(
+                f"worker {member.number} {cause}, and engine.restarts is used up", "see events.jsonl for the others"
+            )
+        if told is not None:
+            return EnvError(told["error"], told["hint"], told["details"])
+        return EnvError(
+            f"worker {member.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout",
+            "engine.kind=serial runs the env in this process, where --pdb can look at it",
+        )
+
+    def _forget(self, member: _Member) -> None:
+        if member.answers >= 0:
+            self._selector.unregister(member.answers)
+            os.close(member.answers)
+        os.close(member.commands)
+        os.close(member.stack)
+        member.answers = member.commands = member.stack = -1
+
+    # ------------------------------------------------------------------------------------------ hanging
+
+    def _watch_beats(self) -> None:
+        now = time.monotonic()
+        for member in self.members:
+            count, phase = int(self.slab.beats[member.number, 0]), int(self.slab.beats[member.number, 1])
+            if count != member.beat or phase not in self._timeouts or member.pid is None:
+                member.beat, member.beat_since = count, now
+            elif now - member.beat_since > self._timeouts[phase] and not member.verdict:
+                self._end_hung(member, "step" if phase == STEPPING else "reset", self._timeouts[phase])
+
+    def _end_hung(self, member: _Member, doing: str, seconds: float) -> None:
+        assert member.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
+            stack = self._stack_of(member)
+            where = f" (it was in {stack})" if stack else ""
+            member.verdict = f"did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout){where}"
+            os.kill(member.pid, signal.SIGKILL)
+
+    def _stack_of(self, member: _Member) -> str:
+        """The innermost frame that the hung worker wrote down."""
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until:
+            text = os.pread(member.stack, STACK_BYTES, 0).decode(errors="replace")
+            frames = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+            if frames:
+                return frames[0].removeprefix("File ")
+            time.sleep(0.02)
+        return ""
+
+    def close(self) -> None:
+        """End every process and give back what was taken."""
+        self._selector.close()
+        self._nursery.close()
+        for member in self.members:
+            for fd in (member.commands, member.answers, member.stack):
+                if fd >= 0:
+                    os.close(fd)

@@ -1,0 +1,122 @@
+"""One piece of shared memory for driver and workers: slots with their states, heartbeats, and the published weights.
+
+    slots     FREE -> ACTING -> FULL -> LEARNING -> FREE     a rollout [T, rows] each; a worker owns it while ACTING
+    beats     one counter and one phase per worker           a counter that stands still is an env that hangs
+    weights   two buffers and the version of each            the driver writes one while workers read the other
+
+The memory has no name: it is a file descriptor that workers inherit, so that nothing is left behind when all of them
+are gone, however they went. It is taken from RAM, not from /dev/shm; where that fails, a deleted file serves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.collect import empty_rollout
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import Array, EnvSpec, Rollout
+
+FREE, ACTING, FULL, LEARNING = range(4)
+STATES = ("free", "acting", "full", "learning")
+_ALIGN = 64  # bytes: a cache line, so that two workers never write into the same one
+
+
+class Slab:
+    """Driver and workers build the same layout from the same experiment; only the driver makes the memory."""
+
+    def __init__(
+        self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int, fd: int | None = None
+    ) -> None:
+        self.rows = experiment.engine.envs // workers
+        self._memory: mmap.mmap | None = None
+        self._at = 0
+        self._lay_out(experiment, spec, net, workers, slots)  # without memory yet, to learn how much is needed
+        size = self._at
+        self.fd = make_memory(size) if fd is None else fd
+        self._memory = mmap.mmap(self.fd, size)
+        self._at = 0
+        self._lay_out(experiment, spec, net, workers, slots)
+        self.size = size
+
+    def _lay_out(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int) -> None:
+        self.states = self._array("states", (slots,), np.int64)
+        self.beats = self._array("beats", (workers, 8), np.int64)  # a line each: [worker, 0] counter, [worker, 1] phase
+        self.versions = self._array("versions", (8,), np.int64)  # begun, finished
+        weights = {name: (tuple(item.shape), item.cpu().numpy().dtype) for name, item in net.state_dict().items()}
+        self.buffers = [
+            {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
+        ]
+        self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The next piece of the memory; while it is not there yet, something of that shape that takes no room."""
+        kind = np.dtype(dtype)
+        begin = self._at
+        count = int(np.prod(shape, dtype=np.int64))
+        self._at = -(-(begin + count * kind.itemsize) // _ALIGN) * _ALIGN
+        if self._memory is None:
+            return _Nothing()  # type: ignore[return-value]
+        return np.frombuffer(self._memory, kind, count, begin).reshape(shape)
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    def publish(self, arrays: Mapping[str, Array], version: int) -> None:
+        """The driver: make these the newest weights."""
+        self.versions[0] = version
+        for name, target in self.buffers[version % 2].items():
+            target[...] = arrays[name]
+        self.versions[1] = version
+
+    def fetch(self, into: Mapping[str, Array]) -> int:
+        """A worker: copy the newest weights; returns their version. Repeated when they were overwritten meanwhile."""
+        while True:
+            version = int(self.versions[1])
+            for name, source in self.buffers[version % 2].items():
+                into[name][...] = source
+            if int(self.versions[0]) <= version + 1:  # the writer was at most in the other buffer
+                return version
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Nothing:
+    """Takes any assignment and keeps none: stands for an array while the layout is only being measured."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        return
+
+
+def make_memory(size: int) -> int:
+    """A file descriptor of `size` zeroed bytes that no name leads to."""
+    if hasattr(os, "memfd_create"):
+        try:
+            fd = os.memfd_create("tiltyard", os.MFD_CLOEXEC)
+            os.posix_fallocate(fd, 0, size)
+        except OSError:  # no RAM to be had that way
+            pass
+        else:
+            return fd
+    with tempfile.TemporaryFile(prefix="tiltyard-") as file:
+        os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.truncate(size)
+        return os.dup(file.fileno())
+
+
+def gather(parts: Sequence[Rollout], into: Rollout) -> None:
+    """Copy rollouts [T, rows] side by side into one [T, rows x parts]."""
+    for at, part in enumerate(parts):
+        width = part.reward.shape[1]
+        span = slice(at * width, (at + 1) * width)
+        for key, array in into.obs.items():
+            array[:, span] = part.obs[key]
+        for key, array in into.state0.items():
+            array[:, span] = part.state0[key]
+        for key, array in into.columns().items():
+            array[:, span] = getattr(part, key)

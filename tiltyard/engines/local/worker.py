@@ -1,0 +1,111 @@
+"""A worker: one group of envs with its own copy of the policy, filling slots of the slab as the driver asks.
+
+    driver ── {"do": "fill", "slot": 2} ──> worker ── {"filled": 2, "version": 17, "episodes": [...], ...} ──> driver
+
+Commands and answers are lines of JSON through two pipes; a pipe that closes ends the worker. It knows nothing of
+learning, other workers or the run folder, except where it is told to write its part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+import torch
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.collect import Collector
+from tiltyard.engines.local.slab import ACTING, FULL, Slab
+from tiltyard.envs.spaces import spec_from_json
+from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
+from tiltyard.errors import DivergedError, TiltyardError
+from tiltyard.models.net import PolicyNet
+from tiltyard.run.checkpoint import write_tree
+
+
+def work(task: dict[str, Any], fds: list[int]) -> None:
+    """The whole life of a worker."""
+    commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
+    faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # where a worker that hangs is hanging
+    if task["cpus"]:
+        os.sched_setaffinity(0, task["cpus"])
+    torch.set_num_threads(task["threads"])
+    try:
+        _Worker(task, fds[2], answers).obey(commands)
+    except TiltyardError as error:
+        _confess(answers, error)
+        sys.exit(1)
+
+
+class _Worker:
+    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO) -> None:
+        self.number, self.answers = task["number"], answers
+        experiment = Experiment.model_validate(task["experiment"])
+        spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
+        self.net = PolicyNet(spec, experiment.model, base, seed=0)
+        self.slab = Slab(experiment, spec, self.net, task["workers"], task["slots"], memory)
+        self.weights = {name: item.numpy() for name, item in self.net.state_dict().items()}  # views
+        self.version = -1
+        self.beat = self.slab.beats[self.number]
+        self.beat[1] = RESETTING  # making envs may take what their resets may
+        self.collector = Collector(experiment, spec, base, self.net, self.slab.rows, self.number)
+        self.collector.envs.watch(self.beat)
+        self.beat[1] = IDLE
+        if task["skip_episodes"]:
+            self.collector.envs.skip_episodes(task["skip_episodes"])
+        self.answer(ready=True)
+
+    def answer(self, **word: Any) -> None:
+        self.answers.write(json.dumps(word) + "\n")
+
+    def obey(self, commands: TextIO) -> None:
+        mark = perf_counter()
+        for line in commands:
+            waited = perf_counter() - mark
+            word = json.loads(line)
+            if word["do"] == "fill":
+                self.fill(word["slot"], waited)
+            elif word["do"] == "save":
+                self.collector.save(Path(word["folder"]))
+                self.answer(saved=True)
+            elif word["do"] == "load":
+                self.beat[1] = RESETTING  # replaying an episode takes as long as it did
+                self.answer(loaded=self.collector.load(Path(word["folder"])))
+                self.beat[1] = IDLE
+            mark = perf_counter()
+        self.collector.close()
+
+    def fill(self, slot: int, waited: float) -> None:
+        mark = perf_counter()
+        if int(self.slab.versions[1]) != self.version:
+            self.version = self.slab.fetch(self.weights)
+            self.net.refresh()
+        spent = {"env": 0.0, "inference": 0.0, "wait": waited}
+        frames = -self.collector.envs.frames_taken
+        self.slab.states[slot] = ACTING
+        self.beat[1] = STEPPING
+        episodes = self.collector.fill(self.slab.slots[slot], self.version, spent)
+        self.beat[1] = IDLE
+        self.slab.states[slot] = FULL
+        frames += self.collector.envs.frames_taken
+        spent["other"] = max(0.0, perf_counter() - mark - spent["env"] - spent["inference"])
+        self.answer(
+            filled=slot, version=self.version, frames=frames, spent=spent, episodes=[asdict(end) for end in episodes]
+        )
+
+
+def _confess(answers: TextIO, error: TiltyardError) -> None:
+    """Say what went wrong, with the arrays that did it where they are what matters."""
+    word = {"error": error.message, "hint": error.hint, "details": error.details, "diverged": ""}
+    if isinstance(error, DivergedError):
+        word["diverged"] = tempfile.mkdtemp(prefix="tiltyard-diverged-")
+        write_tree(Path(word["diverged"]), "batch", error.batch)
+    answers.write(json.dumps(word) + "\n")

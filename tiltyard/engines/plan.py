@@ -1,0 +1,117 @@
+"""How many processes and threads: what `engine.workers: auto` and `engine.threads: auto` mean on this machine.
+
+Few cores are best used by few processes. Envs that step all rows in one call, and envs that cost next to nothing, are
+stepped in the learner's process; others get a worker per core that is really free. Torch gets a second thread only when
+a measurement says that it helps: on shared cores it can cost tenfold.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tiltyard.algos.randomness import Generators
+from tiltyard.config.experiment import Experiment
+from tiltyard.envs.native import has_stepper
+from tiltyard.machine import usable_cores
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import EnvSpec
+
+CHEAP = 100e-6  # seconds: an env step that costs less than acting does is not worth a process
+LOOK = 0.1  # seconds that the machine is watched for
+SMALL = 3e-3  # seconds: a gradient step that is over sooner gains nothing from a second thread
+GAIN = 1.15  # how much faster two threads must be than one
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Processes that step envs (0: none but the learner's), and the reason in words."""
+
+    workers: int
+    why: str
+
+
+def topology(experiment: Experiment, spec: EnvSpec) -> Topology:
+    """What engine.workers means here."""
+    engine = experiment.engine
+    if engine.workers != "auto":
+        return Topology(engine.workers, "as set")
+    if engine.kind == "serial":
+        return Topology(1, "as always")
+    if has_stepper(experiment.env):
+        return Topology(0, "the env steps all rows in one call")
+    if spec.step_seconds < CHEAP and engine.mode == "sync":
+        return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
+    cores = usable_cores()
+    most = max(1, cores - 1 if engine.mode == "async" else cores)
+    workers = next(count for count in range(min(most, engine.envs), 0, -1) if engine.envs % count == 0)
+    if workers == 1 and engine.mode == "sync":
+        return Topology(0, f"{cores} core{'s' if cores > 1 else ''} to use")
+    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {cores} cores to use")
+
+
+def free_cores() -> float:
+    """How many of them nobody else is using, watched for a moment."""
+
+    def idle() -> float:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        return (int(fields[3]) + int(fields[4])) / os.sysconf("SC_CLK_TCK")
+
+    try:
+        before, began = idle(), time.monotonic()
+        time.sleep(LOOK)
+        return min(usable_cores(), (idle() - before) / (time.monotonic() - began) + 1.0)
+    except (OSError, ValueError, IndexError):
+        return float(usable_cores())
+
+
+def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int) -> tuple[int, str]:
+    """Torch threads for gradient steps and acting in this process, and why."""
+    asked = experiment.engine.threads
+    if asked != "auto":
+        return asked, "as set"
+    if experiment.engine.kind == "serial" or net.log_std.device.type != "cpu":
+        return 1, "as always"
+    busy = workers if experiment.engine.mode == "async" else 0
+    most = usable_cores() - busy
+    if most < 2:
+        return 1, "no other core to use"
+    torch.set_num_threads(1)
+    net = copy.deepcopy(net)  # a layer may count its calls or keep statistics of what it sees
+    one = _gradient_step(experiment, spec, net)
+    if one < SMALL:
+        return 1, f"a gradient step takes {one * 1e3:.1f} ms"
+    free = int(free_cores() + 0.3)
+    if free < 2:
+        return 1, "the other cores are busy"
+    torch.set_num_threads(min(most, free))
+    many = _gradient_step(experiment, spec, net)
+    torch.set_num_threads(1)
+    if one / many < GAIN:
+        return 1, f"{min(most, free)} threads were measured {one / many:.2f} times as fast"
+    return min(most, free), f"measured {one / many:.2f} times as fast as one"
+
+
+def _gradient_step(experiment: Experiment, spec: EnvSpec, net: PolicyNet) -> float:
+    """Seconds that a forward and backward pass over a small minibatch takes; the best of three."""
+    bptt = experiment.model.memory.bptt if net.recurrent else 1
+    chunks = max(1, min(getattr(experiment.algo, "minibatch", experiment.batch), 128) // bptt)
+    obs = {
+        name: torch.zeros(bptt, chunks, *item.shape, dtype=getattr(torch, item.dtype))
+        for name, item in spec.obs.items()
+    }
+    first = torch.zeros(bptt, chunks, dtype=torch.bool)
+    best = float("inf")
+    with Generators(0).in_place():
+        for _ in range(3):
+            began = time.perf_counter()
+            params, value = net.unroll(obs, net.initial_state(chunks), first)
+            loss = params.sum() + value.sum()
+            torch.autograd.grad(loss, [each for each in net.parameters() if each.requires_grad], allow_unused=True)
+            best = min(best, time.perf_counter() - began)
+    return best

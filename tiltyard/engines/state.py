@@ -1,0 +1,35 @@
+"""Where engines put what they are, below a checkpoint's `engine` folder, so that one can go on where another stopped.
+
+state      progress, the learner's state, and how many groups of envs there are
+group-N    envs, memory and random streams of one group, written by whoever has it
+serial     all of that in one, as written before version 0.2
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiltyard.run.checkpoint import read_tree
+from tiltyard.types import Tree
+
+
+def read_state(folder: Path) -> Tree:
+    """The tree `state` of a checkpoint."""
+    if not _is_old(folder):
+        return read_tree(folder / "engine", "state")
+    old = read_tree(folder / "engine", "serial")
+    learner = {"seed": old.get("seed"), "algo": old["algo"], "generators": old["random"]["global"]}
+    return {"groups": 1, "progress": old["progress"], "learner": learner}
+
+
+def read_group(folder: Path, group: int) -> Tree | None:
+    """The tree of one group; None when the checkpoint has fewer."""
+    if not _is_old(folder):
+        return read_tree(folder / "engine", f"group-{group}") if group < read_state(folder)["groups"] else None
+    old = read_tree(folder / "engine", "serial")
+    parts = {"seed": old.get("seed"), "draws": old["random"]["draws"], "generators": old["random"]["global"]}
+    return {**parts, "envs": old["envs"], "memory": old["memory"]} if group == 0 else None
+
+
+def _is_old(folder: Path) -> bool:
+    return (folder / "engine" / "serial.json").exists()

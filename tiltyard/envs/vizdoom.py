@@ -1,0 +1,226 @@
+"""Doom scenarios that ViZDoom ships, `doom:NAME`, straight on its engine: one player, rendered small, resized once.
+
+Needs vizdoom (`pip install 'tiltyard[vizdoom]'`). Each env has an engine process of its own, with shared memory and a
+folder; should this process be killed, doom_warden.py ends and removes them.
+
+    actions "one"      Discrete: nothing, or one of the scenario's buttons             (doom:basic: 4 choices)
+            "any"      MultiBinary: every button by itself
+            "groups"   MultiDiscrete: opposite buttons are one choice of none, first, second; the others are on or off
+
+Buttons that take a number (TURN_LEFT_RIGHT_DELTA, ...) are left out. The view and the weapon do not bob: the weapon's
+swing would carry over from one episode to the next, and no episode could be replayed to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+import vizdoom
+from gymnasium import spaces
+from PIL import Image
+
+from tiltyard.envs.doom_warden import CONFIG
+from tiltyard.errors import UseError, did_you_mean
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array
+
+TICS_PER_SECOND = 35
+# Scenarios that cannot be played alone with what is shipped, and why.
+_UNPLAYABLE = {
+    "doom": "it needs the commercial doom.wad",
+    "doom2": "it needs the commercial doom2.wad",
+    "cig": "it needs other players",
+    "multi_duel": "it needs another player",
+}
+_MAPS = {"freedoom1": "E1M1"}  # where the scenario itself names none that exists
+_OPPOSITE = (
+    ("MOVE_LEFT", "MOVE_RIGHT"),
+    ("TURN_LEFT", "TURN_RIGHT"),
+    ("MOVE_FORWARD", "MOVE_BACKWARD"),
+    ("LOOK_UP", "LOOK_DOWN"),
+    ("SELECT_NEXT_WEAPON", "SELECT_PREV_WEAPON"),
+)
+_WARDEN = Path(__file__).with_name("doom_warden.py")
+_wardens: dict[int, subprocess.Popen[str]] = {}  # by the process that owns it: a forked one gets its own
+# A terminal's Ctrl-C and a cluster's SIGTERM reach the engine too, and end it: it is told to close by us alone.
+_NOT_FOR_ENGINES = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class Doom(gymnasium.Env[Any, Any]):
+    """One player in one scenario. Equal seeds and actions give equal frames."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": TICS_PER_SECOND}
+
+    def __init__(
+        self,
+        scenario: str,
+        *,
+        frameskip: int = 4,
+        height: int = 72,
+        width: int = 128,
+        resolution: str = "160x120",
+        grey: bool = False,
+        variables: bool = False,
+        actions: str = "one",
+        skill: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        for name, value in {"frameskip": frameskip, "height": height, "width": width}.items():
+            if type(value) is not int or value < 1:
+                raise UseError(f"env.options.{name} = {value!r} is no whole number from 1 on", f"set {name}=4")
+        self.frames_per_step = frameskip
+        self.render_mode = render_mode
+        self._grey, self._size = grey, (width, height)
+        self._game = _game(scenario, resolution, grey)
+        if skill is not None:
+            self._game.set_doom_skill(skill)
+        names = [button.name for button in self._game.get_available_buttons()]
+        self._pressed, self.action_space = _actions(actions, names)
+        image = spaces.Box(0, 255, (1 if grey else 3, height, width), np.uint8)
+        self._variables = self._game.get_available_game_variables_size() if variables else 0
+        if variables and not self._variables:
+            raise UseError(f"doom:{scenario} has no game variables", "leave env.options.variables out")
+        self.observation_space: spaces.Space[Any] = image
+        if variables:
+            numbers = spaces.Box(-np.inf, np.inf, (self._variables,), np.float32)
+            self.observation_space = spaces.Dict({"screen": image, "variables": numbers})
+        self._scratch: Path | None = None
+        self._screen: Array = np.zeros(0, np.uint8)
+        self._seen: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._game.set_seed(int(self.np_random.integers(2**32)) if seed is None else seed % 2**32)
+        if self._scratch is None:
+            self._start()
+        else:
+            self._game.new_episode()
+        self._observe()
+        return self._seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = self._game.make_action(self._buttons(action), self.frames_per_step)
+        finished = bool(self._game.is_episode_finished())
+        late = finished and bool(self._game.is_episode_timeout_reached()) and not self._game.is_player_dead()
+        if not finished:
+            self._observe()  # after the end there is no screen any more: the last one stays
+        return self._seen, float(reward), finished and not late, late, {}
+
+    def render(self) -> Any:
+        return np.repeat(self._screen[..., None], 3, 2) if self._grey else self._screen
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self._game.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _start(self) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="tiltyard-doom-"))
+        _tell_warden(self._scratch)
+        self._game.set_doom_config_path(str(self._scratch / CONFIG))
+        with _in(self._scratch):  # the engine leaves a folder where it starts
+            self._game.init()
+
+    def _observe(self) -> None:
+        state = self._game.get_state()
+        self._screen = state.screen_buffer
+        small = np.asarray(Image.fromarray(self._screen).resize(self._size, Image.Resampling.BOX))
+        planes = small[None] if self._grey else np.ascontiguousarray(np.moveaxis(small, 2, 0))
+        if self._variables:
+            self._seen = {"screen": planes, "variables": np.asarray(state.game_variables, np.float32)}
+        else:
+            self._seen = planes
+
+    def _buttons(self, action: Any) -> list[int]:
+        """What is pressed, one number per button."""
+        if isinstance(self.action_space, spaces.Discrete):
+            return self._pressed[0][int(action)]
+        parts = [choices[int(chosen)] for choices, chosen in zip(self._pressed, action, strict=True)]
+        return [max(each) for each in zip(*parts, strict=True)]
+
+
+def scenarios() -> list[str]:
+    """Names of the shipped scenarios that one player can play."""
+    found = [path.stem for path in Path(vizdoom.scenarios_path).glob("*.cfg")]
+    return sorted(name for name in found if name not in _UNPLAYABLE)
+
+
+def _game(scenario: str, resolution: str, grey: bool) -> Any:
+    if scenario not in scenarios():
+        why = _UNPLAYABLE.get(scenario)
+        if why is not None:
+            raise UseError(f"doom:{scenario} cannot be played here: {why}", f"there are: {', '.join(scenarios())}")
+        raise UseError(f"there is no Doom scenario {scenario!r}", did_you_mean(scenario, scenarios()))
+    sizes = {name.removeprefix("RES_").lower(): name for name in vizdoom.ScreenResolution.__members__}
+    if resolution not in sizes:
+        raise UseError(f"Doom has no screen of {resolution!r} pixels", did_you_mean(resolution, sizes))
+    game = vizdoom.DoomGame()
+    game.load_config(str(Path(vizdoom.scenarios_path) / f"{scenario}.cfg"))
+    if scenario in _MAPS:
+        game.set_doom_map(_MAPS[scenario])
+    game.set_mode(vizdoom.Mode.PLAYER)
+    game.set_window_visible(False)
+    game.set_screen_resolution(getattr(vizdoom.ScreenResolution, sizes[resolution]))
+    game.set_screen_format(vizdoom.ScreenFormat.GRAY8 if grey else vizdoom.ScreenFormat.RGB24)
+    for switch in ("depth", "labels", "automap", "audio", "notifications"):
+        getattr(game, f"set_{switch}_buffer_enabled")(False)
+    buttons = game.get_available_buttons()
+    game.set_available_buttons([button for button in buttons if not vizdoom.is_delta_button(button)])
+    game.add_game_args("+movebob 0")
+    return game
+
+
+def _actions(kind: str, names: list[str]) -> tuple[list[list[list[int]]], spaces.Space[Any]]:
+    """Per part of the action what each of its choices presses, one number per button, and the space."""
+    nothing = [0] * len(names)
+    alone = [[int(other == name) for other in names] for name in names]
+    if kind == "one":
+        return [[nothing, *alone]], spaces.Discrete(len(names) + 1)
+    if kind == "any":
+        return [[nothing, button] for button in alone], spaces.MultiBinary(len(names))
+    if kind == "groups":
+        pairs = [pair for pair in _OPPOSITE if set(pair) <= set(names)]
+        paired = {name for pair in pairs for name in pair}
+        parts = [[nothing, *(alone[names.index(name)] for name in pair)] for pair in pairs]
+        parts += [[nothing, alone[index]] for index, name in enumerate(names) if name not in paired]
+        return parts, spaces.MultiDiscrete([len(part) for part in parts])
+    raise UseError(f"env.options.actions = {kind!r} is no way to act in Doom", "write one, any or groups")
+
+
+@contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    """Start a process elsewhere and deaf to signals that are meant for us; it inherits both."""
+    before = Path.cwd()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_ENGINES)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _tell_warden(folder: Path) -> None:
+    """Have somebody clean this folder when we are gone. It reads from a pipe that only we hold open."""
+    warden = _wardens.get(os.getpid())
+    if warden is None or warden.poll() is not None:
+        command = [sys.executable, "-I", "-S", str(_WARDEN)]
+        nowhere = subprocess.DEVNULL
+        warden = _wardens[os.getpid()] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
+        )
+    assert warden.stdin is not None
+    print(folder, file=warden.stdin, flush=True)

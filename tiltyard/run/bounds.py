@@ -1,0 +1,57 @@
+"""bench.json below the runs root: how fast envs go with nobody learning, as `tiltyard bench` measured it last.
+
+    {"schema": 1, "bounds": {"<digest of the env> x 8 rows on HOST": {"env_steps_per_second": 51234.5, ...}}}
+
+It is what a training's own speed is told beside. Whoever reads it gets nothing when the file is not there or damaged.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.run import disk
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Experiment
+
+FILE = "bench.json"
+
+
+def remember(root: Path, experiment: Experiment, figures: dict[str, Any]) -> Path:
+    """Keep what this env did on this host, over what was measured before; the file. Ids are those of a run's copies."""
+    root.mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
+    known = {**_read(root), _key(experiment, host): {"env": experiment.env.id, "measured": disk.now(), **figures}}
+    disk.write_json(root / FILE, {"schema": 1, "bounds": known})
+    return root / FILE
+
+
+def recall(root: Path, experiment: Experiment, host: str) -> float | None:
+    """Env steps per second of the env alone on a host; None when that was never measured."""
+    found = _read(root).get(_key(experiment, host))
+    speed = disk.number(found.get("env_steps_per_second")) if isinstance(found, dict) else None
+    return speed if speed is not None and 0 < speed < float("inf") else None
+
+
+def speed_text(env_steps: int, seconds: float, alone: float | None, host: str) -> str:
+    """12,345 env steps per second, 34 % of what the env alone does here; empty before the first step."""
+    if not seconds or not env_steps:
+        return ""
+    speed = env_steps / seconds
+    where = "here" if host == socket.gethostname() else f"on {host}"
+    share = f", {100 * speed / alone:.0f} % of what the env alone does {where}" if alone else ""
+    return f"{speed:,.0f} env steps per second{share}"
+
+
+def _key(experiment: Experiment, host: str) -> str:
+    return f"{experiment.env.episode_digest()} x {experiment.engine.envs} rows on {host}"
+
+
+def _read(root: Path) -> dict[str, Any]:
+    try:
+        bounds = disk.read_json(root / FILE).get("bounds")
+    except (OSError, ValueError):
+        return {}
+    return bounds if isinstance(bounds, dict) else {}

@@ -1,0 +1,257 @@
+"""The sampler: how fast an env goes with random actions and no learning, in 1 .. k processes. No torch, no run folder.
+
+    bench                                  child: python -m tiltyard.sampling PARENT
+      its share of the envs  -> task  --------> builds the group that training would use -> ready
+      all are ready          -> go  ----------> steps until the seconds are over
+                             <- ticks --------- (monotonic time, env steps, frames, seconds in resets) so far
+
+What is measured is training's upper bound: `run.bounds` keeps the best figure, `train` and `show` compare with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tiltyard.children import Parent, children, serve
+from tiltyard.config.experiment import Env, Experiment
+from tiltyard.config.load import load
+from tiltyard.config.place import runs_root
+from tiltyard.envs.native import make_group
+from tiltyard.envs.probe import probe
+from tiltyard.envs.spaces import spec_from_json, spec_to_json
+from tiltyard.envs.vector import EnvGroup
+from tiltyard.frozen import copy_plugins
+from tiltyard.machine import resident_memory, usable_cores
+from tiltyard.run import bounds
+from tiltyard.types import Array, EnvSpec, Step
+
+SECONDS = 12.0  # of stepping, over all numbers of processes
+WINDOWS = (1, 10, 60)  # seconds
+TICKS = 100  # at most that many lines of a child: all of them fit into its pipe, so that it never waits for a reader
+SHORTEST_TICK = 0.1  # seconds
+DRAWN = 256  # env steps whose actions are drawn beforehand, where no mask restricts them
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one number of processes did together."""
+
+    processes: int
+    envs: int
+    seconds: float
+    env_steps_per_second: float
+    frames_per_second: float
+    windows: dict[str, float]
+    """env steps per second in the middle one of all windows of that many seconds, for those that fit"""
+    reset_share: float
+    """of the processes' time"""
+    env_bytes: int
+    """memory of one env; 0 where the system does not tell"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that was measured of one env."""
+
+    env: str
+    envs: int
+    sampled: list[Sampled]
+    kept: Path
+
+    @property
+    def best(self) -> Sampled:
+        return max(self.sampled, key=lambda each: each.env_steps_per_second)
+
+
+def bench(
+    target: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    seconds: float = SECONDS,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Bench:
+    """Measure the env of an experiment in 1 .. `workers` processes (as many as cores are usable) and keep the best."""
+    root = runs_root()
+    loaded = load(target, overrides)
+    with tempfile.TemporaryDirectory(prefix="tiltyard-plugins-") as folder:
+        # Copies, as a run makes them: their names are what the figure is found by later.
+        copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
+        experiment = copies.named_in(loaded.experiment)
+        base = (Path(folder),) if copies.ids else loaded.base
+        spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+        for note in (*loaded.warnings, *spec.notes):
+            say(f"note    {note}")
+        counts = process_counts(min(workers or usable_cores(), experiment.engine.envs))
+        sampled = []
+        for count in counts:
+            each = sample(experiment, spec, base, count, seconds / len(counts))
+            say(f"{count} process{'es' if count > 1 else ''}: {each.env_steps_per_second:,.0f} env steps per second")
+            sampled.append(each)
+    best = max(sampled, key=lambda each: each.env_steps_per_second)
+    figures = {
+        "env_steps_per_second": best.env_steps_per_second,
+        "frames_per_second": best.frames_per_second,
+        "processes": best.processes,
+    }
+    kept = bounds.remember(root, experiment, figures)
+    return Bench(loaded.experiment.env.id, experiment.engine.envs, sampled, kept)
+
+
+def process_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and the most."""
+    return sorted({min(most, 2**power) for power in range(most.bit_length() + 1)})
+
+
+def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processes: int, seconds: float) -> Sampled:
+    """Step all envs of the experiment, shared by that many processes, for some seconds."""
+    envs = experiment.engine.envs
+    first = [number * envs // processes for number in range(processes + 1)]
+    task = {
+        "env": experiment.env.model_dump(mode="json"),
+        "spec": spec_to_json(spec),
+        "base": [str(place.absolute()) for place in base],
+        "seed": experiment.seed,
+        "previous": experiment.model.previous,
+        "threads": None if processes == 1 else max(1, usable_cores() // processes),
+        "seconds": seconds,
+    }
+    tasks = [{**task, "first": a, "envs": b - a} for a, b in pairwise(first)]
+    with children("tiltyard.sampling", tasks, "sampling process", "run the env by itself to see why") as started:
+        weighed = [child.hear()["env_bytes"] for child in started]
+        for child in started:
+            child.tell({"go": True})
+        ticks = []
+        for child in started:
+            heard = [child.hear()]
+            while "over" not in heard[-1]:
+                heard.append(child.hear())
+            ticks.append(np.array([each["tick"] for each in heard[:-1]]))
+    return summary(ticks, envs, max(weighed))
+
+
+def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Sampled:
+    """Ticks [n, 4] of every process (time, env steps, frames, seconds in resets, all growing) as one set of figures."""
+    begin, end = max(each[0, 0] for each in ticks), min(each[-1, 0] for each in ticks)
+
+    def per_second(column: int, since: float, until: float) -> float:
+        grown = sum(np.ptp(np.interp([since, until], each[:, 0], each[:, column])) for each in ticks)
+        return float(grown / (until - since))
+
+    windows = {}
+    for width in WINDOWS:
+        count = int((end - begin) / width + 0.05)  # processes that begin a moment apart still have a whole second
+        marks = [min(end, begin + number * width) for number in range(count + 1)]
+        if count:
+            windows[str(width)] = median(per_second(1, a, b) for a, b in pairwise(marks))
+    alive = sum(each[-1, 0] - each[0, 0] for each in ticks)
+    return Sampled(
+        processes=len(ticks),
+        envs=envs,
+        seconds=float(end - begin),
+        env_steps_per_second=per_second(1, begin, end),
+        frames_per_second=per_second(2, begin, end),
+        windows=windows,
+        reset_share=float(sum(each[-1, 3] for each in ticks) / alive),
+        env_bytes=env_bytes,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- in the child
+
+
+class _Timed:
+    """An env whose resets are timed. Groups keep the bound step of the env itself, so stepping is not slowed."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self.seconds = made, 0.0
+
+    def reset(self, *, seed: int) -> Any:
+        began = time.perf_counter()
+        answer = self._made.reset(seed=seed)
+        self.seconds += time.perf_counter() - began
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+
+def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
+    """Build the group, say so, wait for the word to go, and step."""
+    env, spec = Env.model_validate(task["env"]), spec_from_json(task["spec"])
+
+    def build(envs: int) -> tuple[EnvGroup, Step]:
+        group = make_group(
+            env,
+            spec,
+            envs * len(spec.agents),
+            task["seed"],
+            base=[Path(place) for place in task["base"]],
+            previous=task["previous"],
+            first_row=task["first"] * len(spec.agents),
+            threads=task["threads"],
+        )
+        return group, group.reset()
+
+    env_bytes = spec.env_bytes
+    if task["first"] == 0 and task["envs"] > 1:  # one before the others: what is imported with it is no env's memory
+        alone, _ = build(1)
+        before = resident_memory()
+        group, now = build(task["envs"])
+        env_bytes = max(0, resident_memory() - before) // task["envs"]
+        alone.close()
+    else:
+        group, now = build(task["envs"])
+    timed = [_Timed(made) for made in group.envs]
+    group.envs = [*timed]
+    parent.tell({"ready": True, "env_bytes": env_bytes})
+    parent.hear()
+    _step(group, now, timed, task["seconds"], parent)
+    group.close()
+    return {"over": True}
+
+
+def _step(group: EnvGroup, now: Step, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
+    """Act at random until the time is over, telling how far it is now and then."""
+    choose = _actions(group)
+    interval, taken, frames = max(SHORTEST_TICK, seconds / TICKS), 0, group.frames_taken
+    mark = began = time.monotonic()
+    parent.tell({"tick": [began, 0, 0, 0.0]})
+    while mark < began + seconds:
+        due = min(mark + interval, began + seconds)
+        while mark < due:
+            now = group.step(choose(now))
+            taken += int(now.valid.sum())
+            mark = time.monotonic()
+        resets = sum(each.seconds for each in timed)
+        parent.tell({"tick": [mark, taken, group.frames_taken - frames, resets]})
+
+
+def _actions(group: EnvGroup) -> Callable[[Step], Array]:
+    """A chooser of random actions: from a stock drawn beforehand, or one by one where a mask restricts them."""
+    rng, codec, rows = np.random.default_rng(0), group.codec, group.rows
+    if group.spec.masked:
+        return lambda now: codec.random_rows(rng, rows, now.mask)
+    stock = [codec.random_rows(rng, rows) for _ in range(DRAWN)]
+    turn = 0
+
+    def choose(now: Step) -> Array:
+        nonlocal turn
+        turn = (turn + 1) % DRAWN
+        return stock[turn]
+
+    return choose
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), _perform)

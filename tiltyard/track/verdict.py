@@ -1,0 +1,59 @@
+"""What a training's speed is bound by, in one sentence, from where the time went. Pure; only shares of time come in.
+
+time      shares of the learner's wall time: env, inference, learn, wait, transfer, eval, save, other
+workers   shares of the workers' time: env, inference, wait, other; empty when there are none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MUCH = 0.5
+ASIDE = 0.3  # of the whole: evaluations or saves that take more than this are what to look at first
+
+
+def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
+    """One line: what bounds the speed, how much, and what to try; empty when nothing stands out yet."""
+    for part, words, hint in (
+        ("eval", "evaluations", "raise eval.every, or lower eval.episodes"),
+        ("save", "writing checkpoints", "save less often: save.seconds, save.env_steps"),
+    ):
+        if time.get(part, 0.0) >= ASIDE:
+            return f"{part}-bound: {_percent(time[part])} of the time is {words}; {hint}"
+    training = {part: share for part, share in time.items() if part not in ("eval", "save")}
+    whole = sum(training.values())
+    if not whole:
+        return ""
+    shares = {part: share / whole for part, share in training.items()}
+    learn, wait = shares.get("learn", 0.0), shares.get("wait", 0.0)
+    if learn >= MUCH:
+        return (
+            f"learner-bound: {_percent(learn)} of the time is gradient steps; more workers will not help; "
+            "try fewer algo.epochs, a larger algo.minibatch or a smaller model"
+        )
+    if wait >= MUCH:
+        return _sampling(workers, f"the learner waits {_percent(wait)} of its time for samples")
+    env, inference = shares.get("env", 0.0), shares.get("inference", 0.0)
+    if env + inference >= MUCH:
+        return _sampling({"env": env, "inference": inference}, "")
+    return ""
+
+
+def _sampling(shares: Mapping[str, float], before: str) -> str:
+    """Why samples come slowly, by what those who sample do."""
+    env, inference = shares.get("env", 0.0), shares.get("inference", 0.0)
+    if env + inference < MUCH:
+        return f"starved learner: {before}, and the workers mostly wait themselves" if before else ""
+    if env >= inference:
+        kind, why = "env-bound", f"{_percent(env)} of the sampling processes' time is in envs"
+        hint = "more engine.workers help where cores are free, or a faster env"
+    else:
+        kind, why = "inference-bound", f"{_percent(inference)} of the sampling processes' time is choosing actions"
+        hint = "more engine.envs per worker make larger batches; or a smaller model"
+    if before:
+        return f"starved learner, {kind}: {before}; {why}; {hint}"
+    return f"{kind}: {_percent(env if kind == 'env-bound' else inference)} of the time; {hint}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
