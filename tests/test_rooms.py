@@ -13,9 +13,10 @@ from tiltyard.errors import UseError
 
 @pytest.fixture(autouse=True)
 def no_other_lab(monkeypatch):
-    """Other tests of this process may have imported a package of the same name."""
+    """Other tests of this process may have imported a package of the same name, and left its folder on the path."""
     for name in [each for each in sys.modules if each.partition(".")[0] in ("lab", "walls")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if "pytest-of-" not in place])
 
 
 def test_imports_inside_functions_stay_in_their_folder(tmp_path):

@@ -170,6 +170,7 @@ def test_mistakes_in_python_are_sentences_too(tiltyard: Command, runs: Path, tmp
     assert every_byte(runs) == before
 
 
+@pytest.mark.slow  # wandb itself takes half a minute to find that it has no login
 def test_a_tracker_lost_since_cannot_stop_a_resume(
     tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

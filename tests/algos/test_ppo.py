@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import distributions as td
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations
 from tiltyard.algos.ppo import Ppo
@@ -42,10 +43,10 @@ def act_out(net: PolicyNet, spec: EnvSpec, steps: int, bptt: int = 16, seed: int
     return Rollout(
         obs=obs,
         first=first,
-        action=torch.stack([one.action for one in acted]).numpy(),
+        action=np.stack([one.action for one in acted]),
         mask=mask,
-        log_prob=torch.stack([one.log_prob for one in acted]).numpy(),
-        value=torch.stack([one.value for one in acted]).numpy(),
+        log_prob=np.stack([one.log_prob for one in acted]),
+        value=np.stack([one.value for one in acted]),
         reward=rng.normal(1, 2, (steps, ROWS)).astype(np.float32),
         terminated=terminated,
         truncated=truncated,
@@ -69,6 +70,101 @@ def weights(net):
 # ------------------------------------------------------------------------------------------------ the gradient
 
 
+def torch_log_prob(parts, params, log_std, action):
+    """Log probability and entropy by torch's own distributions, with gradients: [...]."""
+    log_prob = entropy = torch.zeros(())
+    at = column = std_at = 0
+    for part in parts:
+        piece, taken = (
+            params[..., at : at + (part.options or part.columns)],
+            action[..., column : column + part.columns],
+        )
+        if part.kind == "categorical":
+            dist, taken = td.Categorical(logits=piece), taken[..., 0]
+        elif part.kind == "binary":
+            dist = td.Independent(td.Bernoulli(logits=piece), 1)
+        else:
+            scale = log_std[std_at : std_at + part.columns].exp()
+            dist, std_at = td.Independent(td.Normal(piece.tanh(), scale), 1), std_at + part.columns
+        log_prob, entropy = log_prob + dist.log_prob(taken), entropy + dist.entropy()
+        at, column = at + piece.shape[-1], column + part.columns
+    return log_prob, entropy
+
+
+def textbook_loss(net, algo, rollout):
+    """PPO's loss over one rollout as papers write it, in torch: what the gradient by hand must be the gradient of."""
+    params, value = net.unroll(rollout.obs, state0_of(net, rollout), torch.from_numpy(rollout.first))
+    advantage, returns = gae(
+        rollout.reward,
+        rollout.value,
+        rollout.bootstrap,
+        rollout.terminated,
+        rollout.truncated,
+        algo.gamma,
+        algo.gae_lambda,
+    )
+    valid = torch.from_numpy(rollout.valid)
+    advantage, target = torch.from_numpy(advantage)[valid], torch.from_numpy(returns)[valid]
+    advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+    log_prob, entropy = torch_log_prob(net.spec.action.parts, params, net.log_std, torch.from_numpy(rollout.action))
+    log_ratio = (log_prob - torch.from_numpy(rollout.log_prob))[valid]
+    ratio = log_ratio.exp()
+    policy = -torch.min(ratio * advantage, ratio.clamp(1 - algo.clip, 1 + algo.clip) * advantage).mean()
+    value, old = value[valid], torch.from_numpy(rollout.value)[valid]
+    errors = (value - target).square()
+    if algo.value_clip is not None:
+        errors = torch.max(errors, (old + (value - old).clamp(-algo.value_clip, algo.value_clip) - target).square())
+    kl = (ratio - 1 - log_ratio).mean()
+    return policy + algo.value_coef * errors.mean() / 2 - algo.entropy * entropy[valid].mean() + algo.kl * kl
+
+
+def state0_of(net, rollout):
+    return {name: torch.from_numpy(x[0]) for name, x in rollout.state0.items()}
+
+
+MODELS = {
+    "separate": Model(hidden=[16, 12]),
+    "shared": Model(hidden=[16, 12], critic="shared", activation="relu"),
+    "bare": Model(hidden=[]),
+    "gelu": Model(hidden=[16], activation="gelu"),
+    "gru": Model(hidden=[16], memory=Memory(kind="gru", size=8)),
+}
+TERMS = {
+    "plain": {},
+    "entropy": {"entropy": 0.1},
+    "kl": {"kl": 0.7},
+    "value clip": {"value_clip": 0.05, "value_coef": 2.0},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "parts", [(CATEGORICAL,), (CONTINUOUS,), (CATEGORICAL, BINARY, CONTINUOUS)], ids=["c", "n", "m"]
+)
+def test_the_gradient_is_that_of_the_textbook_loss(parts, model, terms):
+    """Also where the hand-written pass through the layers is taken, which is so for the first three models."""
+    spec = env(*parts)
+    algo = Settings(rollout=16, minibatch=64, epochs=1, lr=0.0, max_grad_norm=None, **terms)
+    ppo, net, _ = learner(algo, model, spec)
+    assert (ppo.backprop.dense is not None) == (model.activation != "gelu" and not net.recurrent)
+    rng = np.random.default_rng(5)
+    with torch.no_grad():  # away from where everything is nearly zero
+        for parameter in net.model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    rollout = act_out(net, spec, 16, valid=0.8)
+    rollout.log_prob += rng.normal(0, 0.3, rollout.log_prob.shape).astype(
+        np.float32
+    )  # ratios on both sides of the clip
+    rollout.value += rng.normal(0, 0.1, rollout.value.shape).astype(np.float32)
+    wanted = torch.autograd.grad(
+        textbook_loss(net, algo, rollout), net.parameters(), allow_unused=True, materialize_grads=True
+    )
+    ppo.update(rollout, 0)
+    for name, found, gradient in zip(ppo.adam.names, ppo.adam.gradient_parts(), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, atol=2e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
 @pytest.mark.parametrize("parts", [(CATEGORICAL,), (BINARY,), (CONTINUOUS,), (CATEGORICAL, CONTINUOUS)], ids=str)
 def test_the_first_gradient_is_the_policy_gradient(parts):
     """At ratio 1 the clipped objective has the gradient of log pi times advantage (and no other terms are on)."""
@@ -79,8 +175,9 @@ def test_the_first_gradient_is_the_policy_gradient(parts):
     advantage, _ = gae(
         rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated, 0.99, 0.95
     )
-    dist, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first), None)
-    objective = -(dist.log_prob(torch.from_numpy(rollout.action)) * torch.from_numpy(advantage)).mean()
+    params, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first))
+    log_prob = torch_log_prob(parts, params, net.log_std, torch.from_numpy(rollout.action))[0]
+    objective = -(log_prob * torch.from_numpy(advantage)).mean()
     expected = torch.autograd.grad(objective, net.parameters(), allow_unused=True, materialize_grads=True)
     metrics = ppo.update(rollout, 0)
     for found, wanted in zip(ppo.adam.gradient_parts(), expected, strict=True):
@@ -223,7 +320,7 @@ def test_chunks_keep_steps_in_order_and_start_from_the_memory_kept():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=1), model=model, bptt=4)
     rollout = act_out(net, spec, 16, bptt=4)
     chunks = ppo._chunks(rollout, np.zeros((16, ROWS)), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
-    picked = chunks.take(torch.tensor([2 * ROWS + 3]))  # chunk 2 of row 3
+    picked = chunks.take(np.array([2 * ROWS + 3]))  # chunk 2 of row 3
     np.testing.assert_array_equal(picked.obs["obs"][:, 0], rollout.obs["obs"][8:12, 3])
     np.testing.assert_array_equal(picked.numbers[0, :, 0], rollout.log_prob[8:12, 3])
     np.testing.assert_array_equal(picked.state0["actor.h"][0], rollout.state0["actor.h"][2, 3])
@@ -268,9 +365,9 @@ def test_the_divergence_that_steers_is_that_of_the_whole_update():
     ppo, net, spec = learner(A2c(id="a2c", rollout=16, lr=lr))
     rollout = act_out(net, spec, 16)
     metrics = ppo.update(rollout, 0)
-    dist, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first), None)
-    log_ratio = dist.log_prob(torch.from_numpy(rollout.action)) - torch.from_numpy(rollout.log_prob)
-    assert metrics["loss/kl"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).mean().detach()), rel=1e-2)
+    params, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first))
+    log_ratio = net.distribution(params.detach().numpy(), None).log_prob(rollout.action) - rollout.log_prob
+    assert metrics["loss/kl"] == pytest.approx(float((np.exp(log_ratio) - 1 - log_ratio).mean()), rel=1e-2)
     assert ppo.settings_in_force()["lr"] == pytest.approx(5e-3)
 
 
@@ -307,7 +404,7 @@ def test_a_clipped_value_moves_no_further_than_set():
         rollout.reward[:] = 50.0
         ppo.update(rollout, 0)
         now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
-        found.append(float((now - torch.from_numpy(rollout.value).flatten()).abs().mean()))
+        found.append(float(np.abs(now - rollout.value.ravel()).mean()))
     assert found[1] < found[0] / 3
 
 
@@ -335,10 +432,10 @@ def test_before_the_first_gradient_step_a_value_clip_changes_nothing_whatever_th
 def test_a_value_clip_is_in_normalised_units():
     moved = []
     for ppo, net, rollout in clipped_and_free(seen=0, clip=0.1, epochs=40):
-        before = net.normalise_value(torch.from_numpy(rollout.value).flatten())
+        before = net.normalise_value(rollout.value.ravel())
         ppo.update(rollout, 0)
         now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
-        moved.append(float((net.normalise_value(now) - before).abs().mean()))
+        moved.append(float(np.abs(net.normalise_value(now) - before).mean()))
     # 0.1 of a reward would be 1e-4 of these units, and hold the values where they were.
     assert 0.05 < moved[0] < moved[1] / 2
 

@@ -29,6 +29,14 @@ def test_channels_first_and_last_mean_the_same():
     torch.testing.assert_close(one(x), two(x.permute(0, 2, 3, 1)))
 
 
+@pytest.mark.parametrize("make", [Simple, Nature, Impala, ResNet])
+@pytest.mark.parametrize("shape", [(3, 40, 44), (40, 44, 3)])
+def test_bytes_mean_the_same_as_numbers(make, shape):
+    encoder = make(image(*shape), size=8)
+    x = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    assert torch.equal(encoder(x), encoder(x.to(torch.float32) / 255))
+
+
 @pytest.mark.parametrize("make", [Simple, ResNet])
 @pytest.mark.parametrize("side", [1, 2, 5, 11])
 def test_simple_and_resnet_take_small_images(make, side):

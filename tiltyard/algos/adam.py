@@ -9,7 +9,7 @@ becomes a view into the vector (load weights in place, move devices before):
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Adam:
         self.eps = eps
         self.steps = 0
         self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        self._count = torch.zeros((), device=self.vector.device)  # `steps` for the kernel
         for parameter, part in zip(self.parameters, self._parts(self.vector), strict=True):
             parameter.data = part
         self.gradient = torch.zeros_like(self.vector)
@@ -47,10 +48,14 @@ class Adam:
             for part, parameter in zip(torch.split(vector, sizes), self.parameters, strict=True)
         ]
 
-    def differentiate(self, loss: Tensor) -> float:
-        """Put the gradient of `loss` into the vector; returns its norm. Parameters that took no part get zeros."""
-        parts = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+    def differentiate(self, outputs: Sequence[Tensor], by_outputs: Sequence[Tensor]) -> None:
+        """Put the gradient of a loss into the vector, given what the loss changes by with each of these outputs of the
+        net. Parameters that took no part get zeros."""
+        parts = torch.autograd.grad(outputs, self.parameters, by_outputs, allow_unused=True, materialize_grads=True)
         torch.cat([part.reshape(-1) for part in parts], out=self.gradient)
+
+    def norm(self) -> float:
+        """Length of the gradient."""
         return float(torch.linalg.vector_norm(self.gradient))
 
     def gradient_parts(self) -> list[Tensor]:
@@ -62,12 +67,22 @@ class Adam:
         self.steps += 1
         if scale != 1.0:
             self.gradient.mul_(scale)
-        self.first.lerp_(self.gradient, 1 - BETA1)
-        self.second.mul_(BETA2).addcmul_(self.gradient, self.gradient, value=1 - BETA2)
-        # m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), the corrections gathered into two numbers.
-        unbias = math.sqrt(1 - BETA2**self.steps)
-        spread = self.second.sqrt().add_(self.eps * unbias)
-        self.vector.addcdiv_(self.first, spread, value=-lr * unbias / (1 - BETA1**self.steps))
+        # The kernel of torch.optim.Adam(fused=True), called without that class, which costs more than the step itself.
+        torch._fused_adam_(
+            [self.vector],
+            [self.gradient],
+            [self.first],
+            [self.second],
+            [],
+            [self._count.fill_(self.steps)],
+            lr=lr,
+            beta1=BETA1,
+            beta2=BETA2,
+            weight_decay=0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def save(self) -> Tree:
         return {"steps": self.steps, "first": self._named(self.first), "second": self._named(self.second)}

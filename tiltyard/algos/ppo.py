@@ -5,7 +5,8 @@ Owns the loss, the order of minibatches and the schedules; not how rollouts are 
     rollout [T, B] -> advantages -> chunks [bptt, N] -> epochs x shuffled minibatches -> loss -> gradient step
 
 Rows are cut into chunks of `bptt` steps that start from the memory kept with the rollout; without memory a chunk is
-one step. Chunks, not steps, are shuffled.
+one step. Chunks, not steps, are shuffled. The loss is numpy, and its derivatives stand beside it: `by_x` is what it
+changes by with x. How those become the gradient of the weights is `backprop`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tiltyard.algos.adam import Adam
+from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.returns import clipped_gae, gae, vtrace
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config import experiment as settings
@@ -47,26 +48,27 @@ def as_ppo(algo: settings.Ppo | settings.A2c) -> settings.Ppo:
 
 @dataclass
 class Chunks:
-    """Learning data as [bptt, N, ...], N chunks. `numbers` holds what every sample has one float of."""
+    """Learning data as [bptt, N, ...], N chunks. What the net is fed is on its device, the rest is numpy."""
 
-    obs: dict[str, Tensor]  # as models see them
+    obs: dict[str, Tensor]  # as `net.prepare` gives them
     state0: dict[str, Tensor]  # [N, ...]
-    first: Tensor
-    mask: Tensor | None
-    action: Tensor
-    numbers: Tensor  # [4, bptt, N]: log_prob, advantage, target, value; the last two in normalised units
-    valid: Tensor | None  # None when every sample is
+    first: Array
+    mask: Array | None
+    action: Array
+    numbers: Array  # [4, bptt, N]: log_prob, advantage, target, value; the last two in normalised units
+    valid: Array | None  # None when every sample is
 
-    def take(self, chosen: Tensor) -> Chunks:
+    def take(self, chosen: Array) -> Chunks:
         """The chunks with these indices."""
+        rows = torch.from_numpy(chosen)
         return Chunks(
-            {name: x.index_select(1, chosen) for name, x in self.obs.items()},
-            {name: x.index_select(0, chosen) for name, x in self.state0.items()},
-            self.first.index_select(1, chosen),
-            None if self.mask is None else self.mask.index_select(1, chosen),
-            self.action.index_select(1, chosen),
-            self.numbers.index_select(2, chosen),
-            None if self.valid is None else self.valid.index_select(1, chosen),
+            {name: x.index_select(1, rows.to(x.device)) for name, x in self.obs.items()},
+            {name: x.index_select(0, rows.to(x.device)) for name, x in self.state0.items()},
+            self.first.take(chosen, 1),
+            None if self.mask is None else self.mask.take(chosen, 1),
+            self.action.take(chosen, 1),
+            self.numbers.take(chosen, 2),
+            None if self.valid is None else self.valid.take(chosen, 1),
         )
 
 
@@ -85,6 +87,7 @@ class Ppo:
                 f"set algo.rollout={max(1, self.algo.rollout // self.bptt) * self.bptt}",
             )
         self.adam = Adam(net, self.algo.adam_eps)
+        self.backprop = Backprop(net, self.adam)
         self.values = {
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
@@ -97,25 +100,27 @@ class Ppo:
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
         """Learn from a rollout. `env_steps` are those before it; returns metrics by their names."""
         self.env_steps = env_steps
-        now = self.settings_in_force()
         _check_finite(rollout)
+        with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
+            return self._update(rollout, self.settings_in_force())
 
+    def _update(self, rollout: Rollout, now: dict[str, float]) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
         # What the net put out for these values, in the units it has had until now: value_clip compares outputs.
-        outputs = self.net.normalise_value(torch.as_tensor(rollout.value, device=self.net.log_std.device))
-        self.net.observe_returns(torch.as_tensor(returns[rollout.valid]))
+        outputs = self.net.normalise_value(rollout.value)
+        self.net.observe_returns(returns[rollout.valid])
         chunks = self._chunks(rollout, advantage, returns, outputs)
 
-        epochs, kl = 0, 0.0
+        epochs = 0
         epoch = _Epoch()
         for _ in range(self.algo.epochs):
             epoch = _Epoch()
             for chosen in self._minibatches(chunks):
                 self._gradient_step(chunks.take(chosen), now, epoch)
             epochs += 1
-            kl = epoch.kl()
-            if self.algo.kl_stop is not None and kl > self.algo.kl_stop:
+            if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:
                 break
+        kl = epoch.kl()
 
         if any(value.adapts for value in self.values.values()):
             # What the epoch saw came before its gradient steps: too little to steer by when epochs are few.
@@ -136,36 +141,44 @@ class Ppo:
 
     def _gradient_step(self, batch: Chunks, now: dict[str, float], epoch: _Epoch) -> None:
         """One minibatch: the loss, its gradient, Adam."""
-        old_log_prob, advantage, target, old_value = batch.numbers.unbind()
-        # Means are over valid samples: sums under this weight where some are not.
-        weight = None if batch.valid is None else batch.valid / batch.valid.sum()
+        old_log_prob, advantage, target, old_value = batch.numbers
+        # Means are over valid samples: sums under this weight, which is one number where all are.
+        weight = 1 / advantage.size if batch.valid is None else batch.valid / batch.valid.sum()
         if self.algo.normalise_advantage:
             advantage = _normalise(advantage, weight)
 
-        dist, value = self.net.unroll(batch.obs, batch.state0, batch.first, batch.mask, prepared=True)
+        params, value = self.backprop.forward(batch.obs, batch.state0, batch.first)
+        dist = self.net.distribution(params, batch.mask)
         log_ratio = dist.log_prob(batch.action) - old_log_prob
-        if weight is not None:
-            log_ratio = torch.where(weight > 0, log_ratio, 0.0)
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - now["clip"], 1 + now["clip"])
-        policy_loss = -_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
+        if batch.valid is not None:
+            log_ratio = np.where(batch.valid > 0, log_ratio, np.float32(0))
+        ratio = np.exp(log_ratio)
+        gain, capped = ratio * advantage, _clip(ratio, 1 - now["clip"], 1 + now["clip"]) * advantage
+        policy_loss = -_mean(np.minimum(gain, capped), weight)
+        # The ratio's derivative by the log probability is itself; beyond the clip there is nothing to gain.
+        by_log_prob = np.where(gain <= capped, -gain, np.float32(0)) * weight
 
-        error = F.mse_loss(value, target, reduction="none")
+        error = value - target
+        squares = np.square(error)
         if self.algo.value_clip is not None:
-            moved = old_value + (value - old_value).clamp(-self.algo.value_clip, self.algo.value_clip)
-            error = torch.maximum(error, F.mse_loss(moved, target, reduction="none"))
-        value_loss = 0.5 * _mean(error, weight)
-        loss = torch.add(policy_loss, value_loss, alpha=now["value_coef"])
+            moved = old_value + _clip(value - old_value, -self.algo.value_clip, self.algo.value_clip)
+            cut = np.square(moved - target)
+            error = np.where((squares > cut) | (np.abs(value - old_value) <= self.algo.value_clip), error, 0)
+            squares = np.maximum(squares, cut)
+        value_loss = 0.5 * _mean(squares, weight)
+        by_value = error * (weight * now["value_coef"])
 
-        with torch.set_grad_enabled(now["entropy"] > 0):
-            entropy = _mean(dist.entropy(), weight)
-        if now["entropy"]:
-            loss = torch.sub(loss, entropy, alpha=now["entropy"])
+        entropy = _mean(dist.entropy(), weight)
+        by_entropy = np.full_like(value, -now["entropy"]) * weight if now["entropy"] else None
+        loss = policy_loss + now["value_coef"] * value_loss - now["entropy"] * entropy
         if now["kl"]:
-            loss = loss + now["kl"] * _mean(_divergence(log_ratio), weight)
+            loss += now["kl"] * _mean(_divergence(log_ratio), weight)
+            by_log_prob += (ratio - 1) * weight * now["kl"]
 
-        norm = self.adam.differentiate(loss)
-        if not math.isfinite(norm) or not math.isfinite(loss.item()):
+        by_params, by_log_std = dist.gradient(batch.action, by_log_prob, by_entropy)
+        self.backprop.backward(by_params, by_value, by_log_std)
+        norm = self.adam.norm()
+        if not math.isfinite(norm) or not math.isfinite(loss):
             raise self._diverged(
                 batch, {"policy loss": policy_loss, "value loss": value_loss, "entropy": entropy}, norm
             )
@@ -187,52 +200,49 @@ class Ppo:
         nothing = np.zeros_like(rollout.reward)
         log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing, nothing))
         length, rows = rollout.reward.shape
-        split = log_ratio.exp().view(self.bptt, length // self.bptt, rows).transpose(0, 1)
-        return split.reshape(length, rows).cpu().numpy()
+        return np.exp(log_ratio).reshape(self.bptt, -1, rows).swapaxes(0, 1).reshape(length, rows)
 
-    @torch.no_grad()
-    def _log_ratios(self, chunks: Chunks) -> Tensor:
+    def _log_ratios(self, chunks: Chunks) -> Array:
         """[bptt, N] of all samples under the policy as it is, a minibatch at a time to bound the memory it takes."""
-        everything = torch.arange(chunks.first.shape[1], device=chunks.first.device)
+        everything = np.arange(chunks.first.shape[1])
+        size = max(1, self.algo.minibatch // self.bptt)
         parts = []
-        for chosen in torch.split(everything, max(1, self.algo.minibatch // self.bptt)):
-            part = chunks.take(chosen)
-            dist, _ = self.net.unroll(part.obs, part.state0, part.first, part.mask, prepared=True)
-            parts.append(dist.log_prob(part.action) - part.numbers[0])
-        return torch.cat(parts, 1)
+        for at in range(0, len(everything), size):
+            part = chunks.take(everything[at : at + size])
+            with torch.no_grad():
+                params, _ = self.backprop.forward(part.obs, part.state0, part.first)
+            parts.append(self.net.distribution(params, part.mask).log_prob(part.action) - part.numbers[0])
+        return np.concatenate(parts, 1)
 
     # ------------------------------------------------------------------------------------------ minibatches
 
-    def _chunks(self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array | Tensor) -> Chunks:
+    def _chunks(self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array) -> Chunks:
         """[T, B, ...] -> [bptt, T / bptt * B, ...]: chunk c of row b becomes column c * B + b."""
         device = self.net.log_std.device
 
-        def cut(array: Array | Tensor) -> Tensor:
-            x = torch.as_tensor(array, device=device)
+        def cut(x: Array) -> Array:
             if self.bptt == 1:
                 return x.reshape(1, -1, *x.shape[2:])
-            split = x.view(-1, self.bptt, *x.shape[1:]).transpose(0, 1)
-            return split.reshape(self.bptt, -1, *x.shape[2:])
+            return x.reshape(-1, self.bptt, *x.shape[1:]).swapaxes(0, 1).reshape(self.bptt, -1, *x.shape[2:])
 
-        target = self.net.normalise_value(cut(returns))
-        numbers = (cut(rollout.log_prob), cut(advantage), target, cut(outputs))
+        numbers = (rollout.log_prob, advantage, self.net.normalise_value(returns), outputs)
         return Chunks(
-            {name: cut(x) for name, x in self.net.prepare(rollout.obs).items()},
+            self.net.prepare({name: cut(x) for name, x in rollout.obs.items()}),
             {name: torch.as_tensor(x, device=device).flatten(0, 1) for name, x in rollout.state0.items()},
             cut(rollout.first),
             None if rollout.mask is None else cut(rollout.mask),
             cut(rollout.action),
-            torch.stack(numbers),
-            None if rollout.valid.all() else cut(rollout.valid).to(torch.float32),
+            np.stack([cut(x) for x in numbers], dtype=np.float32),
+            None if rollout.valid.all() else cut(rollout.valid).astype(np.float32),
         )
 
-    def _minibatches(self, chunks: Chunks) -> Iterator[Tensor]:
+    def _minibatches(self, chunks: Chunks) -> Iterator[Array]:
         """Indices of chunks: all that hold a decision, shuffled, in parts of about `minibatch` env steps each."""
-        order = torch.from_numpy(self.shuffling.permutation(chunks.first.shape[1])).to(chunks.first.device)
+        order = self.shuffling.permutation(chunks.first.shape[1])
         if chunks.valid is not None:
-            order = order[chunks.valid.any(0)[order]]
+            order = order[np.asarray(chunks.valid.any(0))[order]]
         parts = math.ceil(len(order) * self.bptt / self.algo.minibatch)
-        return iter(torch.tensor_split(order, max(1, parts))) if len(order) else iter(())
+        return iter(np.array_split(order, max(1, parts))) if len(order) else iter(())
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -266,17 +276,17 @@ class Ppo:
         self.env_steps = int(tree["env_steps"])
         self.shuffling.bit_generator.state = tree["shuffling"]
 
-    def _diverged(self, batch: Chunks, losses: dict[str, Tensor], norm: float) -> DivergedError:
+    def _diverged(self, batch: Chunks, losses: dict[str, float], norm: float) -> DivergedError:
         """The first thing that is no finite number, with the minibatch that led there."""
-        bad = next((name for name, loss in losses.items() if not math.isfinite(loss.item())), None)
+        bad = next((name for name, loss in losses.items() if not math.isfinite(loss)), None)
         if bad is None:
             parts = zip(self.adam.names, self.adam.gradient_parts(), strict=True)
             bad = next((f"gradient of {name}" for name, part in parts if not bool(part.isfinite().all())), "gradient")
         names = ("log_prob", "advantage", "target", "value")
         arrays: dict[str, object] = {f"obs.{name}": x.cpu().numpy() for name, x in batch.obs.items()}
         arrays |= {f"state0.{name}": x.cpu().numpy() for name, x in batch.state0.items()}
-        arrays |= {name: x.cpu().numpy() for name, x in zip(names, batch.numbers.unbind(), strict=True)}
-        arrays |= {"action": batch.action.cpu().numpy(), "first": batch.first.cpu().numpy()}
+        arrays |= dict(zip(names, batch.numbers, strict=True))
+        arrays |= {"action": batch.action, "first": batch.first}
         return DivergedError(f"the {bad} is not a finite number (gradient norm {norm})", CALMER, arrays)
 
 
@@ -284,50 +294,48 @@ class _Epoch:
     """What the gradient steps of one epoch left for metrics; worked out once, at its end."""
 
     def __init__(self) -> None:
-        self.losses: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.norms: list[float] = []
-        self.log_ratios: list[Tensor] = []  # of valid samples, each before its gradient step
+        self.numbers: list[tuple[float, float, float, float]] = []
+        self.log_ratios: list[Array] = []  # of valid samples, each before its gradient step
 
     def add(
-        self, policy: Tensor, value: Tensor, entropy: Tensor, norm: float, log_ratio: Tensor, valid: Tensor | None
+        self, policy: float, value: float, entropy: float, norm: float, log_ratio: Array, valid: Array | None
     ) -> None:
-        self.losses.append((policy.detach(), value.detach(), entropy.detach()))
-        self.norms.append(norm)
-        ratios = log_ratio.detach()
-        self.log_ratios.append(ratios.flatten() if valid is None else ratios[valid > 0])
+        self.numbers.append((policy, value, entropy, norm))
+        self.log_ratios.append(log_ratio.reshape(-1) if valid is None else log_ratio[valid > 0])
 
     def kl(self) -> float:
         """KL divergence of the policy from the one that acted, over the epoch's samples."""
-        return float(_divergence(torch.cat(self.log_ratios)).mean()) if self.log_ratios else 0.0
+        return float(_divergence(np.concatenate(self.log_ratios)).mean()) if self.log_ratios else 0.0
 
     def beyond(self, clip: float) -> float:
         """Share of samples whose ratio the clip cuts."""
-        return float(((torch.cat(self.log_ratios).exp() - 1).abs() > clip).float().mean()) if self.log_ratios else 0.0
+        return float((np.abs(np.expm1(np.concatenate(self.log_ratios))) > clip).mean()) if self.log_ratios else 0.0
 
     def means(self) -> dict[str, float]:
-        if not self.losses:
+        if not self.numbers:
             return {}
-        policy, value, entropy = (float(sum(column)) / len(self.losses) for column in zip(*self.losses, strict=True))
-        norm = sum(self.norms) / len(self.norms)
-        return {"loss/policy": policy, "loss/value": value, "loss/entropy": entropy, "learn/gradient_norm": norm}
+        names = ("loss/policy", "loss/value", "loss/entropy", "learn/gradient_norm")
+        columns = zip(*self.numbers, strict=True)
+        return {name: sum(column) / len(column) for name, column in zip(names, columns, strict=True)}
 
 
-def _mean(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x.mean() if weight is None else (x * weight).sum()
+def _mean(x: Array, weight: Array | float) -> float:
+    return float(x.sum()) * weight if isinstance(weight, float) else float((x * weight).sum())
 
 
-def _divergence(log_ratio: Tensor) -> Tensor:
+def _clip(x: Array, low: float, high: float) -> Array:
+    return np.minimum(np.maximum(x, low), high)  # twice as fast as np.clip where x is short
+
+
+def _divergence(log_ratio: Array) -> Array:
     """Its mean over samples of the old policy is KL(old || new): unbiased, never negative, low in variance."""
-    return torch.expm1(log_ratio) - log_ratio
+    return np.expm1(log_ratio) - log_ratio
 
 
-def _normalise(advantage: Tensor, weight: Tensor | None) -> Tensor:
+def _normalise(advantage: Array, weight: Array | float) -> Array:
     """Mean 0 and variance 1 over valid samples."""
-    if weight is None:
-        spread, middle = torch.std_mean(advantage, correction=0)
-        return (advantage - middle) / (spread + 1e-8)
     centred = advantage - _mean(advantage, weight)
-    return centred / (_mean(centred.square(), weight).sqrt() + 1e-8)
+    return centred / (math.sqrt(_mean(np.square(centred), weight)) + 1e-8)
 
 
 def _explained_variance(value: Array, returns: Array) -> float:

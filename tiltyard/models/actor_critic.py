@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tiltyard import refs
 from tiltyard.config.experiment import Model, Plugin
 from tiltyard.errors import ConfigError, UseError, did_you_mean, raised
-from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp
+from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp, as_numbers
 from tiltyard.models.memory import Core, State
 from tiltyard.types import ArraySpec, EnvSpec
 
@@ -94,10 +94,17 @@ class Tower(nn.Module):
 
     def features(self, obs: Mapping[str, Tensor]) -> Tensor:
         """[N, ...] -> [N, features before the memory]."""
+        return self.hidden.forward(self.encoded(obs))
+
+    def encoded(self, obs: Mapping[str, Tensor]) -> Tensor:
+        """[N, ...] -> [N, what all encoders give]."""
         if self.plain is not None:
-            return self.hidden.forward(obs[self.plain])
-        parts = [encoder(obs[name]) for name, encoder in zip(self.names, self.encoders, strict=True)]
-        return self.hidden.forward(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+            return obs[self.plain]
+        parts = [
+            encoder(obs[name] if getattr(encoder, "takes_bytes", False) else as_numbers(obs[name]))
+            for name, encoder in zip(self.names, self.encoders, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class ActorCritic(nn.Module):
@@ -152,7 +159,8 @@ class ActorCritic(nn.Module):
 
     def _remember(self, prefix: str, tower: Tower, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """x through the tower's memory: one step when first is [B], a chunk when it is [T, B]."""
-        assert tower.core is not None
-        own = {name: state[f"{prefix}.{name}"] for name in tower.core.names}
-        out, after = (tower.core if first.dim() == 1 else tower.core.unroll)(x, own, first)
+        core = tower.core
+        assert core is not None
+        own = {name: state[f"{prefix}.{name}"] for name in core.names}
+        out, after = (core.forward if first.dim() == 1 else core.unroll)(x, own, first)
         return out, {f"{prefix}.{name}": memory for name, memory in after.items()}

@@ -168,8 +168,22 @@ def image_shape(spec: ArraySpec, name: str, least: int = 1) -> tuple[int, int, i
     return channels, height, width, first
 
 
+def as_numbers(x: Tensor) -> Tensor:
+    """Bytes as 0..1."""
+    return x.to(torch.float32).div_(255.0) if x.dtype is torch.uint8 else x
+
+
+def as_pictures(x: Tensor, channels_first: bool) -> Tensor:
+    """[N, image] -> [N, channels, height, width], bytes as 0..1, with channels innermost in memory: convolutions are a
+    third faster that way. Bytes are moved before they become four times as large."""
+    x = x if channels_first else x.permute(0, 3, 1, 2)
+    return as_numbers(x.contiguous(memory_format=torch.channels_last))
+
+
 class Convolutions(nn.Module):
     """[N, image] -> [N, size]: convolutions (channels, kernel, stride, padding), then one dense layer."""
+
+    takes_bytes = True
 
     def __init__(
         self,
@@ -195,7 +209,7 @@ class Convolutions(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.channels_first else x.permute(0, 3, 1, 2)
+        x = as_pictures(x, self.channels_first)
         for layer in self.layers:
             x = self.activation(layer(x))
         return self.activation(self.out(x.flatten(1)))
@@ -219,6 +233,8 @@ def Impala(spec: ArraySpec, *, size: int = 256, activation: str = "relu") -> nn.
 class ResNet(nn.Module):
     """The large net of Espeholt et al. 2018: per stage one convolution, pooling to half, two residual blocks."""
 
+    takes_bytes = True
+
     def __init__(
         self, spec: ArraySpec, *, channels: Sequence[int] = (16, 32, 32), size: int = 256, activation: str = "relu"
     ) -> None:
@@ -240,8 +256,7 @@ class ResNet(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.channels_first else x.permute(0, 3, 1, 2)
-        act = self.activation
+        x, act = as_pictures(x, self.channels_first), self.activation
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
             enter, one, two, three, four = stage

@@ -11,22 +11,29 @@ Knows nothing of models or envs. The flat action is float32 [..., columns]; the 
 Without the tanh a mean can leave a bounded box for good: every draw is then clipped to the same edge, and no noise
 explores any more. For the same reason the noise is never wider than half the box (`widest_noise`): wider, it is
 clipped to the two edges and the inside is never tried.
+
+Distributions are numpy arrays, with their gradients written out: a call on the few numbers of a batch's actions costs
+a third of what it does in torch, and actions are wanted outside the device anyway. Torch gives the random numbers.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tiltyard.types import ActionPart, ActionSpec
 
-FORBIDDEN = -1e9  # a logit whose probability is exactly 0 in float32, yet finite: 0 * FORBIDDEN is 0 in the entropy
-SMALLEST = 1e-30  # keeps the logarithm of an exponential draw finite
+Array = NDArray[Any]
+
+FORBIDDEN = np.float32(-1e9)  # a logit whose probability is exactly 0 in float32, yet finite: 0 * FORBIDDEN is 0
+SMALLEST = np.float32(1e-30)  # keeps a probability divided by an exponential draw finite
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+FEW = 16
 
 
 def outputs_of(part: ActionPart) -> int:
@@ -56,101 +63,182 @@ def widest_noise(action: ActionSpec) -> list[float]:
     return [0.0 if inside else math.inf for part in parts for inside in bounded(part)]
 
 
-def _means(part: ActionPart, piece: Tensor) -> Tensor:
-    inside = bounded(part)
-    if all(inside):
-        return torch.tanh(piece)
-    if not any(inside):
-        return piece
-    return torch.where(torch.tensor(inside, device=piece.device), torch.tanh(piece), piece)
+class Piece(NamedTuple):
+    """The distribution of one part: its parameters [..., outputs], and what is made of them once."""
+
+    part: ActionPart
+    at: int  # its first column in the action
+    params: Array  # categorical: log probabilities; binary: logits; continuous: means
+    chance: Array  # categorical and binary: probabilities; continuous: standard deviations [columns]
+    log_std: Array  # continuous only
 
 
 class ActionDist:
-    """Distribution over flat actions. Parts are independent: log probabilities, entropies and divergences add up.
-
-    `pieces` holds one (part, parameters, log_std) per part; categorical parameters are log probabilities.
-    """
+    """Distribution over flat actions. Parts are independent: log probabilities and entropies add up."""
 
     __slots__ = ("pieces",)
 
-    def __init__(self, action: ActionSpec, params: Tensor, log_std: Tensor, mask: Tensor | None) -> None:
-        self.pieces: list[tuple[ActionPart, Tensor, Tensor]] = []
-        parts = action.parts
-        if len(parts) == 1 and parts[0].kind == "categorical" and mask is None:  # the usual case: one operation
-            self.pieces.append((parts[0], torch.log_softmax(params, -1), log_std))
-            return
-        at = mask_at = std_at = 0
-        for part in parts:
+    def __init__(self, action: ActionSpec, params: Array, log_std: Array, mask: Array | None) -> None:
+        self.pieces: list[Piece] = []
+        column = at = mask_at = std_at = 0
+        for part in action.parts:
             width = outputs_of(part)
-            piece = params[..., at : at + width]
-            at += width
+            piece = params if len(action.parts) == 1 else params[..., at : at + width]
+            own = log_std[:0]
             if part.kind == "categorical":
                 if mask is not None:
-                    piece = torch.where(mask[..., mask_at : mask_at + width], piece, FORBIDDEN)
+                    piece = np.where(mask[..., mask_at : mask_at + width], piece, FORBIDDEN)
                     mask_at += width
-                self.pieces.append((part, torch.log_softmax(piece, -1), log_std))
-            elif part.kind == "continuous":
-                self.pieces.append((part, _means(part, piece), log_std[std_at : std_at + width]))
-                std_at += width
+                piece, chance = _log_softmax(piece)
+            elif part.kind == "binary":
+                chance = _sigmoid(piece)
             else:
-                self.pieces.append((part, piece, log_std))
+                own = log_std[std_at : std_at + width]
+                std_at += width
+                piece, chance = _means(part, piece), np.exp(own)
+            self.pieces.append(Piece(part, column, piece, chance, own))
+            column += part.columns
+            at += width
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, generator: torch.Generator | None = None) -> Array:
         """A draw. Forbidden options are never drawn."""
         columns = []
-        for part, piece, log_std in self.pieces:
+        for part, _, params, chance, _ in self.pieces:
+            noise = torch.empty(params.shape)
             if part.kind == "categorical":
-                # Exponential races: argmax of log p - log E is a draw from p, and needs no cumulative sum.
-                race = torch.empty_like(piece).exponential_(generator=generator).clamp_(min=SMALLEST).log_()
-                columns.append(torch.argmax(piece - race, -1, keepdim=True).to(torch.float32))
+                # Exponential races: argmax of p / E is a draw from p, and needs no cumulative sum.
+                race = np.maximum(noise.exponential_(generator=generator).numpy(), SMALLEST)
+                columns.append(np.argmax(np.divide(chance, race, out=race), -1)[..., None].astype(np.float32))
             elif part.kind == "binary":
-                coin = torch.empty_like(piece).uniform_(generator=generator)
-                columns.append((coin < torch.sigmoid(piece)).to(torch.float32))
+                columns.append((noise.uniform_(generator=generator).numpy() < chance).astype(np.float32))
             else:
-                noise = torch.empty_like(piece).normal_(generator=generator)
-                columns.append(torch.addcmul(piece, noise, log_std.exp()))
-        return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+                columns.append(params + noise.normal_(generator=generator).numpy() * chance)
+        return columns[0] if len(columns) == 1 else np.concatenate(columns, -1)
 
-    def mode(self) -> Tensor:
+    def mode(self) -> Array:
         """The likeliest action."""
         columns = []
-        for part, piece, _ in self.pieces:
+        for part, _, params, _, _ in self.pieces:
             if part.kind == "categorical":
-                columns.append(torch.argmax(piece, -1, keepdim=True).to(torch.float32))
+                columns.append(np.argmax(params, -1)[..., None].astype(np.float32))
             elif part.kind == "binary":
-                columns.append((piece > 0).to(torch.float32))
+                columns.append((params > 0).astype(np.float32))
             else:
-                columns.append(piece)
-        return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+                columns.append(params)
+        return columns[0] if len(columns) == 1 else np.concatenate(columns, -1)
 
-    def log_prob(self, action: Tensor) -> Tensor:
+    def log_prob(self, action: Array) -> Array:
         """Logarithm of the probability (density, where continuous) of [..., columns]: [...]."""
-        total: Tensor | None = None
-        at = 0
-        for part, piece, log_std in self.pieces:
-            taken = action if len(self.pieces) == 1 else action[..., at : at + part.columns]
-            at += part.columns
+        total: Array | None = None
+        for part, at, params, chance, log_std in self.pieces:
+            taken = action[..., at : at + part.columns]
             if part.kind == "categorical":
-                term = torch.gather(piece, -1, taken.to(torch.int64)).squeeze(-1)
+                term = params.reshape(-1).take(_places(taken, part.options)).reshape(params.shape[:-1])
             elif part.kind == "binary":
-                term = (taken * piece - F.softplus(piece)).sum(-1)
+                term = _sum_last(taken * params - np.logaddexp(np.float32(0), params))
             else:
-                scaled = (taken - piece) * torch.exp(-log_std)
-                term = scaled.square().sum(-1) * -0.5 - (log_std.sum() + HALF_LOG_TAU * part.columns)
+                scaled = (taken - params) / chance
+                term = _dot_last(scaled, scaled) * -0.5 - (float(log_std.sum()) + HALF_LOG_TAU * part.columns)
             total = term if total is None else total + term
         assert total is not None
         return total
 
-    def entropy(self) -> Tensor:
+    def entropy(self) -> Array:
         """[...] in nats; differential where continuous."""
-        total: Tensor | None = None
-        for part, piece, log_std in self.pieces:
+        total: Array | None = None
+        for part, _, params, chance, log_std in self.pieces:
             if part.kind == "categorical":
-                term = -(piece.exp() * piece).sum(-1)
+                term = -_dot_last(chance, params)
             elif part.kind == "binary":
-                term = (F.softplus(piece) - piece * torch.sigmoid(piece)).sum(-1)
+                term = _sum_last(np.logaddexp(np.float32(0), params) - params * chance)
             else:
-                term = (log_std.sum() + (0.5 + HALF_LOG_TAU) * part.columns).expand(piece.shape[:-1])
+                most = float(log_std.sum()) + (0.5 + HALF_LOG_TAU) * part.columns
+                term = np.full(params.shape[:-1], most, np.float32)
             total = term if total is None else total + term
         assert total is not None
         return total
+
+    def gradient(self, action: Array, by_log_prob: Array, by_entropy: Array | None) -> tuple[Array, Array]:
+        """What a loss changes by with the parameters [..., outputs] and with log_std, given what it changes by with the
+        log probability of each action and (None: nothing) with each entropy, both [...].
+
+        categorical   d log p(a) = [a] - p          dH = -p (log p + H)
+        binary        d log p(a) = a - p            dH = -p (1 - p) logit
+        continuous    d log p(a) = (a - m) / s^2    dH = 0           and by log_std: ((a - m) / s)^2 - 1, and 1
+        """
+        by_params, by_log_std = [], []
+        likelier = by_log_prob[..., None]
+        wider = None if by_entropy is None else by_entropy[..., None]
+        for part, at, params, chance, _ in self.pieces:
+            taken = action[..., at : at + part.columns]
+            if part.kind == "categorical":
+                by = chance * -likelier
+                by.reshape(-1)[_places(taken, part.options)] += by_log_prob.reshape(-1)
+                if wider is not None:
+                    surprise = chance * params
+                    by -= (surprise - chance * _sum_last(surprise)[..., None]) * wider
+            elif part.kind == "binary":
+                by = (taken - chance) * likelier
+                if wider is not None:
+                    by -= chance * (1 - chance) * params * wider
+            else:
+                scaled = (taken - params) / chance
+                by = scaled / chance * likelier
+                inside = np.array(bounded(part))
+                if inside.any():
+                    by *= np.where(inside, 1 - np.square(params), np.float32(1))  # through the tanh
+                rows = ((np.square(scaled) - 1) * likelier).reshape(-1, part.columns)
+                by_log_std.append(rows.sum(0) + (0.0 if by_entropy is None else by_entropy.sum()))
+            by_params.append(by)
+        none = np.zeros(0, np.float32)
+        return (
+            by_params[0] if len(by_params) == 1 else np.concatenate(by_params, -1),
+            np.concatenate(by_log_std) if by_log_std else none,
+        )
+
+
+def _log_softmax(logits: Array) -> tuple[Array, Array]:
+    """Log probabilities and probabilities over the last axis."""
+    logits = logits - _max_last(logits)[..., None]
+    chance = np.exp(logits)
+    total = _sum_last(chance)[..., None]
+    logits -= np.log(total)
+    chance /= total
+    return logits, chance
+
+
+def _sum_last(x: Array) -> Array:
+    """The sum over the last axis, by einsum: numpy's own sum is slow where rows are many and short."""
+    return np.asarray(np.einsum("...i->...", x))
+
+
+def _dot_last(x: Array, y: Array) -> Array:
+    return np.asarray(np.einsum("...i,...i->...", x, y))
+
+
+def _max_last(x: Array) -> Array:
+    """The maximum over the last axis, column by column where there are few, for the same reason."""
+    if x.shape[-1] > FEW:
+        return np.asarray(x.max(-1))
+    most = x[..., 0].copy()
+    for at in range(1, x.shape[-1]):
+        np.maximum(most, x[..., at], out=most)
+    return most
+
+
+def _sigmoid(logits: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * logits)  # never overflows
+
+
+def _means(part: ActionPart, piece: Array) -> Array:
+    inside = bounded(part)
+    if all(inside):
+        return np.tanh(piece)
+    return np.where(np.array(inside), np.tanh(piece), piece) if any(inside) else piece
+
+
+def _places(taken: Array, options: int) -> Array:
+    """Where the options taken, [..., 1], lie in [..., options] laid end to end."""
+    chosen = taken.reshape(-1).astype(np.int64)
+    chosen += np.arange(0, chosen.size * options, options)
+    return chosen

@@ -64,7 +64,8 @@ class Core(nn.Module):
 
     def _cell(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """One step of rows that all remember."""
-        into, across, bias_into, bias_across = self.layer.all_weights[0]
+        into, across, bias_into, bias_across = self.layer._parameters.values()
+        assert into is not None and across is not None
         if self.kind == "lstm":
             h, c = torch.lstm_cell(x, (state["h"], state["c"]), into, across, bias_into, bias_across)
             return h, {"h": h, "c": c}
@@ -82,6 +83,8 @@ class Core(nn.Module):
 
 
 def _forget(state: State, first: Tensor) -> State:
-    """Zero memory for rows that start an episode."""
+    """Zero memory for rows that start an episode: at most steps there are none."""
+    if not first.any():
+        return state
     keep = (~first).to(torch.float32).unsqueeze(-1)
     return {name: memory * keep for name, memory in state.items()}

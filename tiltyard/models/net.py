@@ -5,6 +5,8 @@ Owns normalisation, the unrolling of memories over time and the distribution hea
     obs -> to float32 -> running mean and variance -> model -> parameters -> ActionDist
                                                            \\-> value, normalised -> in units of reward
 
+Acting takes the short way of `dense` where the model is plain.
+
 Running statistics change only in `observe` and `observe_returns`, which the learner calls.
 """
 
@@ -24,22 +26,26 @@ from tiltyard.config.experiment import Model
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
 from tiltyard.models import heads
 from tiltyard.models.actor_critic import ActorCritic, build_module
+from tiltyard.models.dense import Dense, is_plain
+from tiltyard.models.encoders import as_numbers
 from tiltyard.models.memory import State
 from tiltyard.types import ArraySpec, EnvSpec
 
 BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
-OBS_CLIP = 10.0  # standard deviations: what lies further out is an outlier, or statistics too young to trust
+OBS_CLIP = np.float32(10)  # standard deviations: what lies further out is an outlier, or statistics too young to trust
 TINY = 1e-8
+NOTHING = np.zeros(0, np.float32)
 
 ObsIn = Mapping[str, Tensor | NDArray[Any]]
 
 
 class Acted(NamedTuple):
-    """Rows [B]: the flat action, its log probability, the value in units of reward, and the memory after it."""
+    """Rows [B]: the flat action, its log probability, the value in units of reward, and the memory after it, which
+    alone stays on the model's device."""
 
-    action: Tensor
-    log_prob: Tensor
-    value: Tensor
+    action: NDArray[Any]
+    log_prob: NDArray[Any]
+    value: NDArray[Any]
     state: State
 
 
@@ -60,18 +66,18 @@ class RunningStats(nn.Module):
         self.register_buffer("shift", torch.zeros(shape), persistent=False)
         self.register_buffer("scale", torch.ones(shape), persistent=False)
 
-    @torch.no_grad()
-    def observe(self, x: Tensor) -> None:
+    def observe(self, x: NDArray[Any]) -> None:
         """Add [N, *shape] (Chan et al. 1979: exact merging of two sets' moments)."""
-        if x.shape[0] == 0:
+        if len(x) == 0:
             return
-        x = x.to(torch.float64)
-        mean = x.mean(0)
-        moved = mean - self.mean
-        total = self.count + x.shape[0]
-        self.squares += (x - mean).square().sum(0) + moved.square() * (self.count * x.shape[0] / total)
-        self.mean += moved * (x.shape[0] / total)
-        self.count.copy_(total)
+        x = x.astype(np.float64)
+        mean, count = x.mean(0), float(self.count)
+        moved = mean - self.mean.cpu().numpy()
+        total = count + len(x)
+        squares = np.square(x - mean).sum(0) + np.square(moved) * (count * len(x) / total)
+        self.squares += torch.as_tensor(squares, device=self.squares.device)
+        self.mean += torch.as_tensor(moved * (len(x) / total), device=self.mean.device)
+        self.count.fill_(total)
         self.refresh()
 
     @torch.no_grad()
@@ -118,9 +124,11 @@ class PolicyNet(nn.Module):
                     name for name, item in spec.obs.items() if item.kind == "box" and not item.image
                 )
                 self.obs_stats.extend(RunningStats(spec.obs[name].shape) for name in self.normalised)
+            self._stats = tuple(cast(RunningStats, stats) for stats in self.obs_stats)
             self.return_stats = RunningStats(()) if model.normalise.returns else None
             if not isinstance(self.model, ActorCritic):
                 self._try_out(outputs)
+        self.dense = Dense(self.model) if isinstance(self.model, ActorCritic) and is_plain(self.model) else None
 
     # ------------------------------------------------------------------------------------------ acting
 
@@ -142,20 +150,51 @@ class PolicyNet(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Acted:
         """One decision for each of B rows. Rows with `first` forget before they act."""
+        params, value, after = self._numbers(obs, state, first)
+        dist = self.distribution(params, None if mask is None else np.asarray(mask))
+        action = dist.mode() if greedy else dist.sample(generator)
+        return Acted(action, dist.log_prob(action), self.in_rewards(value), after)
+
+    def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
+        """[B] in units of reward."""
+        return self.in_rewards(self._numbers(obs, state, first)[1])
+
+    def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> heads.ActionDist:
+        """What the model's parameters [..., outputs] mean."""
+        return heads.ActionDist(self.spec.action, params, self._log_std(), mask)
+
+    def _numbers(
+        self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any], State]:
+        """Parameters [B, outputs], value [B] normalised and the memory after it, without gradients."""
+        dense = self.dense
+        layers = None if dense is None else dense.layers()
+        if dense is not None and layers is not None:
+            return *dense.forward(self._inputs(obs, dense), layers), state
         with torch.no_grad():  # as a decorator it costs three times as much
             params, value, after = self._step(self.prepare(obs), state, first)
-            allowed = None if mask is None else self._tensor(mask)
-            dist = heads.ActionDist(self.spec.action, params, self.log_std, allowed)
-            action = dist.mode() if greedy else dist.sample(generator)
-            return Acted(action, dist.log_prob(action), self.in_rewards(value), after)
+            return params.cpu().numpy(), value.cpu().numpy(), after
 
-    @torch.no_grad()
-    def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> Tensor:
-        """[B] in units of reward."""
-        return self.in_rewards(self._step(self.prepare(obs), state, first)[1])
+    def _inputs(self, obs: ObsIn, dense: Dense) -> NDArray[Any]:
+        """`prepare` and encoders for a plain model; the usual case, met at every env step, without torch."""
+        if dense.plain is not None:
+            x = np.asarray(obs[dense.plain])
+            if x.dtype == np.float32:
+                if not self.normalised:
+                    return x
+                (stats,) = self._stats
+                x = x - stats.shift.numpy()
+                x /= stats.scale.numpy()
+                return cast(NDArray[Any], np.minimum(np.maximum(x, -OBS_CLIP, out=x), OBS_CLIP, out=x))
+        return dense.encoded(self.prepare(obs)).numpy()
+
+    def _log_std(self) -> NDArray[Any]:
+        return self.log_std.detach().cpu().numpy() if self._widest.numel() else NOTHING
 
     def _step(self, obs: dict[str, Tensor], state: State, first: Tensor | NDArray[Any]) -> tuple[Tensor, Tensor, State]:
         try:
+            if not isinstance(self.model, ActorCritic):
+                obs = _seen(obs)
             if not self.recurrent:
                 params, value = self.model(obs)
                 return params, value, state
@@ -180,27 +219,24 @@ class PolicyNet(nn.Module):
 
     # ------------------------------------------------------------------------------------------ learning
 
-    def unroll(
-        self, obs: ObsIn, state0: State, first: Tensor, mask: Tensor | None, *, prepared: bool = False
-    ) -> tuple[heads.ActionDist, Tensor]:
-        """T steps of B rows with gradients: the distribution over [T, B] and the value [T, B], normalised.
+    def unroll(self, obs: ObsIn, state0: State, first: Tensor, *, prepared: bool = False) -> tuple[Tensor, Tensor]:
+        """T steps of B rows with gradients: parameters [T, B, outputs] and the value [T, B], normalised.
 
         Without memory the steps are independent: T and B are any split of the rows. `prepared` observations have been
         through `prepare` already, which depends on no parameter and need not be repeated for each gradient step.
         """
         ready = cast(dict[str, Tensor], obs) if prepared else self.prepare(obs)
         try:
-            params, value = self._unrolled(ready, state0, first)
+            return self._unrolled(ready, state0, first)
         except (TiltyardError, KeyboardInterrupt):
             raise
         except BaseException as error:
             raise self._blamed(error) from error
-        return heads.ActionDist(self.spec.action, params, self.log_std, mask), value
 
     def _unrolled(self, obs: dict[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
         steps, rows = first.shape
         if not self.recurrent:
-            params, value = self.model({name: x.flatten(0, 1) for name, x in obs.items()})
+            params, value, _ = self._step({name: x.flatten(0, 1) for name, x in obs.items()}, state, first)
             return params.view(steps, rows, -1), value.view(steps, rows)
         if isinstance(self.model, ActorCritic):
             return self.model.unroll(obs, state, first)
@@ -225,13 +261,12 @@ class PolicyNet(nn.Module):
         if self.log_std.numel():
             torch.minimum(self.log_std, self._widest.to(self.log_std.device), out=self.log_std.data)
 
-    def observe(self, obs: ObsIn, valid: Tensor | NDArray[Any]) -> None:
+    def observe(self, obs: Mapping[str, NDArray[Any]], valid: NDArray[Any]) -> None:
         """Add observations [T, B, ...] of valid rows to the running statistics."""
-        chosen = self._tensor(valid)
-        for name, stats in zip(self.normalised, self.obs_stats, strict=True):
-            cast(RunningStats, stats).observe(self._tensor(obs[name])[chosen])
+        for name, stats in zip(self.normalised, self._stats, strict=True):
+            stats.observe(obs[name][valid])
 
-    def observe_returns(self, returns: Tensor) -> None:
+    def observe_returns(self, returns: NDArray[Any]) -> None:
         """Add returns [N], in units of reward."""
         if self.return_stats is not None:
             self.return_stats.observe(returns)
@@ -239,26 +274,27 @@ class PolicyNet(nn.Module):
     # ------------------------------------------------------------------------------------------ units
 
     def prepare(self, obs: ObsIn) -> dict[str, Tensor]:
-        """What models see: numbers as float32 (bytes as 0..1, statistics applied), categories and words as int64."""
+        """Numbers as float32 (bytes as 0..1, statistics applied), categories and words as int64. Images of bytes stay
+        as they are, a quarter of the size, until a model sees them: as 0..1 too, a minibatch at a time."""
         device = self.log_std.device
         ready = {
-            name: _as_seen(torch.as_tensor(obs[name], device=device), item, name in self.normalised)
+            name: _prepared(torch.as_tensor(obs[name], device=device), item, name in self.normalised)
             for name, item in self.spec.obs.items()
         }
         for name, module in zip(self.normalised, self.obs_stats, strict=True):
             stats = cast(RunningStats, module)
-            ready[name] = ((ready[name] - stats.shift) / stats.scale).clamp_(-OBS_CLIP, OBS_CLIP)
+            ready[name] = ((ready[name] - stats.shift) / stats.scale).clamp_(-float(OBS_CLIP), float(OBS_CLIP))
         return ready
 
-    def in_rewards(self, value: Tensor) -> Tensor:
+    def in_rewards(self, value: NDArray[Any]) -> NDArray[Any]:
         """Normalised values in units of reward."""
         stats = self.return_stats
-        return value if stats is None else value * stats.scale + stats.shift
+        return value if stats is None else value * float(stats.scale) + float(stats.shift)
 
-    def normalise_value(self, value: Tensor) -> Tensor:
+    def normalise_value(self, value: NDArray[Any]) -> NDArray[Any]:
         """The inverse of `in_rewards`."""
         stats = self.return_stats
-        return value if stats is None else (value - stats.shift) / stats.scale
+        return value if stats is None else (value - float(stats.shift)) / float(stats.scale)
 
     def _tensor(self, array: Tensor | NDArray[Any]) -> Tensor:
         return torch.as_tensor(array, device=self.log_std.device)
@@ -314,7 +350,7 @@ class PolicyNet(nn.Module):
             with torch.no_grad():
                 state = self.initial_state(rows)
                 given = self.model(
-                    self.prepare(zeros), *((state, torch.ones(rows, dtype=torch.bool)) if self.recurrent else ())
+                    _seen(self.prepare(zeros)), *((state, torch.ones(rows, dtype=torch.bool)) if self.recurrent else ())
                 )
         except KeyboardInterrupt:
             raise
@@ -335,12 +371,17 @@ class PolicyNet(nn.Module):
             )
 
 
-def _as_seen(x: Tensor, item: ArraySpec, normalised: bool) -> Tensor:
+def _prepared(x: Tensor, item: ArraySpec, normalised: bool) -> Tensor:
     if item.kind in ("discrete", "multi_discrete", "text"):
         return x.to(torch.int64)
     if item.kind == "box" and x.dtype is torch.uint8 and not normalised:
-        return x.to(torch.float32) / 255.0
+        return x if item.image else as_numbers(x)
     return x if x.dtype is torch.float32 else x.to(torch.float32)
+
+
+def _seen(obs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a model of the user's is given: images too as 0..1."""
+    return {name: as_numbers(x) for name, x in obs.items()}
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

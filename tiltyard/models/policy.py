@@ -126,7 +126,7 @@ class Policy:
         self._scale, self._clip = paid  # what training did to rewards before the policy saw them
         self._encoder = None if space is None else ObsEncoder(space)
         self._codec = ActionCodec(spec.action)
-        self._generator = torch.Generator(net.log_std.device).manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed)
         self.reset()
 
     def reset(self) -> None:
@@ -153,7 +153,7 @@ class Policy:
             generator=self._generator,
         )
         self._state, self._first = acted.state, False
-        self._previous = acted.action[0].cpu().numpy()
+        self._previous = acted.action[0]
         return self._codec.decode(self._previous)
 
     def require_same(self, spec: EnvSpec) -> None:

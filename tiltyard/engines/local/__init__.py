@@ -142,6 +142,7 @@ class LocalEngine:
 
     def _wait_for_batch(self) -> list[Filled]:
         """One slot per worker in synchronous mode, the oldest that are full otherwise."""
+        self._discard_old()
         while len(self.full) < self.workers:
             for worker, answer in self.pool.answers():
                 self._note(worker, answer)

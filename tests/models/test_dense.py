@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+import torch
+
+from tests.models.specs import CATEGORICAL, env, observations, vector
+from tiltyard.algos.adam import Adam
+from tiltyard.config.experiment import Memory, Model, Normalise, Plugin
+from tiltyard.models.dense import ALONE
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import ArraySpec
+
+MIXED = {
+    "a": vector(3),
+    "room": ArraySpec("discrete", (), "int64", (5,)),
+    "on": ArraySpec("multi_binary", (2,), "uint8"),
+}
+PLAIN = {
+    "separate": (env(), Model()),
+    "shared relu": (env(), Model(critic="shared", activation="relu", hidden=[32])),
+    "no layers": (env(), Model(hidden=[])),
+    "normalised": (env(), Model(normalise=Normalise(obs=True))),
+    "categories": (env(CATEGORICAL, **MIXED), Model()),
+    "bytes": (env(obs=ArraySpec("box", (4,), "uint8")), Model()),
+}
+
+
+@pytest.mark.parametrize(("spec", "model"), PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_the_short_way_gives_what_the_modules_give(spec, model, rows):
+    """300 rows are past what numpy multiplies: both ways to multiply are taken."""
+    assert 300 * 64 * 64 > ALONE > 64 * 64
+    net = PolicyNet(spec, model, (), seed=1)
+    assert net.dense is not None and net.dense.layers() is not None
+    obs = observations(spec, rows)
+    net.observe({name: x * 3 + 1 for name, x in obs.items()}, np.ones(rows, bool))
+    params, value = net.dense.forward(net._inputs(obs, net.dense), net.dense.layers())
+    with torch.no_grad():
+        wanted, worth = net.model(net.prepare(obs))
+    np.testing.assert_allclose(params, wanted, atol=1e-5)
+    np.testing.assert_allclose(value, worth, atol=1e-5)
+    np.testing.assert_array_equal(net.value(obs, {}, np.zeros(rows, bool)), value)
+
+
+def test_parameters_are_followed_when_they_move():
+    net = PolicyNet(env(), Model(), (), seed=1)
+    obs, first = observations(env(), 3), np.zeros(3, bool)
+    before = net.value(obs, {}, first)
+    adam = Adam(net, 1e-5)
+    np.testing.assert_array_equal(net.value(obs, {}, first), before)
+    adam.vector.zero_()
+    assert (net.value(obs, {}, first) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Model(memory=Memory(kind="gru")), Model(activation="gelu"), Model(encoder=Plugin(id="mlp"))],
+    ids=["memory", "gelu", "learned encoder"],
+)
+def test_what_is_not_plain_goes_through_the_modules(model):
+    assert PolicyNet(env(), model, (), seed=0).dense is None
