@@ -15,20 +15,12 @@ BENCH = Path(__file__).resolve().parent
 PEERS = Path(os.environ.get("BENCH_PEERS", BENCH.parent / ".bench"))
 DOOM = BENCH / "peers" / "doom.py"
 
-CARTPOLE_FAST = {
-    "engine.envs": 64, "algo.rollout": 16, "algo.epochs": 4, "algo.minibatch": 512, "algo.gamma": 0.98,
-    "algo.gae_lambda": 0.9, "algo.lr": "{kind: linear, start: 3e-3}", "model.normalise.obs": True,
-    "env.reward_scale": 0.05,
-}  # fmt: skip
+CARTPOLE_FAST = {"use": "[classic-fast]"}
 SAME_AS_SB3 = {
     "engine.envs": 8, "algo.rollout": 128, "algo.epochs": 4, "algo.minibatch": 256, "algo.lr": 3e-4,
     "model.hidden": "[64, 64]",
 }  # fmt: skip
-LUNAR_FAST = {
-    "engine.envs": 32, "algo.rollout": 128, "algo.epochs": 4, "algo.minibatch": 128, "algo.gamma": 0.999,
-    "algo.gae_lambda": 0.98, "algo.lr": "{kind: linear, start: 1e-3}", "model.normalise.returns": True,
-    "algo.entropy": "{kind: linear, start: 0.005}",
-}  # fmt: skip
+LUNAR_FAST = {"use": "[box2d-fast]"}
 NATURE = {
     "model.encoder": "nature", "model.hidden": "[512]", "model.activation": "relu", "model.critic": "shared",
     "engine.envs": 64, "algo.rollout": 32, "algo.epochs": 1, "algo.minibatch": 256, "algo.lr": 2.5e-4,

@@ -71,6 +71,8 @@ WRONG = [
     ("env.id=''", "env.id = '': must not be empty"),
     ("engine=lokal", "engine.kind = 'lokal': must be one of local, serial"),
     ("engine.workers=3", "engine.envs = 8: cannot be shared evenly by engine.workers = 3"),
+    ("engine.threads=5000", "engine.threads = 5000: is more than 1,024"),
+    ("engine={mode: async, workers: 0}", "engine.mode = 'async': needs workers"),
     ("engine.workers=many", "engine.workers = 'many': must be"),
     ("eval=true", "eval = true: must be a mapping"),
     ("save.mode=maximum", "save.mode = 'maximum': must be one of max, min"),

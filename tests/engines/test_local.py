@@ -169,6 +169,27 @@ def test_a_worker_that_goes_is_explained_and_replaced(
     engine.close()
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_slot_filled_by_a_worker_that_then_died_is_learned_from(mode: str) -> None:
+    engine = build("CartPole-v1", *TWO, f"engine.mode={mode}")
+    engine.step()
+    for worker, slot in engine.idle:
+        engine.pool.ask(worker, do="fill", slot=slot)
+    engine.idle = []
+    mine = [slot for slot in range(len(engine.slab.states)) if slot % 2 == 0]
+    while not all(engine.slab.states[slot] == slabs.FULL for slot in mine):  # its answers are in the pipe, unread
+        time.sleep(0.01)
+    pid = engine.pool.members[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.3)
+    before = engine.progress.env_steps
+    for _ in range(3):
+        engine.step()
+    assert engine.progress.env_steps == before + 3 * 64 and engine.pool.restarts == 1
+    engine.close()
+
+
 def test_an_env_that_always_fails_is_given_up_with_its_own_words(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(

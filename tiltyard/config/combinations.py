@@ -13,6 +13,8 @@ from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Model, Pi
 from tiltyard.errors import Problem
 from tiltyard.refs import kind_of, short
 
+MOST_THREADS = 1024
+
 
 def cross_check(experiment: Experiment) -> list[Problem]:
     """Problems that only two settings together show."""
@@ -87,6 +89,9 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
         near = max(1, round(engine.envs / engine.workers)) * engine.workers
         message = f"cannot be shared evenly by engine.workers = {engine.workers}"
         yield Problem("engine.envs", str(engine.envs), message, f"set engine.envs={near}, or change engine.workers")
+    if isinstance(engine.threads, int) and engine.threads > MOST_THREADS:
+        message = f"is more than {MOST_THREADS:,}, which no machine has cores for"
+        yield Problem("engine.threads", str(engine.threads), message, "set engine.threads=auto")
     if engine.mode == "async" and (engine.kind == "serial" or engine.workers == 0):
         other = "engine.kind = serial" if engine.kind == "serial" else "engine.workers = 0"
         hint = "set engine.mode=sync, or engine.kind=local with workers"

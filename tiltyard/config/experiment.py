@@ -278,7 +278,7 @@ class Engine(Settings):
     """Which engine."""
     envs: Whole = Field(default=8, ge=1, le=100_000)
     """Copies of the env stepped together, over all workers, however many agents each of them has."""
-    workers: Annotated[Whole, Field(ge=0, le=10_000)] | Literal["auto"] = "auto"
+    workers: CountOrZero | Literal["auto"] = "auto"
     """Processes that step envs and act in them, each with its share of the envs; 0 does it in the learner's process.
     Auto decides by the machine and the env. The serial engine steps as many groups one after another."""
     mode: Literal["sync", "async"] = "sync"
@@ -286,12 +286,12 @@ class Engine(Settings):
     learns, with weights that are a little older."""
     max_lag: Count = 20
     """Asynchronous: samples of weights that are more than this many updates old are thrown away, and counted."""
-    threads: Annotated[Whole, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    threads: Count | Literal["auto"] = "auto"
     """Threads that torch may use for learning. Auto decides by the cores that are really free."""
     tune: bool = False
     """Before a run is made, measure for some seconds as `tiltyard tune` does, choose workers, envs, rollout, minibatch
     and (unless it is set) mode for this machine, and write those numbers into the run's settings."""
-    restarts: Annotated[Whole, Field(ge=0, le=10**9)] = 1000
+    restarts: CountOrZero = 1000
     """Workers that died or hung and may be replaced before the run is given up."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the network lives; auto takes a GPU when there is one."""

@@ -32,27 +32,33 @@ def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
             "try fewer algo.epochs, a larger algo.minibatch or a smaller model"
         )
     if wait >= MUCH:
-        return _sampling(workers, f"the learner waits {_percent(wait)} of its time for samples")
-    env, inference = shares.get("env", 0.0), shares.get("inference", 0.0)
-    if env + inference >= MUCH:
-        return _sampling({"env": env, "inference": inference}, "")
+        return _starved(workers, wait)
+    for part in ("env", "inference"):
+        if shares.get(part, 0.0) >= MUCH:
+            kind, what, hint = _SAMPLING[part]
+            return f"{kind}: {_percent(shares[part])} of the time is {what}; {hint}"
     return ""
 
 
-def _sampling(shares: Mapping[str, float], before: str) -> str:
-    """Why samples come slowly, by what those who sample do."""
-    env, inference = shares.get("env", 0.0), shares.get("inference", 0.0)
+_SAMPLING = {
+    "env": ("env-bound", "in envs", "more engine.workers help where cores are free, or a faster env"),
+    "inference": (
+        "inference-bound",
+        "choosing actions",
+        "more engine.envs per worker make larger batches; or a smaller model",
+    ),
+}
+
+
+def _starved(workers: Mapping[str, float], wait: float) -> str:
+    """Why samples come slowly, by what the workers do."""
+    said = f"the learner waits {_percent(wait)} of its time for samples"
+    env, inference = workers.get("env", 0.0), workers.get("inference", 0.0)
     if env + inference < MUCH:
-        return f"starved learner: {before}, and the workers mostly wait themselves" if before else ""
-    if env >= inference:
-        kind, why = "env-bound", f"{_percent(env)} of the sampling processes' time is in envs"
-        hint = "more engine.workers help where cores are free, or a faster env"
-    else:
-        kind, why = "inference-bound", f"{_percent(inference)} of the sampling processes' time is choosing actions"
-        hint = "more engine.envs per worker make larger batches; or a smaller model"
-    if before:
-        return f"starved learner, {kind}: {before}; {why}; {hint}"
-    return f"{kind}: {_percent(env if kind == 'env-bound' else inference)} of the time; {hint}"
+        return f"starved learner: {said}, and the workers mostly wait themselves"
+    part = "env" if env >= inference else "inference"
+    kind, what, hint = _SAMPLING[part]
+    return f"starved learner, {kind}: {said}; {_percent(workers[part])} of the workers' time is {what}; {hint}"
 
 
 def _percent(share: float) -> str:

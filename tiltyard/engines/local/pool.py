@@ -69,6 +69,7 @@ class Pool:
         self._selector.register(self._nursery, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]
         self._unborn: deque[_Member] = deque()
+        self._last_words: list[tuple[int, dict[str, Any]]] = []  # answers of workers that are gone
         for member in self.members:
             self._start(member)
 
@@ -88,6 +89,8 @@ class Pool:
             left = LOOK if until is None else min(LOOK, max(0.0, until - time.monotonic()))
             found = [answer for key, _ in self._selector.select(left) for answer in self._hear(key.data)]
             self._watch_beats()
+            found += self._last_words
+            self._last_words = []
             yield from found
             if found or (until is not None and time.monotonic() >= until):
                 return
@@ -155,9 +158,8 @@ class Pool:
                 self._replace(member, word["status"])
 
     def _replace(self, member: _Member, status: int) -> None:
-        while member.answers >= 0 and self._readable(member):  # its last words
-            for _, _ in self._hear(member):
-                pass
+        while member.answers >= 0 and self._readable(member):  # slots that it filled before it died are good
+            self._last_words += self._hear(member)
         cause = self._cause(member, status)
         self._forget(member)
         member.fruitless += 1
