@@ -136,13 +136,17 @@ def starting_point(run: Run, experiment: Experiment) -> tuple[Checkpoint | None,
     return None, complaints
 
 
-def restore(run: Run, plan: Plan, engine: Engine, number: int, screen: Screen) -> tuple[Ledger, Progress]:
-    """Bring the engine to the newest valid checkpoint, or to the start of a fresh run."""
+def restore(
+    run: Run,
+    plan: Plan,
+    engine: Engine,
+    number: int,
+    screen: Screen,
+    start: tuple[Checkpoint | None, list[str]] | None,
+) -> tuple[Ledger, Progress]:
+    """Bring the engine to its `starting_point`; to the start of a fresh run when that is None or holds none."""
     say, experiment = partial(tell, run, screen), plan.settings
-    if plan.afresh:
-        found, complaints = None, checkpoint.set_aside(run, number)
-    else:
-        found, complaints = starting_point(run, experiment)
+    found, complaints = start if start is not None else (None, checkpoint.set_aside(run, number))
     for sentence in complaints:
         say("warning", sentence)
     if found is None:

@@ -24,6 +24,7 @@ from tiltyard.attempt import (
     record,
     record_failure,
     restore,
+    starting_point,
     write_progress,
 )
 from tiltyard.config.experiment import Experiment, Save, Stop
@@ -70,10 +71,11 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
         attempt = None
         try:
             number = begin(run, plan, screen)
-            engine = make_engine(experiment, spec, run.base)
+            start = None if plan.afresh else starting_point(run, experiment)
+            engine = make_engine(experiment, spec, run.base, start[0].folder if start and start[0] else None)
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
-            ledger, progress = restore(run, plan, engine, number, screen)
+            ledger, progress = restore(run, plan, engine, number, screen, start)
             mirrors = Mirrors(run.folder, experiment, ledger.recorded_to(progress.env_steps))
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)

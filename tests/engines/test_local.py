@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 import tiltyard as product
 from tests.counts import count
 from tests.engines.test_serial import build
+from tiltyard.config.load import load
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.local import slab as slabs
+from tiltyard.engines.plan import topology
 from tiltyard.errors import DivergedError, EnvError
+from tiltyard.machine import usable_cores
 from tiltyard.run.events import read_events
 
 TWO = ("engine.workers=2", "engine.envs=4", "env.native=false")
@@ -302,3 +306,20 @@ def test_a_number_that_is_none_stops_training_with_the_arrays_that_did_it(
         engine.step()
     assert np.isnan(np.asarray(raised.value.batch["reward"])).any()
     engine.close()
+
+
+def test_a_resume_keeps_the_number_of_workers_that_was_chosen(runs: Path, tmp_path: Path) -> None:
+    """Measured anew, a slow env might get another number, and running episodes would be cut."""
+    spec = build("CartPole-v1", "engine.workers=0").learner.spec
+    slow = replace(spec, step_seconds=1.0)
+    experiment = load("CartPole-v1", ["env.native=false", "engine.envs=12"]).experiment
+    assert topology(experiment, slow, None).workers == min(usable_cores(), 12) or usable_cores() in (1, 5, 7)
+    assert topology(experiment, slow, 3).workers == 3
+    assert topology(experiment, slow, 1).workers == 0 == topology(experiment, spec, 1).workers
+    assert topology(experiment, slow, 5).workers != 5, "twelve envs are no five equal groups"
+    run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64"], live=False)
+    yaml = run.experiment_file.read_text()
+    assert "workers: 2" in yaml
+    run.experiment_file.write_text(yaml.replace("workers: 2", "workers: auto"))
+    product.resume(run, ["stop.env_steps=128"], live=False)
+    assert not [event for event in read_events(run) if event["kind"] == "warning"]

@@ -16,11 +16,12 @@ LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a 
 WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
 
 
-def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> Engine:
-    """The engine that the experiment asks for."""
+def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> Engine:
+    """The engine that the experiment asks for; where it may choose, as the checkpoint that it continues has chosen."""
     from tiltyard.engines.plan import topology
+    from tiltyard.engines.state import read_state
 
-    chosen = topology(experiment, spec)
+    chosen = topology(experiment, spec, None if continues is None else read_state(continues)["groups"])
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine
 

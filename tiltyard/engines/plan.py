@@ -36,13 +36,16 @@ class Topology:
     why: str
 
 
-def topology(experiment: Experiment, spec: EnvSpec) -> Topology:
-    """What engine.workers means here."""
+def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None) -> Topology:
+    """What engine.workers means here. With as many `groups` of envs as a checkpoint has, its episodes can go on."""
     engine = experiment.engine
     if engine.workers != "auto":
         return Topology(engine.workers, "as set")
     if engine.kind == "serial":
         return Topology(1, "as always")
+    if groups is not None and engine.envs % groups == 0:
+        alone = groups == 1 and engine.mode == "sync"
+        return Topology(0 if alone else groups, "as before")
     if has_stepper(experiment.env):
         return Topology(0, "the env steps all rows in one call")
     if spec.step_seconds < CHEAP and engine.mode == "sync":

@@ -69,8 +69,6 @@ class LocalEngine:
             "base": [str(Path(place).absolute()) for place in base],
             "workers": workers,
             "slots": slots,
-            "threads": 1,
-            "cpus": [],
         }
         self.pool = Pool(
             workers,

@@ -35,9 +35,7 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
     """The whole life of a worker."""
     commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # where a worker that hangs is hanging
-    if task["cpus"]:
-        os.sched_setaffinity(0, task["cpus"])
-    torch.set_num_threads(task["threads"])
+    torch.set_num_threads(1)
     try:
         _Worker(task, fds[2], answers).obey(commands)
     except TiltyardError as error:
