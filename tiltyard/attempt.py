@@ -4,7 +4,7 @@ The loop in training.py decides when; this file does it.
 
     begin -> restore -> { measure, record, keep, write_progress } -> write_progress, or record_failure
 
-    checkpoints/N/   policies/main.*  engine/*   written by the engine      loop.*   the Ledger
+    checkpoints/N/   policies/*  engine/*   written by the engine      loop.*   the Ledger
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tiltyard.errors import DivergedError, TiltyardError, UseError
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import Cancelled
 from tiltyard.ledger import Ledger, terms
+from tiltyard.models.policy import saved_policies
 from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -100,7 +101,11 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
     """What is about to be trained, with the derived numbers."""
     obs = ", ".join(f"{name} {item.shape} {item.dtype}" for name, item in spec.obs.items())
     limit = f", at most {spec.episode_limit:,} steps" if spec.episode_limit else ""
-    limit += f"; {len(spec.agents)} agents with one policy" if len(spec.agents) > 1 else ""
+    if len(spec.agents) > 1:
+        count = len(experiment.cast)
+        limit += f"; {len(spec.agents)} agents with {f'{count} policies' if count > 1 else 'one policy'}"
+    if experiment.env.isolate != "none":
+        limit += f"; each copy in a {experiment.env.isolate} of its own"
     return [
         f"run     {run.id}",
         f"env     {experiment.env.id}: {obs}; {actions_text(spec.action)}{limit}",
@@ -154,7 +159,8 @@ def restore(
             metrics.rewind(run.metrics_file, 0, number)
             say("resumed", "no checkpoint had been written yet: training starts from the beginning")
         if experiment.model.init:
-            say("started", _take_weights(engine, Path(experiment.model.init)))
+            for name in experiment.learning:
+                say("started", _take_weights(engine, name, Path(experiment.model.init)))
         return Ledger(), Progress()
     for sentence in engine.load(found.folder):
         say("warning", sentence)
@@ -165,11 +171,13 @@ def restore(
     return ledger, found.progress
 
 
-def _take_weights(engine: Engine, source: Path) -> str:
-    """Start from another policy's weights: those that fit by name and shape."""
+def _take_weights(engine: Engine, policy: str, source: Path) -> str:
+    """Start from another policy's weights, those of the same name if there are several: what fits by name and shape."""
     chosen = checkpoint.select(source)
-    theirs = checkpoint.read_tree(chosen.folder / "policies", "main")["weights"]
-    ours = engine.snapshot()
+    there = saved_policies(chosen.folder)
+    other = policy if policy in there else there[0]
+    theirs = checkpoint.read_tree(chosen.folder / "policies", other)["weights"]
+    ours = engine.snapshot(policy)
     fit = [name for name, array in ours.weights.items() if name in theirs and theirs[name].shape == array.shape]
     left = [
         f"{name} (here {array.shape}, there {theirs[name].shape if name in theirs else 'missing'})"
@@ -180,9 +188,10 @@ def _take_weights(engine: Engine, source: Path) -> str:
         raise TiltyardError(
             f"model.init = {source}: no weight of it fits this model", "compare both with `tiltyard diff`"
         )
-    engine.adopt("main", replace(ours, weights={**ours.weights, **{name: theirs[name] for name in fit}}), {})
+    engine.adopt(policy, replace(ours, weights={**ours.weights, **{name: theirs[name] for name in fit}}), {})
     rest = f"; left as initialised: {', '.join(left)}" if left else ""
-    return f"took {len(fit)} of {len(ours.weights)} weights from {chosen.folder}{rest}"
+    whose = f" of {other} for {policy}" if (policy, other) != ("main", "main") else ""
+    return f"took {len(fit)} of {len(ours.weights)} weights{whose} from {chosen.folder}{rest}"
 
 
 def measure(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float] | None:
@@ -197,7 +206,8 @@ def measure(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float]
         attempt.say("warning", f"the evaluation at env step {env_steps:,} is not filmed: {error.message}")
 
     try:
-        result = attempt.evaluator.measure(attempt.engine.snapshot().weights, video, unfilmed, cancelled)
+        weights = {name: attempt.engine.snapshot(name).weights for name in attempt.experiment.learning}
+        result = attempt.evaluator.measure(weights, video, unfilmed, cancelled)
     except Cancelled:
         return None
     ledger.evaluated_at = env_steps

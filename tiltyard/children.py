@@ -106,7 +106,7 @@ def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
     told = os.dup(0)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take what is meant for us
-    line = Parent(answers, _die_with(parent, told))
+    line = Parent(answers, _listen_to(parent, told))
     task = line.hear()
     try:
         said = perform(task, line)
@@ -116,12 +116,17 @@ def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
     line.tell(said)
 
 
-def _die_with(parent: int, pipe: int) -> queue.SimpleQueue[Word]:
-    """Let this process end when its parent does, however that comes about; until then, what the parent says."""
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends (Linux; elsewhere closed pipes have to do)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(EXIT_FAILED)
+
+
+def _listen_to(parent: int, pipe: int) -> queue.SimpleQueue[Word]:
+    """Let this process end when its parent does, however that comes about; until then, what the parent says."""
+    die_with(parent)
     words: queue.SimpleQueue[Word] = queue.SimpleQueue()
 
     def listen() -> None:

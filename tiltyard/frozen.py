@@ -141,7 +141,8 @@ def _is_inside(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Copies:
-    """Plug-ins of an experiment as they lie below `folder`/plugins; `notes` say what was left out."""
+    """Plug-ins of an experiment as they lie below `folder`/plugins, and frozen policies below `folder`/frozen; `notes`
+    say what was left out."""
 
     folder: Path
     ids: dict[str, str]
@@ -217,4 +218,6 @@ def _rename(experiment: Experiment, renamed: dict[str, str]) -> Experiment:
         section["id"] = renamed.get(f"{name}.id", section["id"])
     encoder = values["model"]["encoder"]
     encoder["id"] = renamed.get("model.encoder.id", encoder["id"])
+    for name, member in values["policies"].items():
+        member["from"] = renamed.get(f"policies.{name}.from", member["from"])
     return Experiment.model_validate(values)

@@ -26,6 +26,7 @@ class Ledger:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     extras: dict[str, deque[float]] = field(default_factory=dict)
+    policies: dict[str, deque[float]] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     best: float | None = None
@@ -40,12 +41,15 @@ class Ledger:
             self.lengths.append(episode.length)
             for name, value in episode.metrics.items():
                 self.extras.setdefault(name, deque(maxlen=WINDOW)).append(value)
+            for name, value in episode.returns.items():
+                self.policies.setdefault(name, deque(maxlen=WINDOW)).append(value)
         found = dict(report.metrics)
         if self.returns:
             found["train/return"] = sum(self.returns) / len(self.returns)
             found["train/return_min"], found["train/return_max"] = min(self.returns), max(self.returns)
             found["train/length"] = sum(self.lengths) / len(self.lengths)
         found |= {f"episode/{name}": sum(values) / len(values) for name, values in self.extras.items()}
+        found |= {f"policy/{name}/return": sum(values) / len(values) for name, values in self.policies.items()}
         self.latest |= found
         return found
 
@@ -75,8 +79,10 @@ class Ledger:
         return env_steps if self.unrecorded is None else env_steps - 1
 
     def dump(self) -> Tree:
-        lists = {name: list(values) for name, values in self.extras.items()}
-        plain = {"returns": list(self.returns), "lengths": list(self.lengths), "extras": lists}
+        lists, policies = (
+            {name: list(values) for name, values in windows.items()} for windows in (self.extras, self.policies)
+        )
+        plain = {"returns": list(self.returns), "lengths": list(self.lengths), "extras": lists, "policies": policies}
         kept = {"latest": self.latest, "evaluated_at": self.evaluated_at, "best": self.best}
         return {**plain, **kept, "saved": asdict(self.saved), "unrecorded": self.unrecorded}
 
@@ -96,11 +102,15 @@ class Ledger:
 
     @staticmethod
     def _read(tree: Tree) -> Ledger:
-        windows = {name: deque(values, maxlen=WINDOW) for name, values in tree["extras"].items()}
+        extras, policies = (
+            {name: deque(values, maxlen=WINDOW) for name, values in tree.get(windows, {}).items()}
+            for windows in ("extras", "policies")
+        )
         return Ledger(
             deque(tree["returns"], maxlen=WINDOW),
             deque(tree["lengths"], maxlen=WINDOW),
-            windows,
+            extras,
+            policies,
             dict(tree["latest"]),
             tree["evaluated_at"],
             tree["best"],
@@ -110,10 +120,14 @@ class Ledger:
 
 
 def terms(experiment: Experiment) -> dict[str, Any]:
-    """What the numbers of a ledger depend on: the env, how it is measured, and what counts as best."""
+    """What the numbers of a ledger depend on: the env, how it is measured, who plays, and what counts as best."""
+    measured = experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"})
+    if experiment.policies or experiment.match:  # older checkpoints do not say
+        players = {name: member.from_ for name, member in experiment.cast.items()}
+        measured |= {"policies": players, "match": experiment.match}
     return {
         "episodes": experiment.env.episode_digest(),
-        "eval": experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"}),
+        "eval": measured,
         "score": {"metric": experiment.save.metric, "mode": experiment.save.mode},
     }
 

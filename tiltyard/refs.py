@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiltyard.errors import Problem, UseError, did_you_mean
+from tiltyard.errors import Problem, RaisedElsewhere, UseError, did_you_mean
 from tiltyard.rooms import SHARED, is_own, module_file, room_of
 
 if TYPE_CHECKING:
@@ -281,6 +281,8 @@ def _as_module(missing: str, file: Path, attribute: str) -> str | None:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of a user's code as text: frames of Tiltyard and of the import machinery are left out."""
+    if isinstance(error, RaisedElsewhere):
+        return error.details
     shown_error = traceback.TracebackException.from_exception(error)
     chain: list[traceback.TracebackException | None] = [shown_error]
     for link in chain:

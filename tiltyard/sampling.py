@@ -204,8 +204,9 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
         return group, group.reset()
 
     env_bytes = spec.env_bytes
-    if task["first"] == 0 and task["envs"] > 1:  # one before the others: what is imported with it is no env's memory
-        alone, _ = build(1)
+    grows = env.isolate != "process"  # else envs are no part of this process, and the probe has weighed one
+    if grows and task["first"] == 0 and task["envs"] > 1:
+        alone, _ = build(1)  # before the others: what is imported with it is no env's memory
         before = resident_memory()
         group, now = build(task["envs"])
         env_bytes = max(0, resident_memory() - before) // task["envs"]

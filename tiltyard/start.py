@@ -28,6 +28,7 @@ from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets, tex
 from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
 from tiltyard.engines import check_engine
+from tiltyard.engines.freeze import freeze
 from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
@@ -46,7 +47,7 @@ from tiltyard.training import Outcome, train_run
 from tiltyard.types import Checkpoint, EnvSpec
 
 # What a run is: changing one of these makes another run, which is what `fork` is for.
-IDENTITY = ("env", "model", "seed", "name", "engine")
+IDENTITY = ("env", "model", "policies", "match", "seed", "name", "engine")
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def check_copies(
 ) -> tuple[Copies, EnvSpec]:
     """`check`, on copies of the plug-ins made in `folder`: what passes works in the run folder too."""
     try:
-        copies = copy_plugins(experiment, base, folder)
+        copies = freeze(experiment, base, copy_plugins(experiment, base, folder))
     except OSError as error:
         raise TiltyardError(
             f"the plug-ins could not be copied to {folder}: {error.strerror or error}",

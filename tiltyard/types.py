@@ -8,7 +8,7 @@ the value of the next state is zero; `truncated` means that it is not, and `fina
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -117,6 +117,8 @@ class EpisodeEnd:
     length: int
     frames: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    returns: Mapping[str, float] = field(default_factory=dict)
+    """where several policies play: the mean return of each one's agents"""
 
 
 @dataclass
@@ -154,12 +156,29 @@ class Rollout:
     valid: Array
     state0: Arrays  # [T / bptt, B, ...] memory before each chunk of bptt steps; empty without memory
     policy_version: Array
+    policy: Array | None = None
+    """which of several policies acted, by its place among them; a row changes it only where an episode begins"""
 
     def rows(self, first: int, end: int) -> Rollout:
         """A view of some rows."""
-        parts: dict[str, Any] = {name: array[:, first:end] for name, array in self.columns().items()}
-        obs = {name: array[:, first:end] for name, array in self.obs.items()}
-        state0 = {name: array[:, first:end] for name, array in self.state0.items()}
+        return self._columns(slice(first, end))
+
+    def played_by(self, place: int) -> Rollout | None:
+        """What one of several policies decided: copies of the rows that it played, valid where it did; None if none."""
+        if self.policy is None:
+            return self
+        own = self.valid & (self.policy == place)
+        rows = own.any(0).nonzero()[0]
+        if not len(rows):
+            return None
+        part = self._columns(rows) if len(rows) < own.shape[1] else replace(self)
+        part.valid = own[:, rows]
+        return part
+
+    def _columns(self, chosen: Any) -> Rollout:
+        parts: dict[str, Any] = {name: array[:, chosen] for name, array in self.columns().items()}
+        obs = {name: array[:, chosen] for name, array in self.obs.items()}
+        state0 = {name: array[:, chosen] for name, array in self.state0.items()}
         return Rollout(**{"mask": None, **parts}, obs=obs, state0=state0)
 
     def columns(self) -> Arrays:
@@ -260,10 +279,10 @@ class Engine(Protocol):
     def load(self, folder: Path) -> list[str]:
         """Continue from what `save` wrote; returns sentences about what could not be brought back exactly."""
 
-    def snapshot(self, policy: str = "main") -> PolicyState:
-        """A copy of a policy's learning state; cheap."""
+    def snapshot(self, policy: str | None = None) -> PolicyState:
+        """A copy of a policy's learning state, of the first one's if none is named; cheap."""
 
-    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+    def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         """Between steps: take over weights and change settings; returns the values now in force."""
 
     def close(self) -> None:

@@ -71,6 +71,8 @@ WRONG = [
     ("env.id=''", "env.id = '': must not be empty"),
     ("engine=lokal", "engine.kind = 'lokal': must be one of local, serial"),
     ("engine.workers=3", "engine.envs = 8: cannot be shared evenly by engine.workers = 3"),
+    ("engine.learners=0", "engine.learners = 0: must be at least 1"),
+    ("engine.learners=65", "engine.learners = 65: must be at most 64"),
     ("engine.threads=5000", "engine.threads = 5000: is more than 1,024"),
     ("engine={mode: async, workers: 0}", "engine.mode = 'async': needs workers"),
     ("engine.workers=many", "engine.workers = 'many': must be"),

@@ -31,6 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
         "env": {"id": "visitors", "options": {"pauses": True}, "frame_stack": 2},
         "model": {"memory": {"kind": "gru", "size": 8, "bptt": 16}, "previous": True},
     },
+    "two policies and a pool": {
+        "env": {"id": "visitors", "options": {"pauses": True}},
+        "policies": {"main": {}, "rival": {"algo": {"lr": 3e-3}}},
+        "match": {"host": "main", "*": {"main": 0.3, "rival": 0.7}},
+    },
     "kl-adaptive": {"env": "identity", "algo": {"lr": {"kind": "kl_adaptive", "start": 1e-3}}},
 }
 TIMING = ("time/", "speed/", "eval/seconds")

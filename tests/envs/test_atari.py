@@ -15,7 +15,8 @@ from tiltyard.envs.make import frames_per_step, make_env
 from tiltyard.envs.native import NativeGroup, has_stepper, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import observation_specs, spec_from_json
-from tiltyard.envs.vector import EnvGroup, episode_seed
+from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.types import EnvSpec
 
@@ -75,7 +76,7 @@ def test_frames_are_counted_apart_from_env_steps() -> None:
     group.reset()
     for _ in range(5):
         group.step(np.zeros((1, 1), np.float32))
-    assert group.frames_taken == group.frames(0) == 30 and group.fps == 10
+    assert group.frames_taken == group.tally.frames(0) == 30 and group.fps == 10
     assert frames_per_step(make_env(Env(id="atari:pong"), BASE)) == 4
     raw = spec_from_json(examine(Env(id="ALE/Pong-v5"), BASE, False))
     assert raw.frameskip == 4 and raw.obs["obs"].shape == (210, 160, 3) and "atari:pong" in raw.notes[0]

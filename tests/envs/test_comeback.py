@@ -95,8 +95,8 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
     (sentence,) = fresh.load(group.save())
     assert "does not replay exactly: 3 of 3 running episodes were cut" in sentence
     now = fresh.current()
-    assert now.first.all() and not now.obs["obs"].any() and fresh.number.tolist() == [1, 1, 1]
-    assert not fresh.length.any() and not now.obs["previous.reward"].any()
+    assert now.first.all() and not now.obs["obs"].any() and fresh.tally.number.tolist() == [1, 1, 1]
+    assert not fresh.tally.length.any() and not now.obs["previous.reward"].any()
     assert fresh.save()["comes_back"] == "fresh" and "actions" not in fresh.save()
     fresh.step(act(fresh, 0))
     (again,) = group_of(env).load(fresh.save())
@@ -122,7 +122,7 @@ def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: En
     manner = forked.comes_back
     (sentence,) = forked.load(group.save())
     assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
-    assert forked.current().first.all() and not forked.length.any() and forked.number.tolist() == [1, 1, 1]
+    assert forked.current().first.all() and not forked.tally.length.any() and forked.tally.number.tolist() == [1, 1, 1]
     for index in range(3):
         forked.step(act(forked, index))
     write_tree(tmp_path, "envs", forked.save())

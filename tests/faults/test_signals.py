@@ -45,7 +45,7 @@ import signal
 from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
-from tiltyard.envs.vector import episode_seed
+from tiltyard.envs.tally import episode_seed
 
 SEEDS = {episode_seed(7, "eval", i, 0) for i in range(20)}
 HERE = Path(FOLDER)

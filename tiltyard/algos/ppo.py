@@ -6,7 +6,7 @@ Owns the loss, the order of minibatches and the schedules; not how rollouts are 
 
 Rows are cut into chunks of `bptt` steps that start from the memory kept with the rollout; without memory a chunk is
 one step. Chunks, not steps, are shuffled. The loss is numpy, and its derivatives stand beside it: `by_x` is what it
-changes by with x. How those become the gradient of the weights is `backprop`.
+changes by with x. How those become the gradient of the weights is `backprop`; a team shares the chunks of a minibatch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from tiltyard.algos.adam import Adam
 from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.returns import clipped_gae, gae, vtrace
 from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.algos.team import Alone, Team
 from tiltyard.config import experiment as settings
 from tiltyard.errors import DivergedError, UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Rollout, Tree
 
 Array = NDArray[Any]
+
+Losses = tuple[float, float, float]  # of policy and value, and the entropy
 
 CHANGEABLE = ("lr", "clip", "entropy", "kl", "gamma", "gae_lambda", "value_coef")
 HOLDS_BACK = ("kl", "entropy")  # these grow when the policy moves too fast; lr and clip shrink
@@ -58,15 +61,16 @@ class Chunks:
     numbers: Array  # [4, bptt, N]: log_prob, advantage, target, value; the last two in normalised units
     valid: Array | None  # None when every sample is
 
-    def take(self, chosen: Array) -> Chunks:
-        """The chunks with these indices."""
-        rows = torch.from_numpy(chosen)
+    def take(self, chosen: Array, part: slice = slice(None)) -> Chunks:
+        """The chunks with these indices; with a `part`, only `numbers` and `valid` are of all of them."""
+        mine = chosen[part]
+        rows = torch.from_numpy(mine)
         return Chunks(
             {name: x.index_select(1, rows.to(x.device)) for name, x in self.obs.items()},
             {name: x.index_select(0, rows.to(x.device)) for name, x in self.state0.items()},
-            self.first.take(chosen, 1),
-            None if self.mask is None else self.mask.take(chosen, 1),
-            self.action.take(chosen, 1),
+            self.first.take(mine, 1),
+            None if self.mask is None else self.mask.take(mine, 1),
+            self.action.take(mine, 1),
             self.numbers.take(chosen, 2),
             None if self.valid is None else self.valid.take(chosen, 1),
         )
@@ -92,6 +96,7 @@ class Ppo:
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
         }
+        self.team: Team = Alone()
         self.env_steps = 0  # of the newest update: where the schedules stand
         self.shuffling = np.random.default_rng(seed)
 
@@ -116,8 +121,9 @@ class Ppo:
         for _ in range(self.algo.epochs):
             epoch = _Epoch()
             for chosen in self._minibatches(chunks):
-                self._gradient_step(chunks.take(chosen), now, epoch)
+                self._gradient_step(chunks, chosen, now, epoch)
             epochs += 1
+            epoch.gather(self.team)
             if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:
                 break
         kl = epoch.kl()
@@ -139,19 +145,44 @@ class Ppo:
             **{f"setting/{name}": now[name] for name in ("lr", "clip", "entropy", "kl")},
         }
 
-    def _gradient_step(self, batch: Chunks, now: dict[str, float], epoch: _Epoch) -> None:
+    def _gradient_step(self, chunks: Chunks, chosen: Array, now: dict[str, float], epoch: _Epoch) -> None:
         """One minibatch: the loss, its gradient, Adam."""
-        old_log_prob, advantage, target, old_value = batch.numbers
+        part = self.team.share(len(chosen))
+        batch = chunks.take(chosen, part)
+        if batch.first.size:
+            losses, log_ratio = self._differentiate(batch, part, now)
+        else:  # fewer chunks than learners: nothing to add to what the others have
+            losses, log_ratio = (0.0, 0.0, 0.0), np.zeros(batch.first.shape, np.float32)
+            self.adam.gradient.zero_()
+        self.team.sum_(self.adam.gradient)
+        norm = self.adam.norm()
+        if not math.isfinite(norm):
+            raise self._diverged(chunks.take(chosen), self.team.total(np.array(losses)), norm)
+        most = self.algo.max_grad_norm
+        self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
+        self.net.keep_inside()
+        if self.team.size > 1:
+            mine, log_ratio = log_ratio, np.zeros(batch.numbers.shape[1:], np.float32)
+            log_ratio[:, part] = mine
+        epoch.add(losses, norm, log_ratio, batch.valid)
+
+    def _differentiate(self, batch: Chunks, part: slice, now: dict[str, float]) -> tuple[Losses, Array]:
+        """Put the gradient of a part of the minibatch into Adam's vector; that part of the losses, and log ratios."""
+        advantage, valid = batch.numbers[1], batch.valid
         # Means are over valid samples: sums under this weight, which is one number where all are.
-        weight = 1 / advantage.size if batch.valid is None else batch.valid / batch.valid.sum()
+        weight = 1 / advantage.size if valid is None else valid / valid.sum()
         if self.algo.normalise_advantage:
             advantage = _normalise(advantage, weight)
+        advantage = advantage[:, part]
+        old_log_prob, _, target, old_value = batch.numbers[:, :, part]
+        if valid is not None and not isinstance(weight, float):
+            valid, weight = valid[:, part], weight[:, part]
 
         params, value = self.backprop.forward(batch.obs, batch.state0, batch.first)
         dist = self.net.distribution(params, batch.mask)
         log_ratio = dist.log_prob(batch.action) - old_log_prob
-        if batch.valid is not None:
-            log_ratio = np.where(batch.valid > 0, log_ratio, np.float32(0))
+        if valid is not None:
+            log_ratio = np.where(valid > 0, log_ratio, np.float32(0))
         ratio = np.exp(log_ratio)
         gain, capped = ratio * advantage, _clip(ratio, 1 - now["clip"], 1 + now["clip"]) * advantage
         policy_loss = -_mean(np.minimum(gain, capped), weight)
@@ -177,15 +208,9 @@ class Ppo:
 
         by_params, by_log_std = dist.gradient(batch.action, by_log_prob, by_entropy)
         self.backprop.backward(by_params, by_value, by_log_std)
-        norm = self.adam.norm()
-        if not math.isfinite(norm) or not math.isfinite(loss):
-            raise self._diverged(
-                batch, {"policy loss": policy_loss, "value loss": value_loss, "entropy": entropy}, norm
-            )
-        most = self.algo.max_grad_norm
-        self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
-        self.net.keep_inside()
-        epoch.add(policy_loss, value_loss, entropy, norm, log_ratio, batch.valid)
+        if not math.isfinite(loss):
+            self.adam.gradient.fill_(math.nan)  # which every learner gets to see, at the same time
+        return (policy_loss, value_loss, entropy), log_ratio
 
     def _advantages(self, rollout: Rollout, gamma: float, lam: float) -> tuple[Array, Array]:
         """[T, B] advantages and returns, in units of reward, by the method set."""
@@ -205,14 +230,16 @@ class Ppo:
     def _log_ratios(self, chunks: Chunks) -> Array:
         """[bptt, N] of all samples under the policy as it is, a minibatch at a time to bound the memory it takes."""
         everything = np.arange(chunks.first.shape[1])
+        mine = everything[self.team.share(len(everything))]
         size = max(1, self.algo.minibatch // self.bptt)
-        parts = []
-        for at in range(0, len(everything), size):
-            part = chunks.take(everything[at : at + size])
+        found = np.zeros(chunks.first.shape, np.float32)
+        for at in range(0, len(mine), size):
+            chosen = mine[at : at + size]
+            part = chunks.take(chosen)
             with torch.no_grad():
                 params, _ = self.backprop.forward(part.obs, part.state0, part.first)
-            parts.append(self.net.distribution(params, part.mask).log_prob(part.action) - part.numbers[0])
-        return np.concatenate(parts, 1)
+            found[:, chosen] = self.net.distribution(params, part.mask).log_prob(part.action) - part.numbers[0]
+        return self.team.total(found)
 
     # ------------------------------------------------------------------------------------------ minibatches
 
@@ -276,9 +303,10 @@ class Ppo:
         self.env_steps = int(tree["env_steps"])
         self.shuffling.bit_generator.state = tree["shuffling"]
 
-    def _diverged(self, batch: Chunks, losses: dict[str, float], norm: float) -> DivergedError:
+    def _diverged(self, batch: Chunks, losses: Array, norm: float) -> DivergedError:
         """The first thing that is no finite number, with the minibatch that led there."""
-        bad = next((name for name, loss in losses.items() if not math.isfinite(loss)), None)
+        named = zip(("policy loss", "value loss", "entropy"), losses, strict=True)
+        bad = next((name for name, loss in named if not math.isfinite(loss)), None)
         if bad is None:
             parts = zip(self.adam.names, self.adam.gradient_parts(), strict=True)
             bad = next((f"gradient of {name}" for name, part in parts if not bool(part.isfinite().all())), "gradient")
@@ -297,11 +325,21 @@ class _Epoch:
         self.numbers: list[tuple[float, float, float, float]] = []
         self.log_ratios: list[Array] = []  # of valid samples, each before its gradient step
 
-    def add(
-        self, policy: float, value: float, entropy: float, norm: float, log_ratio: Array, valid: Array | None
-    ) -> None:
-        self.numbers.append((policy, value, entropy, norm))
+    def add(self, losses: Losses, norm: float, log_ratio: Array, valid: Array | None) -> None:
+        self.numbers.append((*losses, norm))
         self.log_ratios.append(log_ratio.reshape(-1) if valid is None else log_ratio[valid > 0])
+
+    def gather(self, team: Team) -> None:
+        """Once all minibatches are in: let every learner know what its team left, of which it had a part."""
+        if team.size == 1 or not self.numbers:
+            return
+        self.log_ratios = [team.total(np.concatenate(self.log_ratios))]
+        losses = team.total(np.array([numbers[:3] for numbers in self.numbers]))
+        norms = [norm for *_, norm in self.numbers]
+        self.numbers = [
+            (policy, value, entropy, norm)
+            for (policy, value, entropy), norm in zip(losses.tolist(), norms, strict=True)
+        ]
 
     def kl(self) -> float:
         """KL divergence of the policy from the one that acted, over the epoch's samples."""

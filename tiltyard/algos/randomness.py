@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,29 +40,41 @@ class Generators:
             _write(before)
 
     def save(self) -> Tree:
-        return self._state
+        version, words, gauss = self._state.python
+        tree = {
+            "python": {"version": version, "words": list(words), "gauss": gauss},
+            "numpy": {**self._state.numpy, "state": dict(self._state.numpy["state"])},
+            "torch": self._state.torch.numpy(),
+        }
+        return tree | ({"cuda": [state.numpy() for state in self._state.cuda]} if self._state.cuda else {})
 
     def load(self, tree: Tree) -> None:
-        self._state = tree
+        python = tree["python"]
+        self._state = _State(
+            (python["version"], tuple(python["words"]), python["gauss"]),
+            tree["numpy"],
+            torch.from_numpy(tree["torch"]),
+            [torch.from_numpy(state) for state in tree.get("cuda", [])],
+        )
 
 
-def _read() -> Tree:
-    version, words, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    tree = {
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-        "numpy": {**legacy, "state": dict(legacy["state"])},
-        "torch": torch.get_rng_state().numpy(),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        tree["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
-    return tree
+class _State(NamedTuple):
+    """As the libraries give and take it: put in place twice per update, and seldom saved."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]
 
 
-def _write(tree: Tree) -> None:
-    python = tree["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-    np.random.set_state(tree["numpy"])
-    torch.set_rng_state(torch.from_numpy(tree["torch"]))
-    if "cuda" in tree and len(tree["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in tree["cuda"]])
+def _read() -> _State:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return _State(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
+
+
+def _write(state: _State) -> None:
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+    if state.cuda and len(state.cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state.cuda)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from tiltyard.config.experiment import Experiment, KlAdaptive, Linear, Model, Piecewise, Ppo, Stop
-from tiltyard.errors import Problem
+from tiltyard.config.experiment import NAME, Experiment, KlAdaptive, Linear, Model, Piecewise, Ppo, Stop
+from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import kind_of, short
 
 MOST_THREADS = 1024
@@ -18,7 +18,13 @@ MOST_THREADS = 1024
 
 def cross_check(experiment: Experiment) -> list[Problem]:
     """Problems that only two settings together show."""
-    return [*_batches(experiment), *_schedules(experiment), *_workers(experiment), *_ends(experiment)]
+    return [
+        *_batches(experiment),
+        *_schedules(experiment),
+        *_policies(experiment),
+        *_workers(experiment),
+        *_ends(experiment),
+    ]
 
 
 # Settings of the built-in model's layers: a model of the user's own makes its own.
@@ -83,6 +89,32 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(f"{setting}.start", str(schedule.start), message, hint)
 
 
+def _policies(experiment: Experiment) -> Iterator[Problem]:
+    """Who plays whom is judged by names alone; whether the env has such agents is known when it was probed."""
+    names = list(experiment.cast)
+    for place, (name, member) in enumerate(experiment.policies.items()):
+        setting, algo = f"policies.{name}", experiment.algo
+        if not NAME.fullmatch(name) or ".." in name:
+            rule = "is no name for a policy: 1 to 80 letters, digits and . _ + -, a letter or digit first"
+            yield Problem(setting, "", rule, "give it another name")
+        if member.from_ is not None and place == 0:
+            hint = f"name one that learns before {name}"
+            yield Problem(f"{setting}.from", short(member.from_), "the first of policies must learn", hint)
+        for number, value in member.algo.made().items():
+            if member.from_ is not None:
+                message = f"{name} is frozen by {setting}.from and never learns"
+                yield Problem(f"{setting}.algo.{number}", short(value), message, "leave one of them out")
+            elif number not in type(algo).model_fields:
+                yield Problem(f"{setting}.algo.{number}", short(value), f"algo.id = {algo.id} has no {number}", "")
+    for pattern, pool in experiment.match.items():
+        if not pool:
+            hint = f"name a policy: {names[0]}"
+            yield Problem(f"match.{pattern}", "{}", "is an empty pool: nobody would play", hint)
+        for name in [name for name in pool if name not in names]:
+            hint = did_you_mean(name, names)
+            yield Problem(f"match.{pattern}", short(name), "is none of the policies", hint)
+
+
 def _workers(experiment: Experiment) -> Iterator[Problem]:
     engine = experiment.engine
     if isinstance(engine.workers, int) and engine.workers and engine.envs % engine.workers:
@@ -92,10 +124,14 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
     if isinstance(engine.threads, int) and engine.threads > MOST_THREADS:
         message = f"is more than {MOST_THREADS:,}, which no machine has cores for"
         yield Problem("engine.threads", str(engine.threads), message, "set engine.threads=auto")
-    if engine.mode == "async" and (engine.kind == "serial" or engine.workers == 0):
+    if engine.kind == "serial" or engine.workers == 0:
         other = "engine.kind = serial" if engine.kind == "serial" else "engine.workers = 0"
-        hint = "set engine.mode=sync, or engine.kind=local with workers"
-        yield Problem("engine.mode", "'async'", f"needs workers, and {other} has none", hint)
+        none = f"needs workers, and {other} has none"
+        if engine.mode == "async":
+            hint = "set engine.mode=sync, or engine.kind=local with workers"
+            yield Problem("engine.mode", "'async'", none, hint)
+        if engine.affinity:
+            yield Problem("engine.affinity", "true", none, "leave engine.affinity out")
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ The string after a field is its help, its text in the reference page and its des
 Numbers have bounds here; what needs two settings to judge is in combinations.py. Sections:
 
     env -> model -> algo -> engine      what is learned, by what, how, in which processes
+    policies, match                     when it is more than one policy: which, and who of the env's agents plays which
     stop, eval, save, track             when it ends, how it is measured, kept and watched
 """
 
@@ -142,6 +143,12 @@ class Env(Settings):
     """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
     native: bool = True
     """Step all rows in one call where the env has a vectorised version (CartPole, Atari)."""
+    isolate: Literal["none", "process", "thread"] = "none"
+    """Give each copy of the env a process or a thread of its own, in training and evaluation: for simulators of which a
+    process or thread takes only one, and to step slow envs side by side. Not stepped in one call then."""
+    decorrelate: CountOrZero = 0
+    """Cut the first training episode of each copy after a number of env steps drawn from 1 to this, so that copies that
+    begin together do not end together; what was cut is not counted as an episode. 0 cuts nothing."""
     start_timeout: Positive = 60.0
     """Seconds that making the env and its first steps may take."""
     step_timeout: Positive = 60.0
@@ -270,6 +277,41 @@ class A2c(Settings):
     """Adam's epsilon."""
 
 
+class Changes(Settings):
+    """Numbers of `algo` that are others for one policy, over their schedules."""
+
+    lr: NotNegative | None = None
+    """Learning rate of this policy; algo.lr when left out."""
+    clip: NotNegative | None = None
+    """Clip range of this policy (not a2c); algo.clip when left out."""
+    entropy: NotNegative | None = None
+    """Weight of this policy's entropy bonus; algo.entropy when left out."""
+    kl: NotNegative | None = None
+    """Weight of this policy's KL penalty (not a2c); algo.kl when left out."""
+    gamma: Unit | None = None
+    """Discount factor of this policy; algo.gamma when left out."""
+    gae_lambda: Unit | None = None
+    """Bias against variance of this policy's advantages; algo.gae_lambda when left out."""
+    value_coef: NotNegative | None = None
+    """Weight of this policy's value loss; algo.value_coef when left out."""
+
+    def made(self) -> dict[str, float]:
+        """Those that are."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+
+class Member(Settings):
+    """One of several policies. It learns, unless it comes from elsewhere."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    algo: Changes = Changes()
+    """Numbers of `algo` that are others for this policy: lr, clip, entropy, kl, gamma, gae_lambda, value_coef."""
+    from_: Annotated[str | None, Field(alias="from", min_length=1, max_length=4096)] = None
+    """Frozen: the policy of that run's newest checkpoint (RUN), of the one at an env step (RUN@STEP, RUN@best) or of a
+    checkpoint's folder. A copy is kept with the run, and it never learns."""
+
+
 class Engine(Settings):
     """What happens inside the processes that learn. `local` is one machine, as fast as it goes; `serial` is the plain
     reference: envs, inference and update in one process, one after another."""
@@ -287,7 +329,12 @@ class Engine(Settings):
     max_lag: Count = 20
     """Asynchronous: samples of weights that are more than this many updates old are thrown away, and counted."""
     threads: Count | Literal["auto"] = "auto"
-    """Threads that torch may use for learning. Auto decides by the cores that are really free."""
+    """Threads that torch may use for learning, each learner. Auto decides by the cores that are really free."""
+    learners: Whole = Field(default=1, ge=1, le=64)
+    """Processes that learn: each works through its part of every minibatch, and all take the same gradient step. One
+    GPU each with `device: cuda`."""
+    affinity: bool = False
+    """Pin each worker to one of the usable cores, in turn; the learner may use all of them."""
     tune: bool = False
     """Before a run is made, measure for some seconds as `tiltyard tune` does, choose workers, envs, rollout, minibatch
     and (unless it is set) mode for this machine, and write those numbers into the run's settings."""
@@ -394,6 +441,14 @@ def _run_name(value: Any) -> Any:
     return value
 
 
+def _pool(value: Any) -> Any:
+    """`player_0: main` is short for `player_0: {main: 1.0}`."""
+    return {value: 1.0} if isinstance(value, str) else value
+
+
+Pool = Annotated[dict[str, Positive], BeforeValidator(_pool, json_schema_input_type=str | dict[str, Positive])]
+
+
 class Experiment(Settings):
     """What is learned and how. Where it runs is a site profile and no part of this."""
 
@@ -415,6 +470,14 @@ class Experiment(Settings):
     env: Annotated[Env, BeforeValidator(_bare_id)]
     model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
     algo: Annotated[Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)] = Ppo()
+    policies: dict[str, Member] = Field(default={}, max_length=1000)
+    """Several policies by name, with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
+    numbers, `{from: RUN@STEP}` is frozen. The first must learn, and is what evaluations measure. None named: one
+    policy, `main`."""
+    match: dict[str, Pool] = Field(default={}, max_length=1000)
+    """Which policy plays which agent of the env, by the agent's name or a pattern (`player_*`; the first that fits):
+    `main`, or a pool with weights, `{main: 0.2, rival: 0.8}`, drawn anew for every episode. None named: the first
+    policy plays everybody."""
     engine: Engine = Engine()
     stop: Stop = Stop()
     eval: Eval = Eval()
@@ -429,6 +492,21 @@ class Experiment(Settings):
         stem = self.env.id.replace("\\", "/").rsplit("/", 1)[-1]
         cleaned = re.sub(r"[^A-Za-z0-9_.+-]+", "-", stem.replace(".py", "")).strip("-.")
         return re.sub(r"\.\.+", ".", cleaned)[:80] or "run"
+
+    @property
+    def cast(self) -> dict[str, Member]:
+        """Every policy by name, in order: those named, or `main` alone."""
+        return self.policies or {"main": Member()}
+
+    @property
+    def learning(self) -> list[str]:
+        """Names of the policies that learn; the first is the one that is measured."""
+        return [name for name, member in self.cast.items() if member.from_ is None]
+
+    def algo_of(self, policy: str) -> Ppo | A2c:
+        """`algo` with the numbers that are others for one policy."""
+        changes = self.cast[policy].algo.made()
+        return self.algo.model_copy(update=changes) if changes else self.algo
 
     @property
     def batch(self) -> int:

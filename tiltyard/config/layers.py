@@ -69,7 +69,7 @@ class Merged:
             self._make_room(lower, path, value, shape)
         for key, inner in value.items():
             below = inside(shape, key)
-            if isinstance(shape, Free) and below is None and isinstance(inner, Mapping):
+            if isinstance(shape, Free) and not shape.whole and below is None and isinstance(inner, Mapping):
                 below = Free()  # mappings inside options are merged too
             self._put(lower, (*path, key), inner, below, origin)
 

@@ -1,6 +1,7 @@
 """Every setting as a table and as a JSON schema for editors; both read off the settings classes, never written by hand.
 
-Where a section is chosen by a word, the rows of the other choices say so: `algo.rollout (id: a2c)`.
+Where a section is chosen by a word, the rows of the other choices say so: `algo.rollout (id: a2c)`. Sections by a name
+of the user's own have rows for any: `policies.NAME.from`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Settings
-from tiltyard.config.shape import Section, fields
+from tiltyard.config.experiment import Experiment, Plugin, Settings
+from tiltyard.config.shape import Free, Section, fields
 from tiltyard.config.yaml_door import dump_yaml
 
 Row = tuple[str, str, str, str]
@@ -107,6 +108,8 @@ def _rows(model: type[Settings], prefix: str, suffix: str) -> Iterator[Row]:
             continue
         default = "required" if info.is_required() else inline(info.get_default(call_default_factory=True))
         yield f"{prefix}{name}{suffix}", _type_text(entry), default, info.description or _CHOICE.get(name, "")
+        if isinstance(shape, Free) and shape.item is not None and shape.item.models[0] is not Plugin:
+            yield from _rows(shape.item.models[0], f"{prefix}{name}.NAME.", suffix)
 
 
 def inline(value: Any) -> str:

@@ -60,9 +60,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Free:
-    """A mapping with any keys, whose values are plug-in sections or anything."""
+    """A mapping with any keys, whose values are sections or anything. `whole`: each of them is replaced as a whole."""
 
     item: Section | None = None
+    whole: bool = False
 
 
 def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
@@ -82,7 +83,7 @@ def _shape(annotation: Any) -> Section | Free | None:
     annotation = _bare(annotation)
     if get_origin(annotation) is dict:
         inner = _shape(get_args(annotation)[1])
-        return Free(inner if isinstance(inner, Section) else None)
+        return Free(inner if isinstance(inner, Section) else None, whole=isinstance(inner, Free))
     options = [_bare(each) for each in _members(annotation)]
     models = tuple(each for each in options if isinstance(each, type) and issubclass(each, Settings))
     return Section(models, scheduled=float in options) if models else None
@@ -102,16 +103,17 @@ def _bare(annotation: Any) -> Any:
 
 
 def split_key(key: str, root: Section) -> tuple[str, ...]:
-    """A dotted name as keys. Observations' names may hold dots: model.encoders.camera.left.id is four keys."""
+    """A dotted name as keys. Names of observations and policies may hold dots: model.encoders.camera.left.id has four
+    keys."""
     parts = key.split(".")
     place: Section | Free | None = root
     for i, part in enumerate(parts):
         if isinstance(place, Free) and place.item is not None:
-            rest = parts[i:]
+            rest, known = parts[i:], fields(place.item.models[0])
             ends = [
                 j
                 for j, word in enumerate(rest)
-                if j > 0 and (word == "options" or (word == "id" and j == len(rest) - 1))
+                if j > 0 and word in known and (known[word] is not None or j == len(rest) - 1)
             ]
             end = ends[0] if ends else len(rest)
             return (*parts[:i], ".".join(rest[:end]), *rest[end:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
 from tiltyard.types import Arrays, Engine, EnvSpec
 
+# For each learner:
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
 WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
 
@@ -37,19 +39,34 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     `continues` is the checkpoint that training will go on from: its weights must fit.
     """
     from tiltyard.algos.ppo import Ppo
-    from tiltyard.engines.learner import device_named
+    from tiltyard.engines.freeze import frozen_nets
+    from tiltyard.engines.learner import check_learners, device_named
+    from tiltyard.engines.match import Match
     from tiltyard.models.net import PolicyNet
+    from tiltyard.models.policy import saved_policies
     from tiltyard.run.checkpoint import read_tree
 
-    device_named(experiment.engine.device)
+    check_learners(experiment.engine.learners, device_named(experiment.engine.device))
+    _check_affinity(experiment)
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
+    Match(experiment, spec.agents)
+    frozen_nets(experiment, spec, base)
     net = PolicyNet(spec, experiment.model, base, seed=0)
     Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
     if continues is not None:
-        net.load_arrays(read_tree(continues / "policies", "main")["weights"])
+        for name in [name for name in saved_policies(continues) if name in experiment.learning]:
+            net.load_arrays(read_tree(continues / "policies", name)["weights"])
     elif experiment.model.init:  # what goes on from a checkpoint has no use for it, and it may be gone
-        _check_init(net.arrays(), read_tree(Path(experiment.model.init) / "policies", "main")["weights"])
+        source = Path(experiment.model.init)
+        _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])
+
+
+def _check_affinity(experiment: Experiment) -> None:
+    if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
+        raise UseError(
+            "engine.affinity = true: this system does not let processes be pinned to cores", "leave engine.affinity out"
+        )
 
 
 def _check_init(ours: Arrays, theirs: Arrays) -> None:
@@ -72,7 +89,8 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
         return
     with torch.device("meta"):
         count = PolicyNet(spec, experiment.model, base, seed=0).parameter_count
-    wanted, free = 4 * WEIGHT_COPIES * count, free_memory()
+    learners = experiment.engine.learners * len(experiment.learning)
+    wanted, free = 4 * WEIGHT_COPIES * count * learners, free_memory()
     if free is not None and wanted > free:
         raise UseError(
             f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB to be trained, "
@@ -87,7 +105,8 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
     envs, steps = experiment.engine.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
-    wanted, free = LEARNING_COPIES * each * rows * steps + copies * spec.env_bytes, free_memory()
+    learning = LEARNING_COPIES * experiment.engine.learners
+    wanted, free = learning * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(
             f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "

@@ -1,4 +1,4 @@
-"""Collecting: a group of envs and a policy that acts in it fill a rollout. Every engine samples with this code.
+"""Collecting: a group of envs and who acts in it, a policy or several, fill a rollout. Every engine samples so.
 
     fill(rollout):   T times { store what is seen -> act -> step the envs -> store what came }  ->  bootstrap values
 
@@ -8,6 +8,7 @@ A collector is what equal seeds make equal: its envs and its random streams are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.players import Players
 from tiltyard.engines.state import read_group
 from tiltyard.envs.native import make_group
 from tiltyard.models.net import PolicyNet
@@ -27,7 +29,7 @@ ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs hav
 
 
 def stream_seed(root: int, role: int, group: int = 0) -> int:
-    """The seed of a random stream: of the run, or of one of its groups of envs."""
+    """The seed of a random stream: of the run, or of one of its groups of envs or policies."""
     key = (role, group) if group else (role,)
     return int(np.random.SeedSequence(entropy=root, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
@@ -36,12 +38,19 @@ class Collector:
     """One group of envs, `group` being its number among all of the run; a row for each agent of each env."""
 
     def __init__(
-        self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], net: PolicyNet, envs: int, group: int = 0
+        self,
+        experiment: Experiment,
+        spec: EnvSpec,
+        base: Sequence[Path],
+        net: PolicyNet | Players,
+        envs: int,
+        group: int = 0,
     ) -> None:
         self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
+        self.players = net if isinstance(net, Players) else None
         rows = self.rows = envs * len(spec.agents)
         self.bptt = experiment.model.memory.bptt
-        self.device = net.log_std.device
+        self.device = net.device
         seed = experiment.seed
         self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
         self.generators = Generators(stream_seed(seed, FOREIGN, group))
@@ -68,6 +77,8 @@ class Collector:
         now = self.envs.reset() if self.now is None else self.now
         for t in range(len(rollout.reward)):
             mark = perf_counter()
+            if self.players is not None and rollout.policy is not None:
+                rollout.policy[t] = self.players.take_seats(self.envs.tally.seeds)
             for key, stored in rollout.obs.items():
                 stored[t] = now.obs[key]
             rollout.first[t] = now.first
@@ -94,7 +105,7 @@ class Collector:
             now = self.envs.step(rollout.action[t])
             rollout.reward[t], rollout.valid[t] = now.reward, now.valid
             rollout.terminated[t], rollout.truncated[t] = now.terminated, now.truncated
-            episodes += now.episodes
+            episodes += now.episodes if self.players is None else self._with_returns(now.episodes, self.players)
             mark = perf_counter()
             spent["env"] += mark - between
 
@@ -112,6 +123,9 @@ class Collector:
         rollout.policy_version[:] = version
         self.now = now
         return episodes
+
+    def _with_returns(self, ends: list[EpisodeEnd], players: Players) -> list[EpisodeEnd]:
+        return [replace(end, returns=players.returns(end, self.group * self.rows)) for end in ends]
 
     def _value(self, obs: Arrays, first: Array) -> Array:
         tensors = {key: self._tensor(array) for key, array in obs.items()}
@@ -149,8 +163,9 @@ class Collector:
             said = self.envs.load(tree["envs"])
             self.now = self.envs.current()
         for key, item in self.state.items():  # with another number of envs, those that both have
-            kept = tree["memory"][key][: len(item)]
-            item[: len(kept)] = self._tensor(kept)
+            if key in tree["memory"]:  # a fork may have other policies
+                kept = tree["memory"][key][: len(item)]
+                item[: len(kept)] = self._tensor(kept)
         return said
 
 
@@ -187,6 +202,7 @@ def empty_rollout(
             for key, item in net.initial_state(rows).items()
         },
         policy_version=make("policy_version", (length, rows), np.int64),
+        policy=make("policy", (length, rows), np.int16) if len(experiment.cast) > 1 else None,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,26 +20,32 @@ from tiltyard.models.policy import save_policy
 from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
 
+if TYPE_CHECKING:
+    from tiltyard.engines.colearners import Colearners
+
 LEARNER = 2**31  # its place among the groups in the seed tree
 
 
 class Learner:
-    """One policy, `main`, as it is learned."""
+    """One policy as it is learned: the experiment's first, or the one of that name."""
 
-    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], name: str | None = None) -> None:
         torch.set_num_threads(1)  # two threads round an orthogonal start differently: the weights would be others
-        self.experiment, self.spec = experiment, spec
+        self.experiment, self.spec, self.base = experiment, spec, base
+        self.name = name or experiment.learning[0]
+        self.place = list(experiment.cast).index(self.name)  # among all policies
         self.device = device_named(experiment.engine.device)
         seed = experiment.seed
-        self.net = PolicyNet(spec, experiment.model, base, seed=stream_seed(seed, INIT)).to(self.device)
+        self.net = PolicyNet(spec, experiment.model, base, seed=stream_seed(seed, INIT, self.place)).to(self.device)
         self.algo = Ppo(
-            experiment.algo,
+            experiment.algo_of(self.name),
             self.net,
             experiment.model.memory.bptt,
             experiment.stop.env_steps,
-            seed=stream_seed(seed, LEARN),
+            seed=stream_seed(seed, LEARN, self.place),
         )
-        self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER))
+        self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER + self.place))
+        self.colearners: Colearners | None = None
 
     def describe(self) -> list[str]:
         algo, agents = self.experiment.algo, len(self.spec.agents)
@@ -47,37 +55,58 @@ class Learner:
         return [
             f"model   {self.net.describe()}",
             f"algo    {algo.id}: a batch of {most}{batch:,} env steps ({rows} rows x {algo.rollout}) per update, "
-            f"{epochs} x {-(-batch // minibatch)} gradient steps on {minibatch:,}",
+            f"{epochs} x {-(-batch // minibatch)} gradient steps on {minibatch:,}{self._shared()}",
         ]
 
+    def _shared(self) -> str:
+        learners = self.experiment.engine.learners
+        return f", shared by {learners} learners" if learners > 1 else ""
+
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
-        """Learn from a rollout. `env_steps` are those before it."""
-        with self.generators.in_place():
-            return self.algo.update(rollout, env_steps)
+        """Learn from what this policy decided in a rollout, if anything. `env_steps` are those before it."""
+        own = rollout.played_by(self.place)
+        if own is None:
+            return {}
+        with self.generators.in_place(), self._beside(own, env_steps):
+            return self.algo.update(own, env_steps)
+
+    def _beside(self, rollout: Rollout, env_steps: int) -> AbstractContextManager[None]:
+        """The other learners at the same update, if there are any; they are started for the first one."""
+        if self.experiment.engine.learners == 1:
+            return nullcontext()
+        if self.colearners is None:
+            from tiltyard.engines.colearners import Colearners
+
+            self.colearners = Colearners(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
+            self.algo.team = self.colearners.team
+        return self.colearners.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
+
+    def close(self) -> None:
+        """End the other learners."""
+        if self.colearners is not None:
+            self.colearners.close()
 
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> Tree:
         """Write the policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
-        save_policy(folder / "policies", "main", self.net, self.spec, self.experiment)
+        save_policy(folder / "policies", self.name, self.net, self.spec, self.experiment)
         return {"seed": self.experiment.seed, "algo": self.algo.save(), "generators": self.generators.save()}
 
     def load(self, folder: Path, tree: Tree) -> None:
-        self.net.load_arrays(read_tree(folder / "policies", "main")["weights"])
+        self.net.load_arrays(read_tree(folder / "policies", self.name)["weights"])
         self.algo.load(tree["algo"])
         if tree["seed"] in (None, self.experiment.seed):
             self.generators.load(tree["generators"])
         else:  # a fork with another seed: what is drawn from here on is its own
-            self.algo.shuffling = np.random.default_rng(stream_seed(self.experiment.seed, LEARN))
+            self.algo.shuffling = np.random.default_rng(stream_seed(self.experiment.seed, LEARN, self.place))
 
     # ------------------------------------------------------------------------------------------ between steps
 
-    def snapshot(self, policy: str) -> PolicyState:
-        _only_main(policy)
+    def snapshot(self) -> PolicyState:
         return PolicyState(self.net.arrays(), self.algo.save(), self.algo.settings_in_force())
 
-    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        _only_main(policy)
+    def adopt(self, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         if state is not None:
             self.net.load_arrays(state.weights)
             self.algo.load(state.optimiser)
@@ -85,13 +114,24 @@ class Learner:
         return self.algo.settings_in_force()
 
 
-def _only_main(policy: str) -> None:
-    if policy != "main":
-        raise UseError(f"there is no policy {policy!r}", "the engine trains one policy: main")
-
-
 def device_named(wanted: str) -> torch.device:
     """The device that engine.device means here."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UseError("engine.device = cuda: torch sees no GPU here", "set engine.device=cpu or auto")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_learners(learners: int, device: torch.device) -> None:
+    """Whether so many learners can work at once here."""
+    if learners == 1:
+        return
+    if device.type == "cuda" and learners > torch.cuda.device_count():
+        raise UseError(
+            f"engine.learners = {learners} need a GPU each, and torch sees {torch.cuda.device_count()} here",
+            f"set engine.learners={torch.cuda.device_count()}, or engine.device=cpu",
+        )
+    if not torch.distributed.is_available():
+        raise UseError(
+            f"engine.learners = {learners} need torch.distributed, which this torch was built without",
+            "set engine.learners=1, or install another build of torch",
+        )

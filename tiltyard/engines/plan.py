@@ -74,14 +74,15 @@ def free_cores() -> float:
 
 
 def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int) -> tuple[int, str]:
-    """Torch threads for gradient steps and acting in this process, and why."""
+    """Torch threads of each learner, for gradient steps and for acting in the driver's process, and why."""
     asked = experiment.engine.threads
     if asked != "auto":
         return asked, "as set"
     if experiment.engine.kind == "serial" or net.log_std.device.type != "cpu":
         return 1, "as always"
     busy = workers if experiment.engine.mode == "async" else 0
-    most = usable_cores() - busy
+    learners = experiment.engine.learners  # which all work at the same time
+    most = (usable_cores() - busy) // learners
     if most < 2:
         return 1, "no other core to use"
     torch.set_num_threads(1)
@@ -89,7 +90,7 @@ def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, worke
     one = _gradient_step(experiment, spec, net)
     if one < SMALL:
         return 1, f"a gradient step takes {one * 1e3:.1f} ms"
-    free = int(free_cores() + 0.3)
+    free = int(free_cores() + 0.3) // learners
     if free < 2:
         return 1, "the other cores are busy"
     torch.set_num_threads(min(most, free))

@@ -16,8 +16,8 @@ from time import perf_counter
 import torch
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.cast import Cast
 from tiltyard.engines.collect import Collector, empty_rollout
-from tiltyard.engines.learner import Learner
 from tiltyard.engines.plan import Topology, learner_threads
 from tiltyard.engines.state import read_state
 from tiltyard.run.checkpoint import write_tree
@@ -25,23 +25,24 @@ from tiltyard.types import EnvSpec, PolicyState, Progress, Report
 
 
 class SerialEngine:
-    """One policy, `main`, learned in this process from as many groups of envs as there would be workers."""
+    """Policies learned in this process from as many groups of envs as there would be workers."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
         self.experiment, self.chosen = experiment, chosen
-        self.learner = Learner(experiment, spec, base)
+        self.cast = Cast(experiment, spec, base)
+        self.learner = self.cast.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, 0)
         torch.set_num_threads(self.threads)
         groups = max(1, chosen.workers)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         envs = experiment.engine.envs // groups
         rows = envs * len(spec.agents)
-        self.groups = [Collector(experiment, spec, base, self.learner.net, envs, group) for group in range(groups)]
+        self.groups = [Collector(experiment, spec, base, self.cast.actor(), envs, group) for group in range(groups)]
         self.parts = [self.rollout.rows(group * rows, (group + 1) * rows) for group in range(groups)]
         self.progress = Progress()
 
     def describe(self) -> list[str]:
-        return [*self.learner.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
+        return [*self.cast.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
 
     def _processes(self) -> str:
         envs, threads = self.experiment.engine.envs, f"{self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -62,7 +63,7 @@ class SerialEngine:
         batch = int(self.rollout.valid.sum())
 
         mark = perf_counter()
-        metrics = self.learner.update(self.rollout, self.progress.env_steps)
+        metrics = self.cast.update(self.rollout, self.progress.env_steps)
         spent["learn"] = perf_counter() - mark
 
         total = perf_counter() - started
@@ -80,7 +81,7 @@ class SerialEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        tree = {"groups": len(self.groups), "progress": asdict(self.progress), "learner": self.learner.save(folder)}
+        tree = {"groups": len(self.groups), "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for group in self.groups:
             group.save(folder / "engine")
@@ -88,17 +89,18 @@ class SerialEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        self.learner.load(folder, tree["learner"])
-        return [sentence for group in self.groups for sentence in group.load(folder)]
+        said = self.cast.load(folder, tree["learner"])
+        return said + [sentence for group in self.groups for sentence in group.load(folder)]
 
     # ------------------------------------------------------------------------------------------ between steps
 
-    def snapshot(self, policy: str = "main") -> PolicyState:
-        return self.learner.snapshot(policy)
+    def snapshot(self, policy: str | None = None) -> PolicyState:
+        return self.cast.snapshot(policy)
 
-    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        return self.learner.adopt(policy, state, settings)
+    def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+        return self.cast.adopt(policy, state, settings)
 
     def close(self) -> None:
+        self.cast.close()
         for group in self.groups:
             group.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
+from tiltyard.envs.away import Away
 from tiltyard.envs.parallel import Parallel
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
 from tiltyard.refs import user_traceback
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from tiltyard.envs.vector import EnvGroup
     from tiltyard.types import Array
 
-COUNTERS = ("number", "length", "saved_frames", "total", "reward", "terminated", "truncated", "first")
+# Counters that a replayed episode does not bring back by itself, or that its return is compared with
+_SAVED_ONLY = ("number", "length", "total", "reward", "terminated", "truncated", "first")
 
 
 class History:
@@ -72,12 +74,14 @@ class History:
             self._actions[self._begin[row] : longest, row] = actions
 
 
-def state_keeper(env: gymnasium.Env[Any, Any] | Parallel, *, anywhere: bool) -> Any:
+def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | Away, *, anywhere: bool) -> Any:
     """The env or wrapper that has get_state and set_state; the outermost that is not Gymnasium's own, or any.
 
     A wrapper between may have a state of its own, so a keeper further in counts only when the user asks for it.
     """
     layer: Any = env.inner if isinstance(env, Parallel) else env
+    if isinstance(layer, Away):  # looked up where it lives
+        return layer if layer.keeps_state else None
     while True:
         if hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"):
             return layer
@@ -93,10 +97,10 @@ def save(group: EnvGroup) -> Tree:
         "comes_back": group.comes_back,
         "agents": group.agents,
         "settings": group.env.episode_digest(),
-        "seeds": list(group.seeds_now),
+        "seeds": list(group.tally.seeds),
         "obs": {name: array.copy() for name, array in group.obs.items()},
         "mask": None if group.mask is None else group.mask.copy(),
-        "counters": {name: getattr(group, name).copy() for name in group.counters},
+        "counters": {name: array.copy() for name, array in group.counters.items()},
     }
     if group.comes_back == "state":
         tree["states"] = [_get_state(group, copy) for copy in range(group.copies)]
@@ -126,7 +130,7 @@ def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
 
 def _blamed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> EnvError:
     return EnvError(
-        f"env {group.env.id}, row {group.span(copy).start}: {doing}() {raised(error)}",
+        f"env {group.env.id}, row {group.tally.span(copy).start}: {doing}() {raised(error)}",
         "the traceback is the env's own; env.comes_back=replay does without it",
         user_traceback(error),
     )
@@ -149,7 +153,7 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     alike = tree.get("agents", 1) == group.agents  # rows of more or fewer agents are others
     common = min(group.rows, len(tree["seeds"])) if alike else 0
     _take_counters(group, tree, common)
-    group.seeds_now[:common] = [int(seed) for seed in tree["seeds"][:common]]
+    group.tally.seeds[:common] = [int(seed) for seed in tree["seeds"][:common]]
     if group.history is not None:
         saved = tree.get("actions") or []
         group.history.fill(
@@ -163,7 +167,7 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     if group.mask is not None:
         group.mask[:common] = tree["mask"][:common]
     for copy in [*broken, *range(copies, group.copies)]:
-        group.first[group.span(copy)] = True
+        group.first[group.tally.span(copy)] = True
         group.begin(copy)
     began = np.asarray(tree["counters"]["length"])[:common][:: group.agents] > 0
     running, cut = int(began.sum()), int(began[broken].sum())
@@ -172,8 +176,8 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
 
 
 def _take_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
-    for name in group.counters:
-        getattr(group, name)[:rows] = tree["counters"][name][:rows]
+    for name, array in group.counters.items():
+        array[:rows] = tree["counters"][name][:rows]
 
 
 def _fit(group: EnvGroup, tree: Tree) -> None:
@@ -190,8 +194,8 @@ def _bring_back(group: EnvGroup, tree: Tree, copy: int) -> bool:
     """Put a copy of the env where it was; False when that does not work out to the bit."""
     if tree["comes_back"] != group.comes_back or group.comes_back == "fresh":
         return False
-    rows, counters = group.span(copy), tree["counters"]
-    group.restart(copy, group.seeds_now[rows.start])
+    rows, counters = group.tally.span(copy), tree["counters"]
+    group.restart(copy, group.tally.seeds[rows.start])
     if group.comes_back == "state":
         _set_state(group, copy, tree["states"][copy])
         return True
@@ -203,8 +207,8 @@ def _bring_back(group: EnvGroup, tree: Tree, copy: int) -> bool:
         return False
     if replayed != [float(total) for total in counters["total"][rows]]:
         return False
-    told = ["saved_frames", *(name for name in group.counters if name not in COUNTERS)]
-    if not all(np.array_equal(getattr(group, name)[rows], counters[name][rows]) for name in told):
+    told = {name: array for name, array in group.counters.items() if name not in _SAVED_ONLY}
+    if not all(np.array_equal(array[rows], counters[name][rows]) for name, array in told.items()):
         return False
     return all(np.array_equal(array[rows], tree["obs"][name][rows]) for name, array in group.buffer.now.items())
 

@@ -80,17 +80,16 @@ _of_rooms: dict[tuple[str, str], Registered] = {}  # by the module that register
 def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any]:
     """An env with one agent, and its wrappers; with `render` it can draw itself as RGB arrays."""
     made = make_any(env, base, render)
-    if isinstance(made, Parallel):
-        raise UseError(f"env.id = {env.id} has several agents now and had one before", "the env itself changed")
+    require_agents(env, made, several=False)
+    assert not isinstance(made, Parallel)
     return made
 
 
-def make_parallel(env: Env, base: Sequence[Path], render: bool = False) -> Parallel:
-    """The same for an env with several agents."""
-    made = make_any(env, base, render)
-    if not isinstance(made, Parallel):
-        raise UseError(f"env.id = {env.id} has one agent now and had several before", "the env itself changed")
-    return made
+def require_agents(env: Env, made: Any, *, several: bool) -> None:
+    """An env must have one agent or several as it had when it was probed."""
+    if isinstance(made, Parallel) != several:
+        now, before = ("one agent", "several") if several else ("several agents", "one")
+        raise UseError(f"env.id = {env.id} has {now} now and had {before} before", "the env itself changed")
 
 
 def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any] | Parallel:

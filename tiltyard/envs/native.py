@@ -75,11 +75,10 @@ class NativeGroup(EnvGroup):
         seed: int,
         *,
         stepper: Stepper,
-        previous: bool = False,
-        first_row: int = 0,
+        **more: Any,
     ) -> None:
         self._stepper = stepper
-        super().__init__(env, spec, rows, seed, base=(), previous=previous, first_row=first_row)
+        super().__init__(env, spec, rows, seed, base=(), **more)
 
     def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
         self.comes_back = self._stepper.comes_back  # type: ignore[assignment]
@@ -147,6 +146,7 @@ STEPPERS: dict[str, Callable[[str, int, dict[str, Any], int | None], Stepper]] =
     "CartPole-v0": CartPoles,
     "atari": _ataris,
 }
+EXACT = ("CartPole-v1", "CartPole-v0")  # an episode is the one that the single env plays with its seed
 
 
 def stepper_for(env: Env, rows: int, threads: int | None = None) -> Stepper | None:
@@ -160,7 +160,7 @@ def stepper_for(env: Env, rows: int, threads: int | None = None) -> Stepper | No
 
 def has_stepper(env: Env) -> bool:
     """Whether all rows will be stepped in one call."""
-    plain = not env.wrappers and env.frameskip == 1 and env.frame_stack == 1
+    plain = not env.wrappers and env.frameskip == 1 and env.frame_stack == 1 and env.isolate == "none"
     key, _ = refs.family_of(env.id) or (env.id, env.id)
     return env.native and plain and key in STEPPERS
 
@@ -172,12 +172,15 @@ def make_group(
     seed: int,
     *,
     base: Sequence[Path],
-    previous: bool = False,
-    first_row: int = 0,
     threads: int | None = None,
+    exact: bool = False,
+    **more: Any,
 ) -> EnvGroup:
-    """The rows to train with: stepped by one call where the env can and `env.native` allows, else copy by copy."""
-    stepper = stepper_for(env, rows, threads)
+    """Rows stepped by one call where the env can and `env.native` allows, else copy by copy; `more` is EnvGroup's.
+
+    With `exact` only by a call that plays the same episodes as the single env does.
+    """
+    stepper = stepper_for(env, rows, threads) if env.id in EXACT or not exact else None
     if stepper is not None:
-        return NativeGroup(env, spec, rows, seed, stepper=stepper, previous=previous, first_row=first_row)
-    return group_class(spec)(env, spec, rows, seed, base=base, previous=previous, first_row=first_row)
+        return NativeGroup(env, spec, rows, seed, stepper=stepper, **more)
+    return group_class(spec)(env, spec, rows, seed, base=base, **more)

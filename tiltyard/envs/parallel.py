@@ -69,6 +69,10 @@ class Parallel:
         """Act by place; the env's own answer, whose dicts are by name."""
         return self.inner.step({self.agents[place]: action for place, action in actions.items()})
 
+    def ahead(self, actions: Mapping[int, Any], frames: int) -> None:
+        """Have an env of its own process or thread do the next frames, see `Away`."""
+        self.inner.ahead({self.agents[place]: action for place, action in actions.items()}, frames)
+
     def of(self, part: Mapping[Any, Any], place: int) -> Any:
         """What a dict of the env's says of an agent; None when it says nothing."""
         return part.get(self.agents[place])

@@ -13,32 +13,25 @@ All rows of a copy have the same episode number, seed and length (calls of the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiltyard.envs import comeback
+from tiltyard.envs.blame import blamed
 from tiltyard.envs.buffers import FaultyObs
 from tiltyard.envs.contract import info_scalars
-from tiltyard.envs.make import make_parallel
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
 from tiltyard.envs.vector import RESETTING, EnvGroup
 from tiltyard.errors import TiltyardError
 from tiltyard.types import EnvSpec, EpisodeEnd, Tree
 
 if TYPE_CHECKING:
-    from tiltyard.types import Array
+    from tiltyard.types import Array, Arrays
 
 
 class ParallelGroup(EnvGroup):
     """An EnvGroup with as many copies of an env as its rows make, a row per agent."""
-
-    counters = (*comeback.COUNTERS, "acting", "over", "decisions")
-
-    def _make_envs(self, base: Sequence[Path], render: bool) -> list[Any]:
-        return [make_parallel(self.env, base, render and copy == 0) for copy in range(self.copies)]
 
     def _allocate(self, previous: bool) -> None:
         super()._allocate(previous)
@@ -54,9 +47,12 @@ class ParallelGroup(EnvGroup):
         self.decisions += self.acting
         copy = 0
         try:
+            for copy, ahead in enumerate(self._aheads):  # envs of their own step side by side
+                at = copy * self.agents
+                ahead({p: actions[at + p] for p in range(self.agents) if self.acting[at + p]}, self._frameskip)
             for copy in range(self.copies):
                 self._beats[0] += 1
-                self._advance(copy, actions[self.span(copy)])
+                self._advance(copy, actions[self.tally.span(copy)])
         except KeyboardInterrupt:  # the user's own
             raise
         except BaseException as error:
@@ -65,7 +61,7 @@ class ParallelGroup(EnvGroup):
     def _advance(self, copy: int, actions: list[Any]) -> None:
         """One env step of one copy: as many calls as frameskip says, fewer when somebody ends, comes or goes."""
         env, at = self.envs[copy], copy * self.agents
-        acting = np.flatnonzero(self.acting[self.span(copy)]).tolist()
+        acting = np.flatnonzero(self.acting[self.tally.span(copy)]).tolist()
         rewards = dict.fromkeys(acting, 0.0)
         left, over, cut = self._frameskip, {}, {}
         while left:
@@ -82,7 +78,7 @@ class ParallelGroup(EnvGroup):
             there = {place for place in env.present() if not self.over[at + place]}
             if there != set(acting) or any(over.values()) or any(cut.values()):
                 break
-        self.saved_frames[self.span(copy)] += left * (self._frames // self._frameskip)
+        self.tally.saved_frames[self.tally.span(copy)] += left * (self._frames // self._frameskip)
         for place in range(self.agents):
             row, acted = at + place, place in rewards
             self._raw[row] = rewards[place] if acted else 0.0
@@ -108,8 +104,10 @@ class ParallelGroup(EnvGroup):
     # ------------------------------------------------------------------------------------------ coming and going
 
     def _finish_ended(self) -> list[EpisodeEnd]:
-        if self._countdown <= 0 and self._limit is not None:
-            late = self.length >= self._limit
+        late = self.tally.late()
+        short = None
+        if late is not None:
+            short = self.tally.shortened(np.asarray(self._over) | np.asarray(self._cut) | ~self.acting)
             self._cut = [bool(cut) for cut in np.asarray(self._cut) | (late & self.acting)]
             self.over |= late
         self.terminated[:] = self._over
@@ -123,8 +121,10 @@ class ParallelGroup(EnvGroup):
             self.obs[PREVIOUS_REWARD][~self.acting | self.first] = 0
         if self.first.any():
             self._check_finite({})
-        self.set_countdown()
-        return ends
+        self.tally.set_countdown()
+        if short is not None:  # whoever was cut short, the episode was
+            short = np.repeat(short.reshape(-1, self.agents).any(axis=1), self.agents)
+        return self._whole(ends, short)
 
     def _settle(self, copy: int) -> bool:
         """Let those go whose part ended, and those begin who came; whether anybody is left to act."""
@@ -142,7 +142,7 @@ class ParallelGroup(EnvGroup):
             raise
         except BaseException as error:
             raise self._blamed_on_copy(error, copy, "step") from error
-        return bool(self.acting[self.span(copy)].any())
+        return bool(self.acting[self.tally.span(copy)].any())
 
     def _leave(self, row: int) -> None:
         self.buffer.keep_final(row)
@@ -168,20 +168,11 @@ class ParallelGroup(EnvGroup):
 
     def _finish(self, copy: int) -> EpisodeEnd:
         """Say how a copy's episode went, and begin the next one."""
-        rows = self.span(copy)
+        rows = self.tally.span(copy)
         if self.at_end is not None:
             self.at_end(rows.start)
-        frames = self.frames(rows.start)
-        end = EpisodeEnd(
-            row=self.first_row + rows.start,
-            number=int(self.number[rows.start]),
-            seed=self.seeds_now[rows.start],
-            total=float(self.total[rows][self.decisions[rows] > 0].mean()),
-            length=int(self.length[rows.start]),
-            frames=frames,
-            metrics=self._told(rows),
-        )
-        self._ended_frames += frames
+        total = float(self.tally.total[rows][self.decisions[rows] > 0].mean())
+        end = self.tally.end(rows.start, total, self._told(rows))
         self.begin(copy)
         self.first[rows] = True
         return end
@@ -194,13 +185,14 @@ class ParallelGroup(EnvGroup):
                 told.setdefault(name, []).append(value)
         means = {name: sum(values) / len(values) for name, values in told.items()}
         took_part = np.flatnonzero(self.decisions[rows] > 0).tolist()
-        return means | {f"{self.spec.agents[place]}_return": float(self.total[rows][place]) for place in took_part}
+        totals = self.tally.total[rows].tolist()
+        return means | {f"{self.spec.agents[place]}_return": totals[place] for place in took_part}
 
     def restart(self, copy: int, seed: int) -> None:
         """Reset a copy; those that are there see its beginning, the rows of others are empty."""
         self._beats[0] += 1
         before, self._beats[1] = self._beats[1], RESETTING
-        rows = self.span(copy)
+        rows = self.tally.span(copy)
         self.over[rows], self.decisions[rows] = False, 0
         self._over[rows] = self._cut[rows] = [False] * self.agents
         self.last_words[rows] = [{} for _ in range(self.agents)]
@@ -221,9 +213,9 @@ class ParallelGroup(EnvGroup):
             raise self._blamed_on_copy(error, copy, "reset") from error
 
     def replay(self, copy: int, actions: list[Array]) -> list[float] | None:
-        rows = self.span(copy)
+        rows = self.tally.span(copy)
         totals = np.zeros(self.agents)
-        self.saved_frames[rows] = 0
+        self.tally.saved_frames[rows] = 0
         for together in zip(*(self.codec.decode_rows(own) for own in actions), strict=True):
             self.decisions[rows] += self.acting[rows]
             for row in range(rows.start, rows.stop):
@@ -234,13 +226,17 @@ class ParallelGroup(EnvGroup):
                 return None
         return [float(total) for total in totals]
 
+    @property
+    def counters(self) -> Arrays:
+        return {**super().counters, "acting": self.acting, "over": self.over, "decisions": self.decisions}
+
     def save(self) -> Tree:
         return {**super().save(), "last_words": [dict(words) for words in self.last_words]}
 
     def load(self, tree: Tree) -> list[str]:
         said = super().load(tree)
         for row, words in enumerate(tree.get("last_words", [])[: self.rows]):
-            if self.length[row] > 0:  # else its episode was cut
+            if self.tally.length[row] > 0:  # else its episode was cut
                 self.last_words[row] = dict(words)
         return said
 
@@ -249,8 +245,8 @@ class ParallelGroup(EnvGroup):
 
     def _blamed_on_copy(self, error: BaseException, copy: int, doing: str) -> TiltyardError:
         """What is no single agent's fault."""
-        row = self.span(copy).start
-        return self._blamed(error, row, doing, super()._where(row))
+        row = self.tally.span(copy).start
+        return blamed(error, super()._where(row), doing)
 
 
 def group_class(spec: EnvSpec) -> type[EnvGroup]:

@@ -131,12 +131,13 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     from tiltyard.envs.actions import action_spec
     from tiltyard.envs.comeback import state_keeper
     from tiltyard.envs.examination import Examination
-    from tiltyard.envs.make import can_render, frames_per_step, make_any, registered_limit
+    from tiltyard.envs.isolate import make_copies
+    from tiltyard.envs.make import can_render, frames_per_step, registered_limit
     from tiltyard.envs.parallel import Parallel
     from tiltyard.envs.parallel_examination import ParallelExamination
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
-    made = make_any(env, base)
+    (made,) = make_copies(env, base, 1)
     for name in ("observation_space", "action_space"):
         if getattr(made, name, None) is None:
             raise UseError(f"env {env.id} has no {name}", f"set self.{name} in its constructor")
@@ -187,14 +188,18 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
 
 
 def _one_more(env: Env, base: Sequence[Path]) -> int:
-    """Bytes by which this process grows for a second copy of the env; 0 where the system does not tell."""
-    from tiltyard.envs.make import make_any
+    """Bytes by which this process grows for a second copy of the env, or that it takes in a process of its own; 0 where
+    the system does not tell."""
+    from tiltyard.envs.isolate import make_copies
+    from tiltyard.envs.parallel import Parallel
 
     before = resident_memory()
     try:
-        second = make_any(env, base)
+        (second,) = make_copies(env, base, 1)
         second.reset(seed=0)
         grown = resident_memory() - before
+        if env.isolate == "process":
+            grown = (second.inner if isinstance(second, Parallel) else second).weight()
         second.close()
     except Exception:  # noqa: BLE001 - a simulator that allows one copy only says so itself when a second is needed
         return 0

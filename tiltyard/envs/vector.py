@@ -1,7 +1,9 @@
 """Many copies of one env stepped together as arrays [B, ...]: the only maker of `Step`.
 
-Owns frameskip, frame stack, time limit, reward scale and clip, previous action and reward, episode seeds and
-statistics. How running episodes are saved and brought back is in comeback.py; observations live in buffers.py.
+Owns stepping: frameskip, reward scale and clip, previous action and reward, ends and beginnings. What else rows have:
+
+    buffers.py   observations and their stacks      tally.py   seeds, lengths and returns of episodes, the time limit
+    comeback.py  running episodes, to disk and back blame.py   sentences about what went wrong
 
     step(action): row t goes on      -> obs[t] = next observation, first[t] false
                   row t has ended    -> final_obs[t] = its last observation, obs[t] = first one of the next episode,
@@ -13,24 +15,24 @@ Every array of a Step belongs to the group and is overwritten by the next call: 
 from __future__ import annotations
 
 import math
-import sys
-import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 import numpy as np
 
-from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.envs import comeback
 from tiltyard.envs.actions import ActionCodec, flat_mask
+from tiltyard.envs.blame import blamed, diverged
 from tiltyard.envs.buffers import FaultyObs, ObsBuffer, all_finite
 from tiltyard.envs.contract import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
-from tiltyard.envs.make import make_env
+from tiltyard.envs.isolate import make_copies
+from tiltyard.envs.make import require_agents
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD, previous_specs
-from tiltyard.errors import DivergedError, EnvError, TiltyardError, UseError, raised
+from tiltyard.envs.tally import Seeds, Tally, episode_seed, first_limits
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.types import EnvSpec, EpisodeEnd, Step, Tree
 
 if TYPE_CHECKING:
@@ -40,20 +42,11 @@ if TYPE_CHECKING:
 IDLE, STEPPING, RESETTING = range(3)  # what a group is doing, for whoever watches its beats
 
 
-def episode_seed(seed: int, role: str, row: int, number: int) -> int:
-    """The seed of one episode, 31 bits: nothing but the run's seed, the role, the row and the episode's number."""
-    key = (zlib.crc32(role.encode()), row, number)
-    return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1)[0]) >> 1
-
-
 class EnvGroup:
     """`rows` copies of an env. `first_row` is the number of row 0 among all rows of the run; `render` is for row 0.
 
-    Where an env has several agents (parallel_rows.py), `span` tells which rows are those of one copy.
+    Where an env has several agents (parallel_rows.py), `tally.span` tells which rows are those of one copy.
     """
-
-    counters: tuple[str, ...] = comeback.COUNTERS
-    """names of the arrays [B] that a checkpoint keeps"""
 
     def __init__(
         self,
@@ -67,26 +60,34 @@ class EnvGroup:
         render: bool = False,
         previous: bool = False,
         first_row: int = 0,
-        seeds: Callable[[int, int], int] | None = None,
+        seeds: Seeds | None = None,
     ) -> None:
         self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
         self.agents = len(spec.agents)  # rows of one copy
         self.copies = rows // self.agents
-        self._seed, self._role, self._seeds = seed, role, seeds
         self._frameskip = env.frameskip  # calls of the env's step per env step
         self._frames = spec.frameskip  # simulator frames per env step: more where the env skips frames itself
-        self._limit = env.time_limit or spec.episode_limit
+        self._seed_of_making = episode_seed(seed, f"{role}/make", first_row // self.agents, 0)
+        own = partial(episode_seed, seed, role)
+        limit = env.time_limit or spec.episode_limit
+        places = range(first_row // self.agents, (first_row + rows) // self.agents)
+        first = first_limits(seed, role, places, env.decorrelate) if env.decorrelate and role == "train" else None
+        seeds = own if seeds is None else seeds
+        self.tally = Tally(rows, self.agents, first_row, seeds, self._frames, limit, first)
         self.comes_back = spec.comes_back
         self.codec = ActionCodec(spec.action)
         self._options = [part.options for part in spec.action.parts if part.kind == "categorical"]
         self.envs: list[Any] = self._make_envs(base, render)
         self._calls = [made.step for made in self.envs]
+        self._aheads = [made.ahead for made in self.envs] if env.isolate != "none" else []
         self.buffer = ObsBuffer(self.envs[0].observation_space, rows, env.frame_stack, env.strict)
         self._allocate(previous)
         self._compare(previous)
 
-    def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
-        return [make_env(self.env, base, render and row == 0) for row in range(self.rows)]
+    def _make_envs(self, base: Sequence[Path], render: bool) -> list[Any]:
+        made = make_copies(self.env, base, self.copies, render=render, seed=self._seed_of_making)
+        require_agents(self.env, made[0], several=self.spec.parallel)
+        return made
 
     def _allocate(self, previous: bool) -> None:
         rows, columns = self.rows, self.spec.action.columns
@@ -102,11 +103,6 @@ class EnvGroup:
         self.terminated, self.truncated = np.zeros(rows, bool), np.zeros(rows, bool)
         self.first, self.valid = np.ones(rows, bool), np.ones(rows, bool)
         self.acting = np.ones(rows, bool)  # which rows the next action is a decision in
-        self.number = np.full(rows, -1, np.int64)  # episodes begun by each row, minus one
-        self.length = np.zeros(rows, np.int64)  # env steps of the running episode
-        self.saved_frames = np.zeros(rows, np.int64)  # frames that frameskip did not need because the episode ended
-        self.total = np.zeros(rows, np.float64)  # return so far: raw rewards
-        self.seeds_now = [0] * rows
         self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
@@ -115,8 +111,6 @@ class EnvGroup:
         self._over: list[bool] = [False] * rows
         self._cut: list[bool] = [False] * rows
         self._any_first = True
-        self._ended_frames = 0
-        self.set_countdown()
 
     def _compare(self, previous: bool) -> None:
         """The env made here must be the one that was probed."""
@@ -137,7 +131,7 @@ class EnvGroup:
         self.reward[:] = 0
         self.terminated[:] = self.truncated[:] = False
         self.first[:] = self._any_first = True
-        self.set_countdown()
+        self.tally.set_countdown()
         self._check_finite({})
         return self.current()
 
@@ -158,9 +152,7 @@ class EnvGroup:
         self.buffer.shift()
         self._advance_all(self.codec.decode_rows(action))
         raw = np.array(self._raw, np.float64)
-        self.total += raw
-        self.length += 1
-        self._countdown -= 1
+        self.tally.step(raw)
         if not math.isfinite(sum(self._raw)) and not np.isfinite(raw).all():
             row = int(np.flatnonzero(~np.isfinite(raw))[0])
             raise self._diverged(f"the reward is {raw[row]}", row, {"reward": raw, "action": action})
@@ -178,6 +170,8 @@ class EnvGroup:
         target, shape, dtype = self.buffer.plain
         beats = self._beats
         try:
+            for ahead, action in zip(self._aheads, actions, strict=False):  # envs of their own step side by side
+                ahead(action, self._frameskip)
             for row, call in enumerate(self._calls):
                 beats[0] += 1
                 if plain:
@@ -205,7 +199,7 @@ class EnvGroup:
             left -= 1
             if over or cut:
                 break
-        self.saved_frames[row] += left * (self._frames // self._frameskip)
+        self.tally.saved_frames[row] += left * (self._frames // self._frameskip)
         self._raw[row], self._over[row], self._cut[row], self.infos[row] = total, over, cut, info
         return obs
 
@@ -218,23 +212,29 @@ class EnvGroup:
 
     def _finish_ended(self) -> list[EpisodeEnd]:
         """Set terminated, truncated and first; close the episodes that ended and begin their rows' next ones."""
-        late = self._countdown <= 0
+        late = self.tally.late()
         if self._any_first:
             self.terminated[:] = self.truncated[:] = self.first[:] = self._any_first = False
-        if not (late or True in self._over or True in self._cut):
+        if late is None and not (True in self._over or True in self._cut):
             return []
         self.terminated[:] = self._over
         self.truncated[:] = self._cut
-        if late and self._limit is not None:
-            self.truncated |= self.length >= self._limit
+        short = None
+        if late is not None:
+            short = self.tally.shortened(self.terminated | self.truncated)
+            self.truncated |= late
         self.truncated &= ~self.terminated  # an end that is real is nothing to bootstrap from
         np.logical_or(self.terminated, self.truncated, out=self.first)
         ends = [self._finish(row) for row in np.flatnonzero(self.first).tolist()]
         if ends:
             self._any_first = True
             self._check_finite({})
-        self.set_countdown()
-        return ends
+        self.tally.set_countdown()
+        return self._whole(ends, short)
+
+    def _whole(self, ends: list[EpisodeEnd], short: Array | None) -> list[EpisodeEnd]:
+        """Those that are told of: the return of an episode that was shortened would be no return."""
+        return ends if short is None else [end for end in ends if not short[end.row - self.first_row]]
 
     def _finish(self, row: int) -> EpisodeEnd:
         """Keep a row's last observation, begin its next episode, and say how the ended one went."""
@@ -244,51 +244,14 @@ class EnvGroup:
                 self.final_obs[name][row] = self.obs[name][row]
         if self.at_end is not None:
             self.at_end(row)
-        info, frames = self.infos[row], self.frames(row)
-        end = EpisodeEnd(
-            row=self.first_row + row,
-            number=int(self.number[row]),
-            seed=self.seeds_now[row],
-            total=float(self.total[row]),
-            length=int(self.length[row]),
-            frames=frames,
-            metrics=info_scalars(info) if info else {},
-        )
-        self._ended_frames += frames
+        info = self.infos[row]
+        end = self.tally.end(row, float(self.tally.total[row]), info_scalars(info) if info else {})
         self.begin(row)
         return end
 
-    def frames(self, row: int) -> int:
-        """Simulator frames of a row's running episode."""
-        return int(self.length[row]) * self._frames - int(self.saved_frames[row])
-
-    @property
-    def frames_taken(self) -> int:
-        """Simulator frames of all copies; a load may change it, so take differences within one life only."""
-        running = self.length[:: self.agents].sum() * self._frames - self.saved_frames[:: self.agents].sum()
-        return self._ended_frames + int(running)
-
-    def span(self, copy: int) -> slice:
-        """The rows of one copy."""
-        return slice(copy * self.agents, (copy + 1) * self.agents)
-
-    def set_countdown(self) -> None:
-        """How many steps no row can reach the time limit: rows that begin anew meanwhile only make it longer."""
-        self._countdown = sys.maxsize if self._limit is None else self._limit - int(self.length.max())
-
     def begin(self, copy: int) -> None:
         """The next episode of a copy, with its own seed."""
-        rows, place = self.span(copy), self.first_row // self.agents + copy
-        self.number[rows] += 1
-        number = int(self.number[rows.start])
-        seed = (
-            self._seeds(place, number)
-            if self._seeds is not None
-            else episode_seed(self._seed, self._role, place, number)
-        )
-        self.seeds_now[rows] = [seed] * self.agents
-        self.length[rows] = self.saved_frames[rows] = 0
-        self.total[rows] = 0.0
+        rows, seed = self.tally.span(copy), self.tally.begin(copy)
         if self.history is not None:
             self.history.restart(rows)
         if self._previous:
@@ -319,7 +282,7 @@ class EnvGroup:
         Takes and gives lists, because a copy with several agents has several rows.
         """
         total = 0.0
-        self.saved_frames[row] = 0
+        self.tally.saved_frames[row] = 0
         for action in self.codec.decode_rows(actions[0]):
             obs = self._skip(row, action)
             if self._over[row] or self._cut[row]:
@@ -345,31 +308,14 @@ class EnvGroup:
     # ------------------------------------------------------------------------------------------ faults
 
     def _where(self, row: int) -> str:
-        return f"env {self.env.id}, row {self.first_row + row}, episode {self.number[row]}, env step {self.length[row]}"
+        now = self.tally
+        return f"env {self.env.id}, row {self.first_row + row}, episode {now.number[row]}, env step {now.length[row]}"
 
-    def _blamed(self, error: BaseException, row: int, doing: str, where: str = "") -> TiltyardError:
-        """What an exception inside the loop over rows means to the user."""
-        where = where or self._where(row)
-        if isinstance(error, TiltyardError):
-            return error
-        if isinstance(error, FaultyObs):
-            if "NaN" in str(error) or "infinity" in str(error):
-                return self._diverged(str(error), row, {f"obs.{error.key}": np.asarray(error.value)})
-            return EnvError(
-                f"{where}: {error}", "the env must keep to the spaces it declares; env.strict=false casts dtypes"
-            )
-        if _raised_here(error):  # unpacking or storing its answer, not the env's own code
-            hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
-            return EnvError(f"{where}: {doing}() answered in a wrong form: {error}", hint)
-        return EnvError(
-            f"{where}: {doing}() {raised(error)}", "the traceback is the env's own", refs.user_traceback(error)
-        )
+    def _blamed(self, error: BaseException, row: int, doing: str) -> TiltyardError:
+        return blamed(error, self._where(row), doing)
 
-    def _diverged(self, what: str, row: int, batch: dict[str, object]) -> DivergedError:
-        hint = "find where the env divides by zero or overflows; the offending arrays are saved"
-        if what.startswith("the action"):
-            hint = "the policy put it out: lower algo.lr, or normalise observations; the offending arrays are saved"
-        return DivergedError(f"{self._where(row)}: {what}", hint, batch)
+    def _diverged(self, what: str, row: int, batch: dict[str, object]) -> TiltyardError:
+        return diverged(what, self._where(row), batch)
 
     def _check_finite(self, batch: dict[str, object]) -> None:
         bad = self.buffer.check_finite()
@@ -384,9 +330,20 @@ class EnvGroup:
         """Count env calls in beats[0] from now on and tell in beats[1] what is going on: a reader can see a hang."""
         self._beats = beats.data
 
+    @property
+    def counters(self) -> Arrays:
+        """The arrays [B] that a checkpoint keeps, by name."""
+        ends = {"terminated": self.terminated, "truncated": self.truncated, "first": self.first}
+        return {**self.tally.counters, "reward": self.reward, **ends}
+
+    @property
+    def frames_taken(self) -> int:
+        """Simulator frames of all copies, see Tally."""
+        return self.tally.frames_taken
+
     def skip_episodes(self, count: int) -> None:
         """Leave out the next episodes of every row: others have had those seeds."""
-        self.number += count
+        self.tally.number += count
 
     def save(self) -> Tree:
         """Everything needed to go on exactly here; running episodes are not disturbed."""
@@ -396,7 +353,7 @@ class EnvGroup:
         """Go on where `save` was called; sentences about episodes that could not be brought back."""
         said = comeback.load(self, tree)
         self._any_first = True
-        self.set_countdown()
+        self.tally.set_countdown()
         return said
 
     def render_row(self, row: int) -> Array | None:
@@ -432,15 +389,7 @@ class EnvGroup:
                 raise
             except BaseException:  # noqa: BLE001
                 continue
-        self.envs, self._calls = [], []
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether no code but this package's was running when the error came up."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "tiltyard.envs.actions")
+        self.envs, self._calls, self._aheads = [], [], []
 
 
 def _number(reward: Any) -> float:

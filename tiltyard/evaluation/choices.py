@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from tiltyard import refs
+from tiltyard.engines.players import Players
 from tiltyard.envs.actions import ActionCodec, random_action
-from tiltyard.envs.vector import EnvGroup, episode_seed
+from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, Arrays, EnvSpec
@@ -47,8 +49,8 @@ class RandomPolicy:
         return self._codec.decode(random_action(self._action, self._rng, mask))
 
 
-def trained(net: PolicyNet, greedy: bool, seed: int) -> Begin:
-    """Acts as the policy does; the memory of all slots is kept between calls."""
+def trained(net: PolicyNet | Players, greedy: bool, seed: int) -> Begin:
+    """Acts as the policy does, or as several do; the memory of all slots is kept between calls."""
     generator = torch.Generator().manual_seed(seed)
 
     def begin(group: EnvGroup) -> Choose:
@@ -56,6 +58,8 @@ def trained(net: PolicyNet, greedy: bool, seed: int) -> Begin:
 
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             nonlocal state
+            if isinstance(net, Players):
+                net.take_seats(group.tally.seeds)
             acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator)
             state = acted.state
             return acted.action
@@ -94,7 +98,8 @@ def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
 def _seed(group: EnvGroup, row: int) -> int:
     """What a row's policy may draw from: the episode's seed, and for a second agent of the same env another."""
     place = row % group.agents
-    return episode_seed(group.seeds_now[row], "agent", place, 0) if place else group.seeds_now[row]
+    seed = group.tally.seeds[row]
+    return episode_seed(seed, "agent", place, 0) if place else seed
 
 
 def _blaming(text: str, action: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ How episodes are played is in play.py, who acts in them in choices.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
 from tiltyard.config.place import runs_root
+from tiltyard.engines.freeze import frozen_nets
+from tiltyard.engines.players import Players, acting
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import hand_written, trained
@@ -34,8 +36,9 @@ from tiltyard.run.masking import mask_all
 from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
-MEASURED = ("env", "eval")  # sections that an evaluation may change
-OWN = ("plugins", "checkpoints", "logs", "eval", "videos", "tb", "wandb", "bad_batch")  # a run folder's own folders
+MEASURED = ("env", "eval", "match")  # sections that an evaluation may change
+# a run folder's own folders
+OWN = ("plugins", "frozen", "checkpoints", "logs", "eval", "videos", "tb", "wandb", "bad_batch")
 
 
 class FilmError(TiltyardError):
@@ -57,21 +60,23 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
         self.experiment, self.spec, self.base = experiment, spec, base
-        self.net = PolicyNet(spec, experiment.model, base, seed=0).eval()
+        self.nets = {name: PolicyNet(spec, experiment.model, base, seed=0).eval() for name in experiment.learning}
+        self.actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, base), measured=True)
 
     def measure(
-        self, weights: Arrays, video: Path | None, unfilmed: Unfilmed, cancelled: Callable[[], bool]
+        self, weights: Mapping[str, Arrays], video: Path | None, unfilmed: Unfilmed, cancelled: Callable[[], bool]
     ) -> Evaluation:
         """Numbers, whatever becomes of the film. Raises Cancelled soon after `cancelled` says so."""
         started, settings = time.monotonic(), self.experiment.eval
-        self.net.load_arrays(weights)
+        for name, net in self.nets.items():
+            net.load_arrays(weights[name])
         with Generators(settings.seed).in_place():
             played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
 
     def _play(self, settings: Eval, video: tuple[Path, Unfilmed] | None, cancelled: Callable[[], bool]) -> list[Played]:
         return play(
-            trained(self.net, settings.greedy, settings.seed),
+            trained(self.actor, settings.greedy, settings.seed),
             measured_env(self.experiment.env, self.spec, settings.time_limit),
             self.spec,
             base=self.base,
@@ -80,6 +85,7 @@ class Evaluator:
             slots=settings.envs,
             seed=settings.seed,
             video=video,
+            players=self.actor if isinstance(self.actor, Players) else None,
             cancelled=cancelled,
         )
 
@@ -215,7 +221,8 @@ def _refuse_training(run: Run, sections: list[str]) -> None:
     for name in sections:
         if name in Experiment.model_fields and name not in MEASURED:
             hint = (
-                "change env.* or eval.* settings (eval.seed for other episodes); other training needs `tiltyard fork`"
+                "change env.*, eval.* or match settings (eval.seed for other episodes); other training needs "
+                "`tiltyard fork`"
             )
             if name == "engine":
                 hint = "eval.envs is how many copies of the env are stepped together, --workers how many processes play"
@@ -249,17 +256,21 @@ def _perform(task: Task) -> Answer:
     run = run_of(folder)
     run.require_own_code(task.trust_code)
     experiment = changed(run, task.overrides)
-    policy = load_policy(folder, trust_code=task.trust_code)
+    policies = {name: load_policy(folder, name=name, trust_code=task.trust_code) for name in experiment.learning}
     base = (*run.base, Path.cwd()) if task.overrides else run.base  # an env named here and now may lie here
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
-    policy.require_same(spec)
+    for policy in policies.values():
+        policy.require_same(spec)
+    nets = {name: policy.net for name, policy in policies.items()}
+    actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, run.base), measured=True)
     if task.video is not None:
         require_filmable(spec, experiment.env)
     unfilmed: list[TiltyardError] = []
     seed = task.seed
-    begin = trained(policy.net, task.greedy, seed + task.first)  # workers draw apart
+    begin = trained(actor, task.greedy, seed + task.first)  # workers draw apart
+    players = actor if isinstance(actor, Players) else None
     if task.policy is not None:
-        begin = hand_written(task.policy, spec, (Path.cwd(), *run.base))
+        begin, players = hand_written(task.policy, spec, (Path.cwd(), *run.base)), None
     keep: Keep | None = None
     if task.rollouts is not None:
         from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and seldom needed
@@ -284,5 +295,6 @@ def _perform(task: Task) -> Answer:
             steps=task.steps,
             video=(Path(task.video), unfilmed.append) if task.video else None,
             keep=keep,
+            players=players,
         )
     return Answer(played, unfilmed[0] if unfilmed else None)

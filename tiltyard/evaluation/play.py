@@ -3,7 +3,8 @@
 Episode i always has the same seed, whatever runs it. Slot r of R plays episodes r, r + R, r + 2R, ... to their ends,
 so short episodes are not favoured over long ones; with a budget of steps no episode is started once it is used up,
 and those running are finished. The same EnvGroup and PolicyNet as in training do the work. With several agents an
-episode is still the env's: its return is the mean of theirs, and it is over when nobody is left.
+episode is still the env's: its return is the mean of theirs, and it is over when nobody is left. With several policies
+its return is that of the first one's agents: in a game that one wins and another loses, the mean of all says nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
+from tiltyard.engines.players import Players
+from tiltyard.envs.native import make_group
 from tiltyard.envs.parallel_rows import group_class
-from tiltyard.envs.vector import EnvGroup, episode_seed
+from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import Begin
-from tiltyard.types import Arrays, EnvSpec, Episode, Step
+from tiltyard.types import Arrays, EnvSpec, Episode, EpisodeEnd, Step
 from tiltyard.video import VideoWriter
 
 
@@ -114,12 +118,13 @@ def play(
     steps: int | None = None,
     video: tuple[Path, Unfilmed] | None = None,
     keep: Keep | None = None,
+    players: Players | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Played]:
     """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps.
 
-    `video` is the film to make of the first one and who is told when that fails. Raises Cancelled, at most one env step
-    after `cancelled` became true.
+    `video` is the film to make of the first one and who is told when that fails. `players` are those who act, where
+    they are several policies. Raises Cancelled, at most one env step after `cancelled` became true.
     """
     envs, agents = min(slots, len(episodes)), len(spec.agents)
     shares = [episodes[slot::envs] for slot in range(envs)]
@@ -130,9 +135,11 @@ def play(
         share = shares[slot]  # a slot that has played its share goes on unheeded until the others are done
         return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
 
-    group = group_class(spec)(
-        env, spec, envs * agents, seed, base=base, role="eval", render=video is not None, previous=previous, seeds=seeds
-    )
+    how: dict[str, Any] = {"base": base, "role": "eval", "previous": previous, "seeds": seeds}
+    if video is None and keep is None:
+        group = make_group(env, spec, envs * agents, seed, exact=True, **how)
+    else:  # what is drawn or kept needs the single envs
+        group = group_class(spec)(env, spec, envs * agents, seed, render=video is not None, **how)
     film = _Film(video[0], group, video[1]) if video is not None else None
     group.at_end = film.end if film is not None else None
     played: list[Played] = []
@@ -149,7 +156,7 @@ def play(
             deciding = group.acting & np.repeat([slot.playing is not None for slot in table], agents)
             rows = np.flatnonzero(deciding).tolist()
             taken += len(rows)
-            began = list(group.seeds_now)
+            began = list(group.tally.seeds)
             if keep is not None:
                 _note_before(records, rows, now.obs, group.codec.inside(action))
             now = group.step(action)
@@ -158,12 +165,14 @@ def play(
                 for row in [row for row in rows if now.terminated[row] or now.truncated[row]]:
                     index = table[row // agents].playing
                     assert index is not None
-                    keep(index, _episode(records[row], now, row, began[row], spec))
+                    about = _about(row, spec, players)
+                    keep(index, _episode(records[row], now, row, began[row], about))
             for end in now.episodes:
                 slot = table[end.row // agents]
                 if slot.playing is None:
                     continue
-                played.append(Played(slot.playing, end.seed, end.total, end.length, dict(end.metrics)))
+                total, returns = (end.total, {}) if players is None else _shared(end, players)
+                played.append(Played(slot.playing, end.seed, total, end.length, {**end.metrics, **returns}))
                 slot.playing = next(slot.queue, None) if steps is None or taken < steps else None
     finally:
         group.close()
@@ -211,7 +220,20 @@ def _note_after(
         records[row].info.append(deepcopy(infos[row]))  # an env may fill the same dict again
 
 
-def _episode(record: _Record, now: Step, row: int, seed: int, spec: EnvSpec) -> Episode:
+def _shared(end: EpisodeEnd, players: Players) -> tuple[float, dict[str, float]]:
+    """The return of the first policy (of everybody, should none of its agents have come), and that of each."""
+    returns = players.returns(end, first_row=0)
+    first = players.match.policies[0]
+    return returns.get(first, end.total), {f"policy/{name}/return": value for name, value in returns.items()}
+
+
+def _about(row: int, spec: EnvSpec, players: Players | None) -> dict[str, str]:
+    """Who a row is, and who plays it."""
+    agent = {"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {}
+    return agent if players is None else {**agent, "policy": players.match.policies[players.seats[row]]}
+
+
+def _episode(record: _Record, now: Step, row: int, seed: int, about: dict[str, str]) -> Episode:
     """What one agent did, from where it came to where it ended."""
     record.obs.append({key: array[row].copy() for key, array in now.final_obs.items()})
     episode = Episode(
@@ -222,7 +244,7 @@ def _episode(record: _Record, now: Step, row: int, seed: int, spec: EnvSpec) -> 
         truncated=bool(now.truncated[row]),
         seed=seed,
         info=record.info,
-        meta={"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {},
+        meta=about,
     )
     record.obs, record.action, record.reward, record.info = [], [], [], []
     return episode

@@ -130,6 +130,10 @@ class PolicyNet(nn.Module):
                 self._try_out(outputs)
         self.dense = Dense(self.model) if isinstance(self.model, ActorCritic) and is_plain(self.model) else None
 
+    @property
+    def device(self) -> torch.device:
+        return self.log_std.device
+
     # ------------------------------------------------------------------------------------------ acting
 
     def initial_state(self, rows: int) -> State:

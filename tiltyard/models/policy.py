@@ -32,8 +32,9 @@ from tiltyard.envs.spaces import (
     spec_from_json,
     spec_to_json,
 )
-from tiltyard.errors import UseError
+from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
+from tiltyard.run import disk
 from tiltyard.run.checkpoint import read_tree, select, write_tree
 from tiltyard.run.folder import Run, find
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
@@ -51,6 +52,7 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
     """Write `name`.safetensors and `name`.json into `folder`, the policies folder of a checkpoint."""
     tree = {
         "schema": POLICY_SCHEMA,
+        "place": list(experiment.cast).index(name) if name in experiment.cast else 0,
         "spec": spec_to_json(spec),
         "model": experiment.model.model_dump(mode="json"),
         "env": {
@@ -65,17 +67,29 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
     write_tree(folder, name, tree)
 
 
+def saved_policies(folder: Path) -> list[str]:
+    """Names of the policies of a checkpoint, in their order: the first is the one that was measured."""
+    files = sorted((folder / "policies").glob("*.json"))
+    if not files:
+        raise UseError(f"{folder} holds no policy", "name a run or one of its checkpoints")
+    if len(files) == 1:
+        return [files[0].stem]
+    places = {path.stem: disk.read_json(path)["tree"].get("place", 0) for path in files}
+    return sorted(places, key=lambda name: places[name])
+
+
 def load_policy(
     source: Run | str | Path,
     *,
     at: int | Literal["best"] | None = None,
-    name: str = "main",
+    name: str | None = None,
     base: Sequence[Path] | None = None,
     trust_code: bool = False,
     space: gymnasium.Space[Any] | None = None,
     seed: int = 0,
 ) -> Policy:
     """The policy of a checkpoint folder, or of a run: of its newest checkpoint, the best, or that at an env step.
+    Where there are several, the first, or the one of that name.
 
     A model's own code is run from the copy in the run folder, and only when the folder belongs to this user or with
     `trust_code`. `space` is the env's observation space, needed where its categories do not start at 0.
@@ -85,6 +99,10 @@ def load_policy(
         folder = find(source if isinstance(source, str) else folder).folder
     if not (folder / "policies").is_dir():
         folder = select(source if isinstance(source, Run) else folder, at).folder
+    known = saved_policies(folder)
+    if name is not None and name not in known:
+        raise UseError(f"{folder} has no policy {name!r}", did_you_mean(name, known))
+    name = name or known[0]
     tree = read_tree(folder / "policies", name)
     if tree.get("schema") != POLICY_SCHEMA:
         raise UseError(

@@ -240,7 +240,8 @@ def _fill(
     facts["seed"] = experiment.seed
     facts["plugins"] = {
         str(path.relative_to(draft)): provenance.sha256(path)
-        for path in sorted((draft / "plugins").rglob("*"))
+        for place in ("plugins", "frozen")
+        for path in sorted((draft / place).rglob("*"))
         if path.is_file()
     }
     disk.write_json(draft / "provenance.json", facts)

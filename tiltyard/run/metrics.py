@@ -190,6 +190,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("lag/<updates>", "0 to 1", "Share of the batch whose weights were that many updates old."),
     Metric("lag/discarded", "slots", "Rollouts thrown away in this attempt because they were older than max_lag."),
     Metric(
+        "policy/<name>/return",
+        "reward",
+        "With several policies: mean return of this one's agents in the last 100 training episodes that it played in.",
+    ),
+    Metric(
+        "policy/<name>/<metric>", "its own", "With several policies: this one's loss/..., learn/... and setting/... ."
+    ),
+    Metric(
         "episode/<name>",
         "the env's own",
         "Mean over the last 100 training episodes of what the env reported at their ends.",
@@ -202,6 +210,10 @@ def describe(name: str) -> Metric | None:
     """What a metric means, or None for a name that is not ours. Every episode/... name has one meaning."""
     if name.startswith("episode/"):
         name = "episode/<name>"
+    elif name.startswith("policy/"):
+        _, _, own = name.removeprefix("policy/").partition("/")
+        learned = own.startswith(("loss/", "learn/", "setting/")) and own in _BY_NAME
+        name = "policy/<name>/return" if own == "return" else "policy/<name>/<metric>" if learned else name
     elif name.startswith("lag/") and name[4:].isdecimal():
         name = "lag/<updates>"
     return _BY_NAME.get(name)

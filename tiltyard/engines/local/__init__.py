@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.cast import Cast
 from tiltyard.engines.collect import empty_rollout
-from tiltyard.engines.learner import Learner
 from tiltyard.engines.local.pool import Pool
 from tiltyard.engines.local.slab import FREE, LEARNING, Slab, gather
 from tiltyard.engines.plan import Topology, learner_threads
@@ -30,7 +30,7 @@ from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
-AHEAD = 2  # slots of each asynchronous worker: one being filled while another waits to be learned from
+AHEAD = 2  # slots of each asynchronous worker: one to fill while another waits for slower workers
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Filled:
 
 
 class LocalEngine:
-    """One policy, `main`, learned in this process from what `engine.workers` processes sample."""
+    """Policies learned in this process from what `engine.workers` processes sample."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
         self.experiment, self.chosen = experiment, chosen
         workers = self.workers = chosen.workers
         self.apart = experiment.engine.mode == "async"
-        self.learner = Learner(experiment, spec, base)
+        self.cast = Cast(experiment, spec, base)
+        self.learner = self.cast.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, workers)
         torch.set_num_threads(self.threads)
         slots = workers * (AHEAD if self.apart else 1)
@@ -62,7 +63,7 @@ class LocalEngine:
         self.version = 0
         self.full: deque[Filled] = deque()
         self.discarded = 0
-        self.slab.publish(self.learner.net.arrays(), self.version)
+        self.slab.publish(self.cast.arrays(), self.version)
         task = {
             "experiment": experiment.model_dump(mode="json", by_alias=True),
             "spec": spec_to_json(spec),
@@ -83,9 +84,11 @@ class LocalEngine:
     def describe(self) -> list[str]:
         mode = "asynchronous" if self.apart else "synchronous"
         workers = f"{self.workers} worker{'s' if self.workers > 1 else ''} with {self.slab.rows} envs each"
+        if self.experiment.engine.affinity:
+            workers += ", pinned to a core each"
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return [
-            *self.learner.describe(),
+            *self.cast.describe(),
             f"engine  local, {mode}: {workers} ({self.chosen.why}), a learner with {threads} ({self.why}), "
             f"{self.learner.device}, {self.slab.size / 2**20:.1f} MiB shared",
         ]
@@ -94,9 +97,7 @@ class LocalEngine:
 
     def step(self) -> Report:
         started = perf_counter()
-        for worker, slot in self.idle:
-            self.pool.ask(worker, do="fill", slot=slot)
-        self.idle = []
+        self._ask_one_each()
         taken = self._wait_for_batch()
         waited = perf_counter() - started
 
@@ -106,21 +107,19 @@ class LocalEngine:
         gather([self.slab.slots[filled.slot] for filled in taken], self.rollout)
         for filled in taken:
             self.slab.states[filled.slot] = FREE
-        self.idle = [(filled.worker, filled.slot) for filled in taken]
+        self.idle += [(filled.worker, filled.slot) for filled in taken]
         if self.apart:  # go on at once, with the weights as they are
-            for worker, slot in self.idle:
-                self.pool.ask(worker, do="fill", slot=slot)
-            self.idle = []
+            self._ask_one_each()
         moved = perf_counter() - mark
 
         mark = perf_counter()
         batch = int(self.rollout.valid.sum())
-        metrics = self.learner.update(self.rollout, self.progress.env_steps)
+        metrics = self.cast.update(self.rollout, self.progress.env_steps)
         learned = perf_counter() - mark
         mark = perf_counter()
         metrics |= self._lags()
         self.version += 1
-        self.slab.publish(self.learner.net.arrays(), self.version)
+        self.slab.publish(self.cast.arrays(), self.version)
         moved += perf_counter() - mark
 
         total = perf_counter() - started
@@ -138,6 +137,13 @@ class LocalEngine:
         events, self.pool.events = tuple(self.pool.events), []
         return Report(self.progress, metrics | self._workers_time(taken), episodes, spent, events)
 
+    def _ask_one_each(self) -> None:
+        """Have every worker that is doing nothing fill one slot. Not two: what waits to be learned from grows old."""
+        for worker, slot in [*self.idle]:
+            if not self.pool.is_busy(worker):
+                self.pool.ask(worker, do="fill", slot=slot)
+                self.idle.remove((worker, slot))
+
     def _wait_for_batch(self) -> list[Filled]:
         """One slot per worker in synchronous mode, the oldest that are full otherwise."""
         self._discard_old()
@@ -145,6 +151,8 @@ class LocalEngine:
             for worker, answer in self.pool.answers():
                 self._note(worker, answer)
             self._discard_old()
+            if self.apart and len(self.full) < self.workers:  # who is done goes on while others are not
+                self._ask_one_each()
         taken = [self.full.popleft() for _ in range(self.workers)]
         return taken if self.apart else sorted(taken, key=lambda filled: filled.worker)
 
@@ -184,19 +192,19 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        tree = {"groups": self.workers, "progress": asdict(self.progress), "learner": self.learner.save(folder)}
+        tree = {"groups": self.workers, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         self._all("save", "saved", folder=str(folder / "engine"))
 
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        self.learner.load(folder, tree["learner"])
+        said = self.cast.load(folder, tree["learner"])
         self.version = self.progress.updates
-        self.slab.publish(self.learner.net.arrays(), self.version)
+        self.slab.publish(self.cast.arrays(), self.version)
         self.pool.episodes_begun = [self.progress.episodes] * self.workers
-        said = self._all("load", "loaded", folder=str(folder))
-        return [sentence for part in said for sentence in part]
+        loaded = self._all("load", "loaded", folder=str(folder))
+        return said + [sentence for part in loaded for sentence in part]
 
     def _all(self, command: str, answered: str, **more: Any) -> list[Any]:
         """Have every worker do something between two rollouts; slots that fill up meanwhile are kept for learning."""
@@ -213,15 +221,16 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------ between steps
 
-    def snapshot(self, policy: str = "main") -> PolicyState:
-        return self.learner.snapshot(policy)
+    def snapshot(self, policy: str | None = None) -> PolicyState:
+        return self.cast.snapshot(policy)
 
-    def adopt(self, policy: str, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        now = self.learner.adopt(policy, state, settings)
+    def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+        now = self.cast.adopt(policy, state, settings)
         self.version += 1
-        self.slab.publish(self.learner.net.arrays(), self.version)
+        self.slab.publish(self.cast.arrays(), self.version)
         return now
 
     def close(self) -> None:
+        self.cast.close()
         self.pool.close()
         self.slab.close()

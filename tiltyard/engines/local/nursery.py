@@ -1,4 +1,5 @@
 """A process that has torch imported already and forks workers on request, so that a new one is there in milliseconds.
+Learners beside the driver's are born and die in the same way.
 
     driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker
     driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
@@ -28,9 +29,10 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 class Nursery:
-    """The driver's end."""
+    """The driver's end. `without` says how to do without those that are born here."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: str = "engine.workers=0 does without workers") -> None:
+        self._without = without
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
@@ -53,11 +55,13 @@ class Nursery:
         return self._socket.fileno()
 
     def bear(self, task: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a worker; its birth is told by `news`."""
+        """Ask for a worker (`role` w) or a learner (l); its birth is told by `news`."""
         try:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
         except OSError as error:
-            raise TiltyardError(f"workers cannot be started: {error.strerror}", "see the messages above") from error
+            raise TiltyardError(
+                f"processes cannot be started: {error.strerror}", f"see the messages above; {self._without}"
+            ) from error
 
     def news(self) -> dict[str, Any] | None:
         """The next message if there is one; a nursery that is gone is an error."""
@@ -66,8 +70,8 @@ class Nursery:
         word = self._socket.recv(LARGEST)
         if not word:
             raise TiltyardError(
-                f"the process that starts workers ended with exit code {self._process.wait()}",
-                "see the messages above; engine.workers=0 does without workers",
+                f"the process that starts others ended with exit code {self._process.wait()}",
+                f"see the messages above; {self._without}",
             )
         found: dict[str, Any] = json.loads(word)
         return found
@@ -91,7 +95,10 @@ def main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
     channel = socket.socket(fileno=fd)
-    import tiltyard.engines.local.worker as worker  # torch and all that is ours
+    from tiltyard.engines import colearner  # torch and all that is ours
+    from tiltyard.engines.local import worker
+
+    lives = {"w": worker.work, "l": colearner.work}
 
     alive: set[int] = set()
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -116,7 +123,8 @@ def main(fd: int) -> None:
                 os.close(writer)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _live(worker.work, json.loads(word), fds)
+                task = json.loads(word)
+                _live(lives[task["role"]], task, fds)
             for each in fds:
                 os.close(each)
             alive.add(pid)
@@ -134,7 +142,7 @@ def _live(work: Any, task: dict[str, Any], fds: list[int]) -> None:
     try:
         os.setsid()
         die_with_parent()
-        name_process(f"tiltyard-w{task['number']}")
+        name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)
         code = 0
     except SystemExit as error:

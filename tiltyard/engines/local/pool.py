@@ -29,6 +29,7 @@ from tiltyard.run.checkpoint import read_tree
 LOOK = 0.5  # seconds between two looks at the heartbeats
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
+WAITING = ("tiltyard/envs/isolate.py", "tiltyard/envs/parcels.py")  # for an env in a thread or process of its own
 STACK_SECONDS = 2.0  # that a worker that hangs has to say where
 
 
@@ -81,6 +82,10 @@ class Pool:
         member.asked.append(word)
         if member.ready:
             self._send(member, word)
+
+    def is_busy(self, number: int) -> bool:
+        """Whether a worker has something left to answer."""
+        return bool(self.members[number].asked)
 
     def answers(self, timeout: float | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
         """(worker, answer) as they come in: at least one, unless the timeout is over."""
@@ -136,6 +141,7 @@ class Pool:
         begun = self.episodes_begun[member.number]
         task = {
             **self._task,
+            "role": "w",
             "number": member.number,
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }
@@ -234,13 +240,17 @@ class Pool:
             os.kill(member.pid, signal.SIGKILL)
 
     def _stack_of(self, member: _Member) -> str:
-        """The innermost frame that the hung worker wrote down."""
-        until = time.monotonic() + STACK_SECONDS
+        """The innermost frame that the hung worker wrote down, of a thread that does not wait for another."""
+        until, before = time.monotonic() + STACK_SECONDS, ""
         while time.monotonic() < until:
             text = os.pread(member.stack, STACK_BYTES, 0).decode(errors="replace")
-            frames = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
-            if frames:
-                return frames[0].removeprefix("File ")
+            for thread in text.split("(most recent call first):\n")[1:]:
+                innermost = thread.partition("\n")[0].strip()
+                if innermost.startswith("File ") and not any(place in innermost for place in WAITING):
+                    return innermost.removeprefix("File ")
+            if before.rstrip("\0") and text == before:  # all of it, and every thread waits
+                break
+            before = text
             time.sleep(0.02)
         return ""
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, EnvSpec, Rollout
@@ -35,35 +36,24 @@ class Slab:
         self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int, fd: int | None = None
     ) -> None:
         self.rows = experiment.engine.envs // workers
-        self._memory: mmap.mmap | None = None
-        self._at = 0
+        measure = Layout()
+        self._array = measure.array
         self._lay_out(experiment, spec, net, workers, slots)  # without memory yet, to learn how much is needed
-        size = self._at
-        self.fd = make_memory(size) if fd is None else fd
-        self._memory = mmap.mmap(self.fd, size)
-        self._at = 0
+        self.size = measure.size
+        self.fd = make_memory(self.size) if fd is None else fd
+        self._array = Layout(mmap.mmap(self.fd, self.size)).array
         self._lay_out(experiment, spec, net, workers, slots)
-        self.size = size
 
     def _lay_out(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int) -> None:
         self.states = self._array("states", (slots,), np.int64)
         self.beats = self._array("beats", (workers, 8), np.int64)  # a line each: [worker, 0] counter, [worker, 1] phase
         self.versions = self._array("versions", (8,), np.int64)  # begun, finished
-        weights = {name: (tuple(item.shape), item.cpu().numpy().dtype) for name, item in net.state_dict().items()}
+        own = {name: (tuple(item.shape), item.cpu().numpy().dtype) for name, item in net.state_dict().items()}
+        weights = joined([own] * len(experiment.learning))
         self.buffers = [
             {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
         ]
         self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
-
-    def _array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """The next piece of the memory; while it is not there yet, something of that shape that takes no room."""
-        kind = np.dtype(dtype)
-        begin = self._at
-        count = int(np.prod(shape, dtype=np.int64))
-        self._at = -(-(begin + count * kind.itemsize) // _ALIGN) * _ALIGN
-        if self._memory is None:
-            return _Nothing()  # type: ignore[return-value]
-        return np.frombuffer(self._memory, kind, count, begin).reshape(shape)
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -85,6 +75,24 @@ class Slab:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class Layout:
+    """Arrays one after another in a piece of memory; without memory they are only measured."""
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        self._memory = memory
+        self.size = 0
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The next piece of the memory; while it is not there yet, something of that shape that takes no room."""
+        kind = np.dtype(dtype)
+        begin = self.size
+        count = int(np.prod(shape, dtype=np.int64))
+        self.size = -(-(begin + count * kind.itemsize) // _ALIGN) * _ALIGN
+        if self._memory is None:
+            return _Nothing()  # type: ignore[return-value]
+        return np.frombuffer(self._memory, kind, count, begin).reshape(shape)
 
 
 class _Nothing:

@@ -22,8 +22,11 @@ from typing import Any, TextIO
 import torch
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import Collector
+from tiltyard.engines.freeze import frozen_nets
 from tiltyard.engines.local.slab import ACTING, FULL, Slab
+from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
@@ -36,6 +39,9 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
     commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # where a worker that hangs is hanging
     torch.set_num_threads(1)
+    if task["experiment"]["engine"]["affinity"]:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[task["number"] % len(cores)]})
     try:
         _Worker(task, fds[2], answers).obey(commands)
     except TiltyardError as error:
@@ -48,17 +54,21 @@ class _Worker:
         self.number, self.answers = task["number"], answers
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
-        self.net = PolicyNet(spec, experiment.model, base, seed=0)
-        self.slab = Slab(experiment, spec, self.net, task["workers"], task["slots"], memory)
-        self.weights = {name: item.numpy() for name, item in self.net.state_dict().items()}  # views
+        nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
+        self.nets = list(nets.values())
+        self.slab = Slab(experiment, spec, self.nets[0], task["workers"], task["slots"], memory)
+        views = [{name: item.numpy() for name, item in net.state_dict().items()} for net in self.nets]
+        self.weights = joined(views)
         self.version = -1
         self.beat = self.slab.beats[self.number]
         self.beat[1] = RESETTING  # making envs may take what their resets may
-        self.collector = Collector(experiment, spec, base, self.net, self.slab.rows, self.number)
+        actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, base))
+        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number)
         self.collector.envs.watch(self.beat)
         self.beat[1] = IDLE
         if task["skip_episodes"]:
-            self.collector.envs.skip_episodes(task["skip_episodes"])
+            untold = int(experiment.env.decorrelate > 0)  # the first of each copy, which was not counted
+            self.collector.envs.skip_episodes(task["skip_episodes"] + untold)
         self.answer(ready=True)
 
     def answer(self, **word: Any) -> None:
@@ -85,7 +95,8 @@ class _Worker:
         mark = perf_counter()
         if int(self.slab.versions[1]) != self.version:
             self.version = self.slab.fetch(self.weights)
-            self.net.refresh()
+            for net in self.nets:
+                net.refresh()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
         frames = -self.collector.envs.frames_taken
         self.slab.states[slot] = ACTING

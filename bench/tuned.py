@@ -1,0 +1,119 @@
+"""Does `tune` find what an exhaustive grid finds? `python bench/tuned.py [TASK ...]`.
+
+The grid is every combination of processes, envs, rollout and minibatch that `tune` may choose from (candidates.py); all
+points are measured one after another, the fastest few once more and for longer. Then `tune` has its minute, and its
+choice, the grid's best and the experiment's own settings are measured in turns. The last ratio is the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import load
+from tiltyard.engines import make_engine
+from tiltyard.engines.candidates import Candidates, Point, own_point
+from tiltyard.engines.plan import topology
+from tiltyard.engines.tuning import tune
+from tiltyard.envs.probe import probe
+from tiltyard.errors import TiltyardError
+from tiltyard.frozen import copy_plugins
+from tiltyard.machine import usable_cores
+from tiltyard.types import EnvSpec
+
+BENCH = Path(__file__).resolve().parent
+TASKS = {
+    "cartpole": ("CartPole-v1", []),
+    "sleep": (f"{BENCH / 'sleeper.py'}:Sleeper", ["engine.envs=8", "algo.rollout=32", "algo.minibatch=64"]),
+    "pong": ("atari:pong", ["use=[atari-fast]"]),
+}
+BEST = 4  # points of the grid that are measured again
+TURNS = 5  # of the three that meet at the end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compare `tune` with an exhaustive grid")
+    parser.add_argument("tasks", nargs="*", default=[*TASKS], help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--seconds", type=float, default=1.0, help="that each point of the grid is measured for")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds that `tune` has")
+    options = parser.parse_args()
+    for task in options.tasks:
+        compare(task, options.seconds, options.budget)
+
+
+def compare(task: str, seconds: float, budget: float) -> None:
+    name, settings = TASKS[task]
+    loaded = load(name, settings)
+    experiment = loaded.experiment
+    spec = probe(experiment.env, base=loaded.base, previous=False)
+    own = own_point(experiment, topology(experiment, spec).workers)
+
+    def speed(point: Point, seconds: float) -> float:
+        return measure(point, seconds, experiment, spec, loaded.base)
+
+    points = [own, *grid(Candidates(experiment, own, (), usable_cores()), own)]
+    began = time.monotonic()
+    found = {point: speed(point, seconds) for point in points}
+    first = sorted(found, key=lambda point: -found[point])[:BEST]
+    best = max(first, key=lambda point: speed(point, 3 * seconds))
+    print(f"{task}: a grid of {len(points)} points in {time.monotonic() - began:.0f} s; best: {' '.join(best.words())}")
+    with tempfile.TemporaryDirectory() as folder:
+        tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, budget)
+    print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.words)}")
+    meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
+    turns: dict[str, list[float]] = {who: [] for who in meeting}
+    for turn in range(TURNS):
+        for who in sorted(meeting, reverse=bool(turn % 2)):
+            turns[who].append(speed(meeting[who], 3 * seconds))
+    speeds = {who: median(each) for who, each in turns.items()}
+    print(f"{task}: " + ", ".join(f"{who} {each:,.0f} env steps/s" for who, each in speeds.items()), end="; ")
+    print(f"tune / grid = {speeds['tune'] / speeds['grid']:.2f}", flush=True)
+
+
+def grid(around: Candidates, own: Point) -> list[Point]:
+    """Every point that `tune` could choose."""
+    topologies = {(own.workers, own.mode), *((p.workers, p.mode) for p in around.processes(own))}
+    if max(workers for workers, _ in topologies) > 0:  # envs that wait want many
+        topologies |= {(w, m) for w in (4, 8, 16) for m in ("sync", "async")}
+    envs = [round(own.envs * ratio) for ratio in (0.5, 1, 2, 4, 8)]
+    batches = [own.envs * own.rollout * ratio for ratio in (1, 2)]
+    sizes = [None] if own.minibatch is None else [own.minibatch // 2, own.minibatch, own.minibatch * 2]
+    points = [
+        replace(own, workers=workers, mode=mode, envs=count, rollout=batch // count, minibatch=size)
+        for (workers, mode), count, batch, size in itertools.product(sorted(topologies), envs, batches, sizes)
+    ]
+    return [point for point in dict.fromkeys(points) if point != own and around.allows(point)]
+
+
+def measure(point: Point, seconds: float, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> float:
+    """Env steps per second, learning included, after three updates that do not count; 0 for what cannot be."""
+    threads = torch.get_num_threads()
+    try:
+        engine = make_engine(point.applied(experiment), spec, base)
+    except TiltyardError as error:
+        print(f"{' '.join(point.words())}: {error.message}", file=sys.stderr)
+        return 0.0
+    try:
+        for _ in range(3):
+            report = engine.step()
+        before, began = report.progress.env_steps, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            report = engine.step()
+        return (report.progress.env_steps - before) / (time.perf_counter() - began)
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Several learners of one policy end where one alone does, whatever the minibatches are, and fail together.
+
+Each learner is a thread here and a process in training; they meet over loopback in both.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.algos.test_ppo import act_out
+from tests.models.specs import CATEGORICAL, CONTINUOUS, env
+from tiltyard.algos.ppo import Ppo
+from tiltyard.algos.team import Alone, Team, Together
+from tiltyard.config.experiment import A2c, KlAdaptive, Memory, Model, Normalise
+from tiltyard.config.experiment import Ppo as Settings
+from tiltyard.errors import DivergedError
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import ActionPart, EnvSpec, Rollout
+
+CPU = torch.device("cpu")
+LSTM = Model(hidden=[16], memory=Memory(kind="lstm", size=8, bptt=4))
+SMALL: dict[str, Any] = {"rollout": 12, "minibatch": 20, "epochs": 3}
+
+
+def all_at_once(folder: Path, size: int, work: Callable[[Together], Any]) -> list[Any]:
+    """What `work` returns or raises for each member of a team, in the order of ranks."""
+    found: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(Together(folder, rank, size, CPU))
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a learner hangs"
+    return found
+
+
+class Learning:
+    """A learner and what it is to learn from: its own rollouts or those of another."""
+
+    def __init__(
+        self, spec: EnvSpec, model: Model, algo: Any, valid: float = 1.0, rollouts: list[Rollout] | None = None
+    ) -> None:
+        bptt = model.memory.bptt
+        self.net = PolicyNet(spec, model, (), seed=0)
+        self.rollouts = rollouts or [act_out(self.net, spec, algo.rollout, bptt, seed, valid) for seed in range(3)]
+        self.ppo = Ppo(algo, self.net, bptt, 10_000, seed=0)
+
+    def learn(self, team: Team) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
+        """Weights, metrics and where its streams and settings stand after an update with each rollout."""
+        ppo = self.ppo
+        ppo.team = team
+        told = [ppo.update(rollout, at * rollout.reward.size) for at, rollout in enumerate(self.rollouts)]
+        return self.net.arrays(), told, [ppo.shuffling.bit_generator.state, ppo.adam.steps, ppo.settings_in_force()]
+
+
+def together(folder: Path, learners: list[Learning]) -> list[Any]:
+    """What each of them returns or raises."""
+    return all_at_once(folder, len(learners), lambda team: learners[team.rank].learn(team))
+
+
+CASES: dict[str, tuple[ActionPart, Model, Any, float]] = {
+    "plain": (CATEGORICAL, Model(hidden=[16]), Settings(**SMALL), 1.0),
+    "memory": (CATEGORICAL, LSTM, Settings(**SMALL), 1.0),
+    "memory, and rows in which nobody decides": (CATEGORICAL, LSTM, Settings(**SMALL), 0.6),
+    "hardly anybody decides": (CATEGORICAL, LSTM, Settings(**SMALL), 0.1),
+    "fewer chunks than learners": (CATEGORICAL, LSTM, Settings(**{**SMALL, "minibatch": 8}), 1.0),
+    "numbers": (
+        CONTINUOUS,
+        Model(hidden=[16], normalise=Normalise(obs=True, returns=True)),
+        Settings(**{**SMALL, "minibatch": 17}, value_clip=0.2, entropy=0.01),
+        0.8,
+    ),
+    "importance ratios": (CATEGORICAL, LSTM, Settings(**SMALL, advantage="vtrace", normalise_advantage=False), 0.9),
+    "a limit of divergence": (CATEGORICAL, LSTM, Settings(**SMALL, lr=1e-2, kl_stop=1e-4), 1.0),
+    "adapting to divergence": (
+        CATEGORICAL,
+        LSTM,
+        Settings(**SMALL, lr=KlAdaptive(kind="kl_adaptive", start=1e-3, target=1e-4), kl=0.1),
+        0.9,
+    ),
+    "a2c": (CATEGORICAL, LSTM, A2c(id="a2c", rollout=12), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
+    action, model, algo, valid = CASES[name]
+    size = 3 if "learners" in name or "nobody" in name else 2
+    alone = Learning(env(action), model, algo, valid)
+    others = [Learning(env(action), model, algo, rollouts=alone.rollouts) for _ in range(size)]
+    start = alone.net.arrays()
+    weights, told, place = alone.learn(Alone())
+    members = together(tmp_path, others)
+    assert any(not np.array_equal(start[key], array) for key, array in weights.items())
+    for theirs, said, end in members:
+        for key, array in weights.items():
+            np.testing.assert_allclose(theirs[key], array, rtol=1e-4, atol=1e-6, err_msg=key)
+        for one, other in zip(told, said, strict=True):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
+        assert repr(end) == repr(place), "the same shuffling, gradient steps and settings"
+    first = members[0]
+    for other in members[1:]:
+        assert all(first[0][key].tobytes() == array.tobytes() for key, array in other[0].items()), "to the bit"
+        assert repr(first[1:]) == repr(other[1:])
+    if name == "a limit of divergence":
+        assert any(each["learn/epochs"] < algo.epochs for each in told), "the limit has an effect"
+    if name == "adapting to divergence":
+        assert place[2]["lr"] != 1e-3, "the schedule has moved"
+
+
+def test_a_number_that_is_none_ends_all_of_them_with_the_whole_minibatch(tmp_path: Path) -> None:
+    learners = [Learning(env(), LSTM, Settings(**{**SMALL, "minibatch": 48})) for _ in range(2)]
+    for learner in learners:
+        learner.rollouts[0].log_prob[0, 0] = -1e30  # in the part of one of them
+    found = together(tmp_path, learners)
+    for error in found:
+        assert isinstance(error, DivergedError) and "is not a finite number" in error.message
+        assert np.shape(error.batch["action"])[:2] == (4, 12)
+
+
+def test_every_thing_is_somebodys_and_nobody_has_two(tmp_path: Path) -> None:
+    def shares(team: Together) -> list[list[int]]:
+        return [list(range(count)[team.share(count)]) for count in (0, 1, 2, 7, 64)]
+
+    found = all_at_once(tmp_path, 3, shares)
+    for at, count in enumerate((0, 1, 2, 7, 64)):
+        mine = [each[at] for each in found]
+        assert [*mine[0], *mine[1], *mine[2]] == list(range(count))
+        assert max(map(len, mine)) == math.ceil(count / 3)

@@ -1,0 +1,175 @@
+"""env.isolate, env.decorrelate and engine.affinity in whole engines and runs: same weights, nothing left behind."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.conftest import Command
+from tests.engines.test_local import SHORT, TWO, weights
+from tests.engines.test_serial import SMALL
+from tests.envs.test_isolate import alive, spec_of
+from tiltyard.config.experiment import Env
+from tiltyard.config.load import load
+from tiltyard.engines import make_engine
+from tiltyard.engines.local import LocalEngine
+from tiltyard.envs.native import make_group
+from tiltyard.envs.tally import first_limits
+from tiltyard.envs.vector import EnvGroup
+from tiltyard.run import metrics
+from tiltyard.types import Engine
+
+ENVS = Path(__file__).parents[1] / "envs" / "apart_envs.py"
+
+
+def build(target: str, *overrides: str) -> Engine:
+    """An engine whose env was probed in this process, without isolation and once for all engines."""
+    experiment = load(target, [*SMALL, *overrides]).experiment
+    return make_engine(experiment, spec_of(experiment.env), [ENVS.parent])
+
+
+# ------------------------------------------------------------------------------------------------ isolate
+
+
+@pytest.fixture
+def apart(runs: Path) -> Path:
+    """A folder with the env's file, where runs are made."""
+    return Path(shutil.copy(ENVS, runs.parent / "where.py"))
+
+
+def test_a_run_and_its_evaluation_step_in_processes_that_end_with_it(apart: Path, tiltyard: Command) -> None:
+    said = tiltyard("train", "where.py:Where", *SHORT, "env.isolate=process", "stop.env_steps=64", "engine.workers=0")
+    assert "each copy in a process of its own" in said.stderr
+    (file,) = (apart.parent / "runs").rglob("metrics.jsonl")
+    *_, trained = (record["metrics"] for record in metrics.read(file))
+    assert trained["episode/same"] == 1.0 and trained["episode/process"] != os.getpid()
+    evaluated = json.loads(tiltyard("eval", "last", "--episodes", "1", "--json").stdout)["metrics"]
+    assert evaluated["same"] == 1.0 and evaluated["process"] != os.getpid() and not alive(int(evaluated["process"]))
+
+
+@pytest.mark.parametrize(
+    ("isolate", "fault", "said"),
+    [
+        ("process", "hang", "did not come back from step() within 1 s (env.step_timeout);"),
+        ("thread", "hang", "did not come back from step() within 1 s (env.step_timeout) (it was in"),
+    ],
+)
+def test_a_worker_whose_isolated_env_fails_is_explained_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: str, fault: str, said: str
+) -> None:
+    monkeypatch.chdir(ENVS.parent)
+    once = tmp_path / "once"
+    options = (f"env.isolate={isolate}", f"env.options.fault={fault}", "env.options.at=20", f"env.options.flag={once}")
+    engine = build("apart_envs.py:Where", *TWO, *options, "env.step_timeout=1")
+    assert isinstance(engine, LocalEngine)
+    events = [event for _ in range(10) for event in engine.step().events]
+    assert said in events[0] and "it is replaced, and 2 running episodes were cut" in events[0]
+    if isolate == "thread":
+        assert "apart_envs.py" in events[0] and "_fail" in events[0]
+    assert len(events) == 1 and engine.step().metrics["workers/restarts"] == 1
+    assert all(os.sched_getaffinity(member.pid or 0) == os.sched_getaffinity(0) for member in engine.pool.members)
+    engine.close()
+
+
+# ------------------------------------------------------------------------------------------------ decorrelate
+
+
+def group_of(copies: int, **settings: Any) -> EnvGroup:
+    env = Env(**settings)
+    spec = spec_of(env)
+    return make_group(env, spec, copies * len(spec.agents), 3, base=[ENVS.parent])
+
+
+def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
+    """Of every copy, the env steps at which its episodes ended, all of them by a limit."""
+    found: list[list[int]] = [[] for _ in range(group.copies)]
+    told = []
+    group.reset()
+    for step in range(1, steps + 1):
+        now = group.step(np.zeros((group.rows, group.spec.action.columns), np.float32))
+        told += now.episodes
+        for copy in np.flatnonzero(now.first[:: group.agents]).tolist():
+            found[copy].append(step)
+    assert group.frames_taken == steps * group.copies * group.spec.frameskip, "what was cut is counted"
+    assert all(end.length == group.env.time_limit for end in told), "what was cut is not told of"
+    assert len(told) == sum(len(ends) - (ends[0] != group.env.time_limit) for ends in found)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Pendulum-v1", "apart_envs.py:Pair"])
+def test_first_episodes_are_cut_at_their_own_times_and_nobody_is_told(name: str) -> None:
+    together = ends_of(group_of(8, id=name, time_limit=50), 160)
+    assert together == [[50, 100, 150]] * 8
+    group = group_of(8, id=name, time_limit=50, decorrelate=40)
+    drawn = first_limits(3, "train", range(8), 40).tolist()
+    assert len(set(drawn)) > 5 and min(drawn) >= 1 and max(drawn) <= 40
+    assert ends_of(group, 160) == [[first + 50 * n for n in range(4) if first + 50 * n <= 160] for first in drawn]
+
+
+def test_a_limit_beyond_the_time_limit_cuts_nothing_and_natural_ends_are_told() -> None:
+    group = group_of(8, id="Pendulum-v1", time_limit=10, decorrelate=1000)
+    drawn = first_limits(3, "train", range(8), 1000)
+    assert ends_of(group, 30) == [[10, 20, 30]] * 8 and (drawn >= 10).all()
+    native = group_of(8, id="CartPole-v1", decorrelate=100)
+    first = first_limits(3, "train", range(8), 100)
+    native.reset()
+    seen: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    for step in range(1, 15):  # a pole pushed one way falls within eleven steps
+        now = native.step(np.zeros((8, 1), np.float32))
+        for row in np.flatnonzero(now.first).tolist():
+            ended.setdefault(row, step)
+            assert now.truncated[row] == (step == first[row]) or ended[row] != step
+        seen |= {end.row: end.length for end in now.episodes if end.number == 0}
+    assert {row: step for row, step in ended.items() if step < first[row]} == seen
+
+
+def test_evaluations_and_other_roles_are_left_alone() -> None:
+    env = Env(id="Pendulum-v1", time_limit=50, decorrelate=40)
+    group = EnvGroup(env, spec_of(env), 4, 3, base=[], role="eval")
+    assert ends_of(group, 60) == [[50]] * 4
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+def test_the_same_weights_in_every_engine_however_envs_live_and_after_a_resume(tmp_path: Path) -> None:
+    """Also: workers are pinned in turn, and the learner is not."""
+    settings = ("CarPass-v0", *TWO, "env.decorrelate=20", "env.frameskip=2", "algo.rollout=8", "algo.minibatch=32")
+    serial = (*settings, "engine.kind=serial")
+    off, whole, before = build(*serial, "env.decorrelate=0"), build(*serial), build(*serial, "env.isolate=thread")
+    after = build(*serial, "env.isolate=thread")
+    local = build(*settings, "env.isolate=process", "engine.affinity=true")
+    before.step()
+    before.save(tmp_path / "saved")
+    assert after.load(tmp_path / "saved") == []
+    for engine, steps in ((off, 5), (whole, 5), (after, 4), (local, 5)):
+        for _ in range(steps):
+            engine.step()
+    assert weights(after) == weights(whole) == weights(local)
+    assert weights(off) != weights(whole), "otherwise this proves nothing"
+    assert 0 < whole.progress.episodes == local.progress.episodes == after.progress.episodes
+    assert isinstance(local, LocalEngine) and "pinned to a core each" in local.describe()[-1]
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = [os.sched_getaffinity(member.pid or 0) for member in local.pool.members]
+    assert pinned == [{cores[number % len(cores)]} for number in range(2)]
+    for engine in (off, whole, before, after, local):
+        engine.close()
+
+
+@pytest.mark.parametrize("other", ["engine.kind=serial", "engine.workers=0"])
+def test_affinity_without_workers_is_refused(tiltyard: Command, other: str) -> None:
+    said = tiltyard("train", "CartPole-v1", "engine.affinity=true", other, expect=2)
+    assert "engine.affinity = true: needs workers" in said.stderr and not Path("runs").exists()
+
+
+def test_values_that_are_none_are_refused() -> None:
+    for word in ("env.isolate=vm", "env.decorrelate=-1", "env.decorrelate=1.5", "engine.affinity=2"):
+        with pytest.raises(product.TiltyardError) as caught:
+            load("CartPole-v1", [word])
+        assert word.partition("=")[0] in str(getattr(caught.value, "details", ""))

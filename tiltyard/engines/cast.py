@@ -1,0 +1,116 @@
+"""All policies of a run in the process that learns: a Learner for each that learns, a net for each that is frozen.
+
+    rollout ──┬── main:  what it decided  ->  update        with one policy all of this is its Learner, and nothing else
+              ├── rival: what it decided  ->  update
+              └── old:   frozen, nothing
+
+Owns names: of files, of metrics (policy/NAME/loss/... where there are several), of published weights. Not who plays
+whom, which is match.py, nor acting, which is players.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.freeze import frozen_nets, origins
+from tiltyard.engines.learner import Learner
+from tiltyard.engines.match import Match
+from tiltyard.engines.players import Players, acting
+from tiltyard.errors import UseError, did_you_mean
+from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy import saved_policies
+from tiltyard.types import Arrays, EnvSpec, PolicyState, Rollout, Tree
+
+Item = TypeVar("Item")
+
+
+def joined(parts: Sequence[Mapping[str, Item]]) -> dict[str, Item]:
+    """Weights of all policies that learn under one name each: the first's as they are, another's as PLACE/NAME."""
+    return {f"{at}/{key}" if at else key: item for at, part in enumerate(parts) for key, item in part.items()}
+
+
+class Cast:
+    """The policies of an experiment, `first` being the one that evaluations measure."""
+
+    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+        self.experiment, self.spec = experiment, spec
+        self.learners = {name: Learner(experiment, spec, base, name) for name in experiment.learning}
+        self.first = next(iter(self.learners.values()))
+        self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
+        self._origins = origins(experiment, base)
+
+    @property
+    def several(self) -> bool:
+        return len(self.experiment.cast) > 1
+
+    def actor(self) -> PolicyNet | Players:
+        """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
+        nets = {name: learner.net for name, learner in self.learners.items()}
+        return acting(self.experiment, self.spec, nets, self.frozen)
+
+    def describe(self) -> list[str]:
+        lines = self.first.describe()
+        if self.several:
+            lines += [f"policy  {name}: {self._about(name)}" for name in self.experiment.cast]
+            lines += [f"match   {Match(self.experiment, self.spec.agents).describe()}"]
+        return lines
+
+    def _about(self, name: str) -> str:
+        if name in self.frozen:
+            return f"frozen, {self._origins[name]}"
+        changes = [f"{key} {value:g}" for key, value in self.experiment.cast[name].algo.made().items()]
+        return f"learns with {', '.join(changes)}" if changes else "learns"
+
+    def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
+        """Let every policy learn from what it decided. `env_steps` are those before it."""
+        if not self.several:
+            return self.first.update(rollout, env_steps)
+        return {
+            f"policy/{name}/{metric}": value
+            for name, learner in self.learners.items()
+            for metric, value in learner.update(rollout, env_steps).items()
+        }
+
+    def arrays(self) -> Arrays:
+        """A copy of all weights that change, as workers need them."""
+        return joined([learner.net.arrays() for learner in self.learners.values()])
+
+    # ------------------------------------------------------------------------------------------ disk
+
+    def save(self, folder: Path) -> Tree:
+        """Write each policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
+        first, *others = self.learners
+        tree = self.first.save(folder)
+        return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
+
+    def load(self, folder: Path, tree: Tree) -> list[str]:
+        """Continue from a checkpoint; sentences about policies that it does not have."""
+        trees = {tree.get("name", "main"): tree, **tree.get("others", {})}
+        there = saved_policies(folder)
+        said = []
+        for name, learner in self.learners.items():
+            if name in trees and name in there:
+                learner.load(folder, trees[name])
+            else:
+                said.append(f"the checkpoint has no policy {name}: it starts from scratch (it has {', '.join(there)})")
+        return said
+
+    # ------------------------------------------------------------------------------------------ between steps
+
+    def snapshot(self, policy: str | None) -> PolicyState:
+        return self._learner(policy).snapshot()
+
+    def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
+        return self._learner(policy).adopt(state, settings)
+
+    def _learner(self, policy: str | None) -> Learner:
+        if policy is not None and policy not in self.learners:
+            raise UseError(f"there is no policy {policy!r} that learns", did_you_mean(policy, self.learners))
+        return self.first if policy is None else self.learners[policy]
+
+    def close(self) -> None:
+        for learner in self.learners.values():
+            learner.close()

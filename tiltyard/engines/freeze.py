@@ -1,0 +1,116 @@
+"""Policies that learn no more: found by what `policies.NAME.from` says, copied into a run folder, loaded from there.
+
+    from: tag/0007-brisk-otter@20480    ──>  frozen/NAME/policies/main.*    weights, model settings, env spec
+                                             frozen/NAME/plugins/...        code of its model, where that is the user's
+                                             frozen/NAME/origin.json        run, checkpoint and env step it is of
+                                             and the setting becomes  from: frozen/NAME
+
+So a run plays against what it was started with, whatever becomes of the other run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.frozen import Copies
+from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy import load_policy, saved_policies
+from tiltyard.refs import model_plugins, own_ref, short
+from tiltyard.run import disk
+from tiltyard.run.checkpoint import MANIFEST, select
+from tiltyard.run.folder import find
+from tiltyard.types import EnvSpec
+
+FOLDER, ORIGIN = "frozen", "origin.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a frozen policy lies: a folder with `policies`, and the one that its model's code is relative to."""
+
+    folder: Path
+    home: Path
+    origin: dict[str, Any]
+
+
+def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> dict[str, PolicyNet]:
+    """Every frozen policy by name, able to act in this env; UseError for one that is not there or does not fit."""
+    found = {}
+    for name, text in _named(experiment):
+        with _blamed(name, text):
+            source = _source(text, base)
+            policy = load_policy(source.folder, base=(source.home,))
+            policy.require_same(spec)
+            found[name] = policy.net
+    return found
+
+
+def origins(experiment: Experiment, base: Sequence[Path]) -> dict[str, str]:
+    """What each frozen policy is, in words."""
+    told = {name: _source(text, base).origin for name, text in _named(experiment)}
+    return {name: f"{origin['run']} at env step {origin['env_steps']:,}" for name, origin in told.items()}
+
+
+def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copies:
+    """Copy what is frozen beside the copies of plug-ins: those and these, named by where they will lie in a run."""
+    ids, files = dict(copies.ids), list(copies.files)
+    for name, text in _named(experiment):
+        with _blamed(name, text):
+            source = _source(text, base)
+            model = load_policy(source.folder, base=(source.home,)).net.settings  # also asks whose code that would run
+            target = copies.folder / FOLDER / name
+            (target / "policies").mkdir(parents=True)
+            for path in (source.folder / "policies").glob(f"{saved_policies(source.folder)[0]}.*"):
+                shutil.copyfile(path, target / "policies" / path.name)
+            if any(own_ref(kind, plugin, (source.home,)) for _, kind, plugin in model_plugins(model)):
+                shutil.copytree(source.home / "plugins", target / "plugins")
+            disk.write_json(target / ORIGIN, source.origin)
+            ids[f"policies.{name}.from"] = f"{FOLDER}/{name}"
+            files += [path.relative_to(copies.folder) for path in sorted(target.rglob("*")) if path.is_file()]
+    return replace(copies, ids=ids, files=tuple(files))
+
+
+def _named(experiment: Experiment) -> list[tuple[str, str]]:
+    return [(name, member.from_) for name, member in experiment.cast.items() if member.from_ is not None]
+
+
+def _source(text: str, base: Sequence[Path]) -> Source:
+    """A copy made by `freeze`, a checkpoint's folder, or a run with or without @STEP."""
+    given = Path(text).expanduser()
+    for folder in [Path(place).absolute() / given for place in (*base, Path.cwd())]:
+        if (folder / ORIGIN).is_file():
+            return Source(folder, folder, disk.read_json(folder / ORIGIN))
+        if (folder / MANIFEST).is_file():
+            return _checkpoint(folder)
+    run, _, step = text.rpartition("@")
+    if run and (step == "best" or step.replace("_", "").isdecimal()):
+        return _checkpoint(select(find(run), step).folder)
+    return _checkpoint(select(find(text)).folder)
+
+
+def _checkpoint(folder: Path) -> Source:
+    found, home = select(folder), disk.absolute(folder).parent.parent
+    run = f"{home.parent.name}/{home.name}"
+    return Source(found.folder, home, {"run": run, "checkpoint": str(found.folder), "env_steps": found.env_steps})
+
+
+@contextmanager
+def _blamed(name: str, text: str) -> Iterator[None]:
+    """Whatever is wrong with it is told as the setting's."""
+    try:
+        yield
+    except TiltyardError as error:
+        said, hint = f"policies.{name}.from = {short(text)}: {error.message}", error.hint
+        if "--trust-code" in hint:  # which is about a run, and this is about a run that another one names
+            hint = "read that code, then copy its run to a folder of yours and name the copy"
+        raise UseError(said, hint, error.details) from error
+    except OSError as error:
+        said = f"policies.{name}.from = {short(text)} could not be copied: {error.strerror or error}"
+        raise TiltyardError(said, "free some space, or check the folder's permissions") from error
