@@ -18,8 +18,8 @@ from summary import area
 STEPS = 50_000
 EXPERIMENT = {
     "env": "CartPole-v1",
-    "use": ["classic-fast"],
-    "engine": {"workers": 1},
+    "algo": {"rollout": 16, "minibatch": 256, "epochs": 4, "lr": 1e-3},
+    "engine": {"workers": 1, "envs": 16},
     "stop": {"env_steps": STEPS},
     "eval": {"every": 5_000, "episodes": 20},
     "track": {"tensorboard": False, "every": 1},

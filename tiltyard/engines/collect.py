@@ -74,6 +74,8 @@ class Collector:
 
     def _fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
         episodes: list[EpisodeEnd] = []
+        cuts: list[tuple[int, Array, Arrays]] = []  # step, rows and their last observations
+        later = self.net.values_apart
         now = self.envs.reset() if self.now is None else self.now
         for t in range(len(rollout.reward)):
             mark = perf_counter()
@@ -94,11 +96,13 @@ class Collector:
                 None if rollout.mask is None else self._tensor(rollout.mask[t]),
                 greedy=False,
                 generator=self.draws,
+                valued=not later,
             )
             self.state = acted.state
             rollout.action[t] = acted.action
             rollout.log_prob[t] = acted.log_prob
-            rollout.value[t] = acted.value
+            if not later:
+                rollout.value[t] = acted.value
             between = perf_counter()
             spent["inference"] += between - mark
 
@@ -110,13 +114,17 @@ class Collector:
             spent["env"] += mark - between
 
             # A truncated episode would have gone on: its last observation is worth what the critic says of it.
+            rollout.bootstrap[t] = 0.0
             if now.truncated.any():
-                worth = self._value(now.final_obs, np.zeros(self.rows, bool))
-                rollout.bootstrap[t] = np.where(now.truncated, worth, 0.0)
+                rows = np.flatnonzero(now.truncated)
+                if later:
+                    cuts.append((t, rows, {key: array[rows] for key, array in now.final_obs.items()}))
+                else:
+                    rollout.bootstrap[t, rows] = self._value(now.final_obs, np.zeros(self.rows, bool))[rows]
                 spent["inference"] += perf_counter() - mark
-            else:
-                rollout.bootstrap[t] = 0.0
         mark = perf_counter()
+        if later:
+            self._judge(rollout, cuts)
         running = ~(now.terminated | now.truncated)
         rollout.bootstrap[-1] = np.where(running, self._value(now.obs, now.first), rollout.bootstrap[-1])
         spent["inference"] += perf_counter() - mark
@@ -126,6 +134,16 @@ class Collector:
 
     def _with_returns(self, ends: list[EpisodeEnd], players: Players) -> list[EpisodeEnd]:
         return [replace(end, returns=players.returns(end, self.group * self.rows)) for end in ends]
+
+    def _judge(self, rollout: Rollout, cuts: list[tuple[int, Array, Arrays]]) -> None:
+        """The values of a whole rollout at once, and of what was seen last where episodes were cut."""
+        flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
+        rollout.value[...] = self._value(flat, rollout.first.reshape(-1)).reshape(rollout.value.shape)
+        if cuts:
+            seen = {key: np.concatenate([obs[key] for _, _, obs in cuts]) for key in rollout.obs}
+            steps = np.concatenate([np.full(len(rows), t) for t, rows, _ in cuts])
+            rows = np.concatenate([rows for _, rows, _ in cuts])
+            rollout.bootstrap[steps, rows] = self._value(seen, np.zeros(len(rows), bool))
 
     def _value(self, obs: Arrays, first: Array) -> Array:
         tensors = {key: self._tensor(array) for key, array in obs.items()}

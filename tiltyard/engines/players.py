@@ -44,6 +44,8 @@ def acting(
 class Players:
     """All policies of a run, in order. `frozen` are the names of those with a model and a memory of their own."""
 
+    values_apart = False  # rows change players within a rollout: who plays one now is asked now
+
     def __init__(self, nets: Mapping[str, PolicyNet], frozen: Sequence[str], match: Match) -> None:
         self.nets, self.match = list(nets.values()), match
         self.device = self.nets[0].device
@@ -90,8 +92,9 @@ class Players:
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
+        valued: bool = True,
     ) -> Acted:
-        """One decision for each row by whoever plays it. The memory is changed in place."""
+        """One decision for each row by whoever plays it, always with its value. The memory is changed in place."""
         count = len(self.seats)
         action = np.zeros((count, self.nets[0].spec.action.columns), np.float32)
         log_prob, value = np.zeros(count, np.float32), np.zeros(count, np.float32)

@@ -60,7 +60,7 @@ def trained(net: PolicyNet | Players, greedy: bool, seed: int) -> Begin:
             nonlocal state
             if isinstance(net, Players):
                 net.take_seats(group.tally.seeds)
-            acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator)
+            acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator, valued=False)
             state = acted.state
             return acted.action
 

@@ -77,14 +77,22 @@ class Dense:
 
     def forward(self, x: Array, layers: Layers) -> tuple[Array, Array]:
         """[N, inputs] -> parameters [N, outputs] and value [N]."""
-        squash, tops = self.squash, []
-        for tower in layers.towers:
-            top = x
-            for layer in tower:
-                top = _linear(top, layer)
-                squash(top, out=top)
-            tops.append(top)
+        tops = [self._top(x, tower) for tower in layers.towers]
         return _linear(tops[0], layers.policy), _linear(tops[-1], layers.value)[:, 0]
+
+    def params(self, x: Array, layers: Layers) -> Array:
+        """The parameters alone."""
+        return _linear(self._top(x, layers.towers[0]), layers.policy)
+
+    def value(self, x: Array, layers: Layers) -> Array:
+        """The value alone."""
+        return _linear(self._top(x, layers.towers[-1]), layers.value)[:, 0]
+
+    def _top(self, x: Array, tower: list[Layer]) -> Array:
+        for layer in tower:
+            x = _linear(x, layer)
+            self.squash(x, out=x)
+        return x
 
 
 class Room:

@@ -26,7 +26,7 @@ from tiltyard.config.experiment import Model
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
 from tiltyard.models import heads
 from tiltyard.models.actor_critic import ActorCritic, build_module
-from tiltyard.models.dense import Dense, is_plain
+from tiltyard.models.dense import Dense, Layers, is_plain
 from tiltyard.models.encoders import as_numbers
 from tiltyard.models.memory import State
 from tiltyard.types import ArraySpec, EnvSpec
@@ -152,16 +152,36 @@ class PolicyNet(nn.Module):
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
+        valued: bool = True,
     ) -> Acted:
-        """One decision for each of B rows. Rows with `first` forget before they act."""
-        params, value, after = self._numbers(obs, state, first)
+        """One decision for each of B rows. Rows with `first` forget before they act.
+
+        When it need not be `valued` and the critic has layers of its own, they are left out, and the value is empty.
+        """
+        layers = None if valued else self._plain_layers()
+        if self.dense is not None and layers is not None and len(layers.towers) > 1:
+            params, value, after = self.dense.params(self._inputs(obs, self.dense), layers), NOTHING, state
+        else:
+            params, value, after = self._numbers(obs, state, first)
         dist = self.distribution(params, None if mask is None else np.asarray(mask))
         action = dist.mode() if greedy else dist.sample(generator)
         return Acted(action, dist.log_prob(action), self.in_rewards(value), after)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""
+        layers = self._plain_layers()
+        if layers is not None and self.dense is not None:
+            return self.in_rewards(self.dense.value(self._inputs(obs, self.dense), layers))
         return self.in_rewards(self._numbers(obs, state, first)[1])
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether acting is cheaper without values, and values of many rows are cheaper than of a few many times."""
+        layers = self._plain_layers()
+        return layers is not None and len(layers.towers) > 1
+
+    def _plain_layers(self) -> Layers | None:
+        return None if self.dense is None else self.dense.layers()
 
     def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> heads.ActionDist:
         """What the model's parameters [..., outputs] mean."""
@@ -171,8 +191,7 @@ class PolicyNet(nn.Module):
         self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], State]:
         """Parameters [B, outputs], value [B] normalised and the memory after it, without gradients."""
-        dense = self.dense
-        layers = None if dense is None else dense.layers()
+        dense, layers = self.dense, self._plain_layers()
         if dense is not None and layers is not None:
             return *dense.forward(self._inputs(obs, dense), layers), state
         with torch.no_grad():  # as a decorator it costs three times as much
