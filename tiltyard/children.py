@@ -124,6 +124,14 @@ def die_with(parent: int) -> None:
         os._exit(EXIT_FAILED)
 
 
+def killed_by(number: int, *, explained: bool = False) -> str:
+    """What a signal did to a process; `explained` says who else sends the one that cannot be refused."""
+    more = " (the kernel does that when memory runs out)" if explained and number == signal.SIGKILL else ""
+    with suppress(ValueError):  # real-time signals have no name
+        return f"was killed by {signal.Signals(number).name}{more}"
+    return f"was killed by signal {number}"
+
+
 def _listen_to(parent: int, pipe: int) -> queue.SimpleQueue[Word]:
     """Let this process end when its parent does, however that comes about; until then, what the parent says."""
     die_with(parent)

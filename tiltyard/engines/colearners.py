@@ -16,7 +16,6 @@ import mmap
 import os
 import select
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.team import PATIENCE, LostError, Together
+from tiltyard.children import killed_by
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.local.nursery import Nursery
@@ -199,7 +199,7 @@ class Colearners:
         told = member.confession
         if told is not None:
             return None if told["lost"] else TiltyardError(told["error"], told["hint"], told["details"])
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        how = killed_by(-status) if status < 0 else f"ended with exit code {status}"
         return TiltyardError(f"learner {member.rank} (process {member.pid}) {how}", HINT)
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.envs.away import Away, Room
 from tiltyard.envs.make import make_any
@@ -145,12 +145,7 @@ class Lodgings:
 
 
 def _status(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    more = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}{more}"
-    return f"was killed by signal {-code}"
+    return killed_by(-code, explained=True) if code < 0 else f"ended with exit code {code}"
 
 
 class _Process:

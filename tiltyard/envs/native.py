@@ -65,20 +65,11 @@ class Row(gymnasium.Env[Any, Any]):
 
 
 class NativeGroup(EnvGroup):
-    """An EnvGroup whose rows are stepped by one call."""
+    """An EnvGroup, made from the same arguments without `base`, whose rows are stepped by one call."""
 
-    def __init__(
-        self,
-        env: Env,
-        spec: EnvSpec,
-        rows: int,
-        seed: int,
-        *,
-        stepper: Stepper,
-        **more: Any,
-    ) -> None:
+    def __init__(self, stepper: Stepper, *group: Any, **more: Any) -> None:
         self._stepper = stepper
-        super().__init__(env, spec, rows, seed, base=(), **more)
+        super().__init__(*group, base=(), **more)
 
     def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
         self.comes_back = self._stepper.comes_back  # type: ignore[assignment]
@@ -189,5 +180,5 @@ def make_group(
     """
     stepper = stepper_for(env, rows, threads) if env.id in EXACT or not exact else None
     if stepper is not None:
-        return NativeGroup(env, spec, rows, seed, stepper=stepper, **more)
+        return NativeGroup(stepper, env, spec, rows, seed, **more)
     return group_class(spec)(env, spec, rows, seed, base=base, **more)

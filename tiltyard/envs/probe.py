@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.errors import ConfigError, Problem, UseError, raised
 from tiltyard.machine import resident_memory
@@ -80,13 +81,7 @@ def _run_child(env: Env, folder: Path) -> int:
 
 
 def _died(env: Env, code: int, said: tuple[str, str]) -> UseError:
-    if code < 0:
-        try:
-            cause = f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            cause = f"was killed by signal {-code}"
-    else:
-        cause = f"ended its process with exit code {code}"
+    cause = killed_by(-code) if code < 0 else f"ended its process with exit code {code}"
     hint = (
         "the simulator crashed, not Tiltyard; its last words are below" if any(said) else "run it by itself to see why"
     )

@@ -21,11 +21,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tiltyard.children import die_with
 from tiltyard.errors import TiltyardError
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
-_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd})"
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd}, {parent})"
+PR_SET_NAME = 15
 
 
 class Nursery:
@@ -37,7 +38,7 @@ class Nursery:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
         root = str(Path(__file__).resolve().parents[3])
-        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
+        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno(), parent=os.getpid())]
         # One thread until a worker asks for more: a pool of threads does not survive a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -89,9 +90,9 @@ class Nursery:
 # ------------------------------------------------------------------------------------------------ in the nursery
 
 
-def main(fd: int) -> None:
+def main(fd: int, driver: int) -> None:
     """Import what workers need, then fork until the driver goes."""
-    die_with_parent()
+    die_with(driver)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
     channel = socket.socket(fileno=fd)
@@ -116,7 +117,7 @@ def main(fd: int) -> None:
                 break
             if not word:
                 break
-            pid = os.fork()
+            here, pid = os.getpid(), os.fork()
             if pid == 0:
                 channel.close()
                 os.close(reader)
@@ -124,7 +125,7 @@ def main(fd: int) -> None:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 task = json.loads(word)
-                _live(lives[task["role"]], task, fds)
+                _live(here, lives[task["role"]], task, fds)
             for each in fds:
                 os.close(each)
             alive.add(pid)
@@ -136,12 +137,12 @@ def main(fd: int) -> None:
     os._exit(0)
 
 
-def _live(work: Any, task: dict[str, Any], fds: list[int]) -> None:
+def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
     """A worker's life, in a session of its own; it never returns into the nursery's loop."""
     code = 1
     try:
         os.setsid()
-        die_with_parent()
+        die_with(nursery)
         name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)
         code = 0
@@ -171,15 +172,6 @@ def _tell(channel: socket.socket, word: dict[str, Any]) -> None:
         channel.send(json.dumps(word).encode())
     except OSError:
         os._exit(0)  # the driver is gone, and so are we; the kernel ends the workers
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere closed pipes have to do)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent or parent == 1:
-            os._exit(0)
 
 
 def name_process(name: str) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiltyard.children import killed_by
 from tiltyard.engines.local.nursery import Nursery
 from tiltyard.engines.local.slab import Slab, make_memory
 from tiltyard.envs.vector import RESETTING, STEPPING
@@ -193,9 +194,7 @@ class Pool:
         if member.verdict:
             return member.verdict
         if status < 0:
-            name = signal.Signals(-status).name
-            more = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
-            return f"was killed by {name}{more}"
+            return killed_by(-status, explained=True)
         return f"ended by itself with exit code {status}"
 
     def _given_up(self, member: _Member, cause: str) -> TiltyardError:
