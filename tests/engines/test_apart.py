@@ -24,6 +24,8 @@ from tiltyard.envs.vector import EnvGroup
 from tiltyard.run import metrics
 from tiltyard.types import Engine
 
+pytestmark = pytest.mark.slow  # processes that are started and ended
+
 ENVS = Path(__file__).parents[1] / "envs" / "apart_envs.py"
 
 

@@ -22,6 +22,8 @@ from tiltyard.machine import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 
+pytestmark = pytest.mark.slow  # processes that are started and ended
+
 LSTM = ("model.memory.kind=lstm", "model.memory.size=8", "model.normalise.obs=true", "model.normalise.returns=true")
 SHORT = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "eval.every=0", "eval.at_end=false"]
 SHORT += ["track.tensorboard=false", "engine.learners=2"]

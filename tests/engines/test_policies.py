@@ -25,6 +25,8 @@ from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.types import Arrays
 
+pytestmark = pytest.mark.slow  # processes that are started and ended
+
 TWO = "policies={main: {}, rival: {}}"
 POOL = ("env.options.pauses=true", TWO, 'match={host: main, "*": {main: 0.3, rival: 0.7}}')
 MEMORY = ("model.memory.kind=gru", "model.memory.size=8", "model.normalise.obs=true", "model.normalise.returns=true")

@@ -29,6 +29,8 @@ from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import EnvError, UseError
 from tiltyard.types import EnvSpec
 
+pytestmark = pytest.mark.slow  # processes that are started and ended
+
 BASE = [Path(__file__).parent]
 WHERE = "apart_envs.py:Where"
 APART = ("thread", "process")
