@@ -198,7 +198,8 @@ class Console:
         if self._screen is None and self.progress.env_steps != self._line_told:
             self._write(self.plain_line())
         self.close()
-        for line in (self._speed(), self._bound()):
+        bound = self._bound()
+        for line in (self._speed(), f"bound   {bound}" if bound else ""):
             if line:
                 self._write(line)
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")

@@ -13,7 +13,7 @@ ASIDE = 0.3  # of the whole: evaluations or saves that take more than this are w
 
 
 def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
-    """One line: what bounds the speed, how much, and what to try; empty when nothing stands out yet."""
+    """One line: what bounds the speed, how much, and what to try; empty only where no time was measured."""
     for part, words, hint in (
         ("eval", "evaluations", "raise eval.every, or lower eval.episodes"),
         ("save", "writing checkpoints", "save less often: save.seconds, save.env_steps"),
@@ -37,7 +37,8 @@ def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
         if shares.get(part, 0.0) >= MUCH:
             kind, what, hint = _SAMPLING[part]
             return f"{kind}: {_percent(shares[part])} of the time is {what}; {hint}"
-    return ""
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
+    return f"nothing stands out: {', '.join(f'{part} {_percent(shares[part])}' for part in largest)} of the time"
 
 
 _SAMPLING = {
