@@ -43,6 +43,7 @@ CONVENTIONAL = {
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "atari": ("tiltyard.envs.atari:Atari", "atari"),
     "doom": ("tiltyard.envs.vizdoom:Doom", "vizdoom"),
+    "envpool": ("tiltyard.envs.envpool:EnvPool", "envpool"),
 }
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)

@@ -10,12 +10,12 @@ from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.atari import Atari, row_seeds
+from tiltyard.envs.atari import Atari
 from tiltyard.envs.make import frames_per_step, make_env
 from tiltyard.envs.native import NativeGroup, has_stepper, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import observation_specs, spec_from_json
-from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.tally import episode_seed, row_seeds
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.types import EnvSpec

@@ -22,6 +22,7 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
+from tiltyard.envs.tally import row_seeds
 from tiltyard.errors import UseError, did_you_mean
 
 if TYPE_CHECKING:
@@ -175,8 +176,3 @@ class Ataris:
 
     def close(self) -> None:
         self._all = None
-
-
-def row_seeds(seed: int, rows: int) -> Array:
-    """The seeds of all rows, 31 bits, from that of the first episode."""
-    return (np.random.SeedSequence(seed).generate_state(rows) >> 1).astype(np.int64)

@@ -14,7 +14,16 @@ import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.envs.contract import obs_fault, structure_fault
-from tiltyard.envs.spaces import Leaf, encode_leaf, fill_stack, observation_leaves, pick, stack_axis, stacked
+from tiltyard.envs.spaces import (
+    Leaf,
+    encode_leaf,
+    encode_leaves,
+    fill_stack,
+    observation_leaves,
+    pick,
+    stack_axis,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays
@@ -113,6 +122,14 @@ class ObsBuffer:
                 if broken:
                     raise FaultyObs(broken, slot.leaf.name, value)
                 slot.newest[row] = encode_leaf(slot.leaf, value)
+
+    def write_all(self, obs: Any) -> None:
+        """Store the latest frames of all rows, [B, ...] per leaf, of an env that steps them in one call: no checks."""
+        if self.plain[1] is not None:
+            self.plain[0][...] = obs
+            return
+        for slot in self._slots:
+            slot.newest[...] = encode_leaves(slot.leaf, pick(obs, slot.leaf.path))
 
     def restart(self, row: int, obs: Any) -> None:
         """Store the first frame of an episode, repeated over the stack."""

@@ -62,6 +62,7 @@ _PACKAGES = {
     "ale_py": "'tiltyard[atari]'",
     "crafter": "crafter",
     "cv2": "opencv-python-headless",
+    "envpool": "'tiltyard[envpool]'",
     "gymnasium_robotics": "gymnasium-robotics",
     "highway_env": "highway-env",
     "minigrid": "minigrid",

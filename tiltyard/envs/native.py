@@ -1,8 +1,8 @@
 """Envs that step many rows in one call, as a group like any other: the rows of vector.py without its loop.
 
 A `Stepper` steps all rows at once and resets single ones. CartPole's begins each episode with its own seed, so that
-episodes are those of the env stepped one by one; Atari's seeds each row once (see there why). Everything else
-(episodes, limits, rewards, statistics) is EnvGroup's. Which env has a stepper is `stepper_for`; with wrappers,
+episodes are those of the env stepped one by one; Atari's and EnvPool's seed each row once (see there why). Everything
+else (episodes, limits, rewards, statistics) is EnvGroup's. Which env has a stepper is `stepper_for`; with wrappers,
 frameskip or a frame stack of ours none has.
 """
 
@@ -20,6 +20,7 @@ from gymnasium.utils import seeding
 from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.envs.parallel_rows import group_class
+from tiltyard.envs.spaces import MASK
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.types import EnvSpec, Tree
 
@@ -35,10 +36,11 @@ class Stepper(Protocol):
     comes_back: str
     """`state` when there are get_state(row) and set_state(row, state), else `fresh`"""
 
-    def step(self, actions: list[Any]) -> tuple[Array, Array, Array, Array]:
-        """One action per row: observations [B, ...], rewards, terminated, truncated. Arrays may be used again."""
+    def step(self, actions: list[Any]) -> tuple[Any, Array, Array, Array]:
+        """One action per row: observations [B, ...], or dicts of them as the space has, rewards, terminated, truncated.
+        Arrays may be used again."""
 
-    def reset_row(self, row: int, seed: int) -> Array:
+    def reset_row(self, row: int, seed: int) -> Any:
         """Begin an episode in one row; its first observation. The seed is the episode's own."""
 
     def close(self) -> None: ...
@@ -78,11 +80,14 @@ class NativeGroup(EnvGroup):
     def _advance_all(self, actions: list[Any]) -> None:
         try:
             obs, reward, terminated, truncated = self._stepper.step(actions)
+            self.buffer.write_all(obs)
+            if self.mask is not None:
+                for row in np.flatnonzero(~(terminated | truncated)).tolist():
+                    self._store_mask(row, {MASK: obs[MASK][row]}, {})
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             raise self._blamed(error, 0, "step") from error
-        self.buffer.plain[0][...] = obs
         self._raw = reward.tolist()
         self._over, self._cut = terminated.tolist(), truncated.tolist()
         self._beats[0] += 1
@@ -138,11 +143,19 @@ def _ataris(name: str, rows: int, options: dict[str, Any], threads: int | None) 
     return Ataris(name, rows, options, threads)
 
 
+def _envpools(name: str, rows: int, options: dict[str, Any], threads: int | None) -> Stepper:
+    """Imported only when asked for: envpool is an extra."""
+    from tiltyard.envs.envpool import EnvPools
+
+    return EnvPools(name, rows, options, threads)
+
+
 # id or family -> what steps many rows of it: (id or name in the family, rows, env.options, threads) -> Stepper
 STEPPERS: dict[str, Callable[[str, int, dict[str, Any], int | None], Stepper]] = {
     "CartPole-v1": CartPoles,
     "CartPole-v0": CartPoles,
     "atari": _ataris,
+    "envpool": _envpools,
 }
 EXACT = ("CartPole-v1", "CartPole-v0")  # an episode is the one that the single env plays with its seed
 

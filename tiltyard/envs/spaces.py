@@ -173,15 +173,19 @@ def hash_words(text: str) -> Array:
 
 def encode_leaf(leaf: Leaf, value: Any) -> Array:
     """One frame of a leaf as it is stored. The value has been checked (contract.py)."""
-    spec, space = leaf.spec, leaf.space
-    if spec.kind == "text":
+    if leaf.spec.kind == "text":
         return hash_words(value)
-    array = np.asarray(value)
+    return encode_leaves(leaf, np.asarray(value)[None]).reshape(leaf.spec.shape)
+
+
+def encode_leaves(leaf: Leaf, array: Array) -> Array:
+    """The frames [B, ...] of a leaf that is no text as they are stored."""
+    spec, space = leaf.spec, leaf.space
     if isinstance(space, gym_spaces.Discrete):
         array = array - int(space.start)
     elif isinstance(space, gym_spaces.MultiDiscrete):
         array = array - np.asarray(space.start)
-    return array.astype(spec.dtype, copy=False).reshape(spec.shape)
+    return array.astype(spec.dtype, copy=False).reshape(len(array), *spec.shape)
 
 
 def pick(obs: Any, path: tuple[str | int, ...]) -> Any:

@@ -30,6 +30,11 @@ def episode_seed(seed: int, role: str, row: int, number: int) -> int:
     return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1)[0]) >> 1
 
 
+def row_seeds(seed: int, rows: int) -> Array:
+    """The seeds of all rows, 31 bits, from that of the first episode: for simulators that seed each row once."""
+    return (np.random.SeedSequence(seed).generate_state(rows) >> 1).astype(np.int64)
+
+
 def first_limits(seed: int, role: str, places: Sequence[int], longest: int) -> Array:
     """After how many env steps the first episode of each copy is cut: drawn from 1 .. `longest` for its place."""
     draws = [np.random.default_rng(episode_seed(seed, f"{role}/first", place, 0)) for place in places]
