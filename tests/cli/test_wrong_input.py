@@ -268,6 +268,10 @@ def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, ru
     said = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
     assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", said)
     assert re.search(r"and [\d.]+ GiB are free", said)
+    alone = float(re.search(r"needs about ([\d.]+) GiB", said)[1])
+    said = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6", "engine.mode=async")
+    shared = float(re.search(r"needs about ([\d.]+) GiB", said)[1])
+    assert shared / alone == pytest.approx(5 / 3, rel=0.01)  # two slots beside what the learner has anyway
     said = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
     assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB to be trained, and", said)
     assert not runs.exists()

@@ -20,6 +20,7 @@ from tiltyard.config.load import load
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.local import slab as slabs
 from tiltyard.engines.plan import topology
+from tiltyard.envs.probe import probe
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.machine import usable_cores
 from tiltyard.run.events import read_events
@@ -306,6 +307,12 @@ def test_a_number_that_is_none_stops_training_with_the_arrays_that_did_it(
         engine.step()
     assert np.isnan(np.asarray(raised.value.batch["reward"])).any()
     engine.close()
+
+
+def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not_wait() -> None:
+    for mode, workers in (("sync", 0), ("async", 1)):
+        loaded = load("CartPole-v1", [f"engine.mode={mode}"]).experiment
+        assert topology(loaded, probe(loaded.env, base=(), previous=False)).workers == workers
 
 
 def test_a_resume_keeps_the_number_of_workers_that_was_chosen(runs: Path, tmp_path: Path) -> None:

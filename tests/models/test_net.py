@@ -122,6 +122,26 @@ def test_observations_are_normalised_and_images_are_not():
     assert ready["obs"][0].max() == 10
 
 
+def test_images_are_normalised_pixel_by_pixel_where_asked():
+    spec = env(obs=vector(2), eye=KITCHEN["eye"])
+    net = PolicyNet(spec, Model(normalise=Normalise(images=True)), (), seed=0)
+    assert net.normalised == ("eye",)
+    obs = observations(spec, 80, 8)
+    obs["eye"][...] = 200  # a background that never changes,
+    obs["eye"][:, ::2, 0, 0] = 100  # a pixel that does
+    net.observe(obs, np.ones((80, 8), bool))
+    ready = net.prepare(obs)["eye"]
+    assert ready.dtype == torch.float32
+    assert ready[:, :, 1:].abs().max() == 0
+    assert torch.allclose(ready[:, ::2, 0, 0], torch.tensor(-1.0)) and torch.allclose(
+        ready[:, 1::2, 0, 0], torch.tensor(1.0)
+    )
+    again = PolicyNet(spec, Model(normalise=Normalise(images=True)), (), seed=1)
+    again.load_arrays(net.arrays())
+    again.refresh()
+    assert torch.equal(again.prepare(obs)["eye"], ready)
+
+
 def test_values_come_back_in_units_of_reward():
     net = PolicyNet(env(), Model(normalise=Normalise(returns=True)), (), seed=0)
     net.observe_returns(np.array([90.0, 110.0]))

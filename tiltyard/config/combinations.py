@@ -132,6 +132,12 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
             yield Problem("engine.mode", "'async'", none, hint)
         if engine.affinity:
             yield Problem("engine.affinity", "true", none, "leave engine.affinity out")
+        if engine.inference == "batched":
+            hint = "set engine.inference=auto, or engine.kind=local with workers"
+            yield Problem("engine.inference", "'batched'", none, hint)
+    if engine.inference == "batched" and len(experiment.cast) > 1:
+        message = f"decides for one policy, and policies has {len(experiment.cast)}"
+        yield Problem("engine.inference", "'batched'", message, "set engine.inference=worker")
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

@@ -119,15 +119,16 @@ class Env(Settings):
     """The environment and what is done to its steps before anybody sees them."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, built-in name (identity, basic, memory, delay, timeout, CarPass-v0,
-    pennies, visitors), `package.module:Class` or `path/file.py:Class`; also a parallel env of PettingZoo's."""
+    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, `envpool:NAME`, built-in name (identity, basic, memory, delay,
+    timeout, CarPass-v0, pennies, visitors), `package.module:Class` or `path/file.py:Class`; also a parallel env of
+    PettingZoo's."""
     options: Options = {}
     """Keyword arguments of the constructor, checked against its signature."""
     wrappers: list[PluginRef] = []
     """Gymnasium wrappers, innermost first: built-in name or import string, each with options."""
     frameskip: Whole = Field(default=1, ge=1, le=1000)
     """Calls of the env's step per env step: the action is repeated and the rewards are added. Envs that skip frames
-    themselves (atari:, doom:) have an option for that."""
+    themselves (atari:, doom:, Atari of envpool:) have an option for that."""
     frame_stack: Whole = Field(default=1, ge=1, le=64)
     """How many last observations are given together (images: along channels, vectors: end to end)."""
     time_limit: Count | None = None
@@ -142,7 +143,7 @@ class Env(Settings):
     comes_back: Literal["auto", "state", "replay", "fresh"] = "auto"
     """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
     native: bool = True
-    """Step all rows in one call where the env has a vectorised version (CartPole, Atari)."""
+    """Step all rows in one call where the env has a vectorised version (CartPole, Atari, EnvPool)."""
     isolate: Literal["none", "process", "thread"] = "none"
     """Give each copy of the env a process or a thread of its own, in training and evaluation: for simulators of which a
     process or thread takes only one, and to step slow envs side by side. Not stepped in one call then."""
@@ -181,6 +182,8 @@ class Normalise(Settings):
 
     obs: bool = False
     """Observations that are not images are brought to mean 0 and variance 1."""
+    images: bool = False
+    """Images are, each pixel by itself: what moves stands out from what never changes."""
     returns: bool = False
     """The critic learns returns brought to mean 0 and variance 1."""
 
@@ -326,6 +329,10 @@ class Engine(Settings):
     mode: Literal["sync", "async"] = "sync"
     """sync: all workers act with the newest weights, then all is learned from. async: workers act on while the learner
     learns, with weights that are a little older."""
+    inference: Literal["auto", "worker", "batched"] = "auto"
+    """Who chooses actions. worker: each worker, with its own copy of the policy on its core. batched: one process, the
+    actor, with a copy on `device`, for all workers that wait, in one batch. Auto: batched where the device is no CPU,
+    there are workers and there is one policy."""
     max_lag: Count = 20
     """Asynchronous: samples of weights that are more than this many updates old are thrown away, and counted."""
     threads: Count | Literal["auto"] = "auto"

@@ -13,6 +13,7 @@ from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
 from tiltyard.types import Arrays, Engine, EnvSpec
 
+SHARED_COPIES = {"sync": 1, "async": 2}  # rollouts in the memory that workers and learner share
 # For each learner:
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
 WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
@@ -105,8 +106,10 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
     envs, steps = experiment.engine.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
-    learning = LEARNING_COPIES * experiment.engine.learners
-    wanted, free = learning * each * rows * steps + copies * spec.env_bytes, free_memory()
+    engine = experiment.engine
+    shared = SHARED_COPIES[engine.mode] if engine.mode == "async" or engine.workers not in ("auto", 0) else 0
+    times = LEARNING_COPIES * engine.learners + shared
+    wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(
             f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.players import Players
 from tiltyard.engines.state import read_group
 from tiltyard.envs.native import make_group
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.memory import State
+from tiltyard.models.net import Acted, ObsIn, PolicyNet
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step
 
@@ -34,6 +35,37 @@ def stream_seed(root: int, role: int, group: int = 0) -> int:
     return int(np.random.SeedSequence(entropy=root, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
 
+class Acting(Protocol):
+    """Who acts in a group of envs: a policy, several with seats, or whoever passes the questions on."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it wants what it is given."""
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether values are better asked for a rollout at a time than with each decision."""
+
+    def initial_state(self, rows: int) -> State:
+        """Memory at an episode's start."""
+
+    def act(
+        self,
+        obs: ObsIn,
+        state: State,
+        first: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        greedy: bool,
+        generator: torch.Generator | None = None,
+        valued: bool = True,
+    ) -> Acted:
+        """One decision for each row."""
+
+    def value(self, obs: ObsIn, state: State, first: torch.Tensor) -> Array:
+        """[B] in units of reward."""
+
+
 class Collector:
     """One group of envs, `group` being its number among all of the run; a row for each agent of each env."""
 
@@ -42,7 +74,7 @@ class Collector:
         experiment: Experiment,
         spec: EnvSpec,
         base: Sequence[Path],
-        net: PolicyNet | Players,
+        net: Acting,
         envs: int,
         group: int = 0,
     ) -> None:

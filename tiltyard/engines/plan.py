@@ -2,7 +2,8 @@
 
 Few cores are best used by few processes. Envs that step all rows in one call, and envs that cost next to nothing, are
 stepped in the learner's process; others get a worker per core that is really free. Torch gets a second thread only when
-a measurement says that it helps: on shared cores it can cost tenfold.
+a measurement says that it helps: on shared cores it can cost tenfold. Where an actor decides for all workers there are
+two of them per core, so that one steps its envs while the other waits for its decisions.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import copy
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.learner import device_named
 from tiltyard.envs.native import has_stepper
 from tiltyard.machine import usable_cores
 from tiltyard.models.net import PolicyNet
@@ -30,32 +32,50 @@ GAIN = 1.15  # how much faster two threads must be than one
 
 @dataclass(frozen=True)
 class Topology:
-    """Processes that step envs (0: none but the learner's), and the reason in words."""
+    """Processes that step envs (0: none but the learner's) and why, in words; whether an actor decides for all."""
 
     workers: int
     why: str
+    batched: bool = False
 
 
 def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None) -> Topology:
-    """What engine.workers means here. With as many `groups` of envs as a checkpoint has, its episodes can go on."""
+    """What engine.workers and engine.inference mean here. With as many `groups` of envs as a checkpoint has, its
+    episodes can go on."""
+    batched = is_batched(experiment, device_named(experiment.engine.device))
+    found = _workers(experiment, spec, groups, 2 if batched else 1)
+    return replace(found, batched=batched and found.workers > 0)
+
+
+def is_batched(experiment: Experiment, device: torch.device) -> bool:
+    """Whether workers, if there are any, leave their decisions to an actor on that device."""
     engine = experiment.engine
+    if engine.inference != "auto":
+        return engine.inference == "batched"
+    return engine.kind == "local" and device.type != "cpu" and len(experiment.cast) == 1
+
+
+def _workers(experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int) -> Topology:
+    engine = experiment.engine
+    asked = engine.inference == "batched"  # which means workers, also where there would be none
     if engine.workers != "auto":
         return Topology(engine.workers, "as set")
     if engine.kind == "serial":
         return Topology(1, "as always")
     if groups is not None and engine.envs % groups == 0:
-        alone = groups == 1 and engine.mode == "sync"
+        alone = groups == 1 and engine.mode == "sync" and not asked
         return Topology(0 if alone else groups, "as before")
-    if has_stepper(experiment.env):
-        return Topology(0, "the env steps all rows in one call")
-    if spec.step_seconds < CHEAP and engine.mode == "sync":
+    if has_stepper(experiment.env) and not asked:
+        return Topology(int(engine.mode == "async"), "the env steps all rows in one call")
+    if spec.step_seconds < CHEAP and engine.mode == "sync" and not asked:
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
     cores = usable_cores()
-    most = max(1, cores - 1 if engine.mode == "async" else cores)
+    most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
     workers = next(count for count in range(min(most, engine.envs), 0, -1) if engine.envs % count == 0)
-    if workers == 1 and engine.mode == "sync":
+    if workers == 1 and engine.mode == "sync" and not asked:
         return Topology(0, f"{cores} core{'s' if cores > 1 else ''} to use")
-    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {cores} cores to use")
+    more = f" by {per_core} workers each" if per_core > 1 else ""
+    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {cores} cores to use{more}")
 
 
 def free_cores() -> float:

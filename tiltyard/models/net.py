@@ -34,6 +34,7 @@ from tiltyard.types import ArraySpec, EnvSpec
 BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
 OBS_CLIP = np.float32(10)  # standard deviations: what lies further out is an outlier, or statistics too young to trust
 TINY = 1e-8
+IMAGES_EVERY = 8  # steps: neighbouring frames are nearly the same, and every pixel of them would have to be counted
 NOTHING = np.zeros(0, np.float32)
 
 ObsIn = Mapping[str, Tensor | NDArray[Any]]
@@ -47,6 +48,14 @@ class Acted(NamedTuple):
     log_prob: NDArray[Any]
     value: NDArray[Any]
     state: State
+
+
+def decided(
+    dist: heads.ActionDist, value: NDArray[Any], after: State, *, greedy: bool, generator: torch.Generator | None
+) -> Acted:
+    """The likeliest action or a draw, with what belongs to it."""
+    action = dist.mode() if greedy else dist.sample(generator)
+    return Acted(action, dist.log_prob(action), value, after)
 
 
 class RunningStats(nn.Module):
@@ -118,12 +127,13 @@ class PolicyNet(nn.Module):
             self._widest = torch.tensor(heads.widest_noise(spec.action))
             self.keep_inside()
             self.obs_stats = nn.ModuleList()  # in the order of `normalised`
-            self.normalised: tuple[str, ...] = ()
-            if model.normalise.obs:
-                self.normalised = tuple(
-                    name for name, item in spec.obs.items() if item.kind == "box" and not item.image
-                )
-                self.obs_stats.extend(RunningStats(spec.obs[name].shape) for name in self.normalised)
+            chosen = model.normalise
+            self.normalised = tuple(
+                name
+                for name, item in spec.obs.items()
+                if item.kind == "box" and (chosen.images if item.image else chosen.obs)
+            )
+            self.obs_stats.extend(RunningStats(spec.obs[name].shape) for name in self.normalised)
             self._stats = tuple(cast(RunningStats, stats) for stats in self.obs_stats)
             self.return_stats = RunningStats(()) if model.normalise.returns else None
             if not isinstance(self.model, ActorCritic):
@@ -162,17 +172,16 @@ class PolicyNet(nn.Module):
         if self.dense is not None and layers is not None and len(layers.towers) > 1:
             params, value, after = self.dense.params(self._inputs(obs, self.dense), layers), NOTHING, state
         else:
-            params, value, after = self._numbers(obs, state, first)
+            params, value, after = self.numbers(obs, state, first)
         dist = self.distribution(params, None if mask is None else np.asarray(mask))
-        action = dist.mode() if greedy else dist.sample(generator)
-        return Acted(action, dist.log_prob(action), self.in_rewards(value), after)
+        return decided(dist, self.in_rewards(value), after, greedy=greedy, generator=generator)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""
         layers = self._plain_layers()
         if layers is not None and self.dense is not None:
             return self.in_rewards(self.dense.value(self._inputs(obs, self.dense), layers))
-        return self.in_rewards(self._numbers(obs, state, first)[1])
+        return self.in_rewards(self.numbers(obs, state, first)[1])
 
     @property
     def values_apart(self) -> bool:
@@ -187,7 +196,7 @@ class PolicyNet(nn.Module):
         """What the model's parameters [..., outputs] mean."""
         return heads.ActionDist(self.spec.action, params, self._log_std(), mask)
 
-    def _numbers(
+    def numbers(
         self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any], State]:
         """Parameters [B, outputs], value [B] normalised and the memory after it, without gradients."""
@@ -287,7 +296,8 @@ class PolicyNet(nn.Module):
     def observe(self, obs: Mapping[str, NDArray[Any]], valid: NDArray[Any]) -> None:
         """Add observations [T, B, ...] of valid rows to the running statistics."""
         for name, stats in zip(self.normalised, self._stats, strict=True):
-            stats.observe(obs[name][valid])
+            every = IMAGES_EVERY if self.spec.obs[name].image else 1
+            stats.observe(obs[name][::every][valid[::every]])
 
     def observe_returns(self, returns: NDArray[Any]) -> None:
         """Add returns [N], in units of reward."""
@@ -306,7 +316,7 @@ class PolicyNet(nn.Module):
         }
         for name, module in zip(self.normalised, self.obs_stats, strict=True):
             stats = cast(RunningStats, module)
-            ready[name] = ((ready[name] - stats.shift) / stats.scale).clamp_(-float(OBS_CLIP), float(OBS_CLIP))
+            ready[name] = ((ready[name] - stats.shift).div_(stats.scale)).clamp_(-float(OBS_CLIP), float(OBS_CLIP))
         return ready
 
     def in_rewards(self, value: NDArray[Any]) -> NDArray[Any]:

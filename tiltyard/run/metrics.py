@@ -185,6 +185,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("workers/wait", "0 to 1", "Share of the workers' time spent waiting for the learner."),
     Metric("workers/other", "0 to 1", "Share of the workers' time spent on everything else."),
     Metric("workers/restarts", "workers", "Workers that died or hung and were replaced, in this attempt."),
+    Metric("actor/rows", "rows", "Mean rows that were decided on at once; with engine.inference batched only."),
     Metric("lag/mean", "updates", "How old the weights were that acted in this batch; asynchronous mode only."),
     Metric("lag/max", "updates", "Age of the oldest weights that acted in this batch."),
     Metric("lag/<updates>", "0 to 1", "Share of the batch whose weights were that many updates old."),

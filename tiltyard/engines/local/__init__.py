@@ -4,7 +4,8 @@
     async    every worker fills one slot after another; the driver learns from whichever are full, and says how old
              the policies were that acted (`lag`, in updates); what is older than engine.max_lag is thrown away
 
-What a worker does is worker.py, how they talk and die is pool.py and nursery.py, what they share is slab.py.
+What a worker does is worker.py, how they talk and die is pool.py and nursery.py, what they share is slab.py. Where one
+actor decides for all workers, actor.py is that, and remote.py is how they ask it.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ class LocalEngine:
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, workers)
         torch.set_num_threads(self.threads)
         slots = workers * (AHEAD if self.apart else 1)
-        self.slab = Slab(experiment, spec, self.learner.net, workers, slots)
+        self.slab = Slab(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()
         self.version = 0
         self.full: deque[Filled] = deque()
         self.discarded = 0
+        self.tally = np.zeros(2, np.int64)  # of the actor, when last looked at
         self.slab.publish(self.cast.arrays(), self.version)
         task = {
             "experiment": experiment.model_dump(mode="json", by_alias=True),
@@ -87,10 +89,11 @@ class LocalEngine:
         if self.experiment.engine.affinity:
             workers += ", pinned to a core each"
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        actor = f", decisions made in one batch by an actor on {self.learner.device}" if self.chosen.batched else ""
         return [
             *self.cast.describe(),
             f"engine  local, {mode}: {workers} ({self.chosen.why}), a learner with {threads} ({self.why}), "
-            f"{self.learner.device}, {self.slab.size / 2**20:.1f} MiB shared",
+            f"{self.learner.device}, {self.slab.size / 2**20:.1f} MiB shared{actor}",
         ]
 
     # ------------------------------------------------------------------------------------------ one batch
@@ -135,7 +138,8 @@ class LocalEngine:
         spent = {"wait": waited, "transfer": moved, "learn": learned}
         spent["other"] = max(0.0, total - sum(spent.values()))
         events, self.pool.events = tuple(self.pool.events), []
-        return Report(self.progress, metrics | self._workers_time(taken), episodes, spent, events)
+        metrics |= self._workers_time(taken) | self._batches()
+        return Report(self.progress, metrics, episodes, spent, events)
 
     def _ask_one_each(self) -> None:
         """Have every worker that is doing nothing fill one slot. Not two: what waits to be learned from grows old."""
@@ -188,6 +192,14 @@ class LocalEngine:
         parts = {name for filled in taken for name in filled.spent}
         shares = {f"workers/{part}": sum(filled.spent[part] for filled in taken) / total for part in sorted(parts)}
         return {**shares, "workers/restarts": float(self.pool.restarts)}
+
+    def _batches(self) -> dict[str, float]:
+        """How much the actor decided at once since the last step."""
+        if self.slab.exchange is None:
+            return {}
+        now = self.slab.exchange.tally.copy()
+        (batches, rows), self.tally = now - self.tally, now
+        return {"actor/rows": float(rows / batches)} if batches else {}
 
     # ------------------------------------------------------------------------------------------ disk
 

@@ -1,5 +1,5 @@
 """A process that has torch imported already and forks workers on request, so that a new one is there in milliseconds.
-Learners beside the driver's are born and die in the same way.
+Learners beside the driver's and an actor that decides for all workers are born and die in the same way.
 
     driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker
     driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
@@ -56,7 +56,7 @@ class Nursery:
         return self._socket.fileno()
 
     def bear(self, task: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a worker (`role` w) or a learner (l); its birth is told by `news`."""
+        """Ask for a worker (`role` w), an actor (a) or a learner (l); its birth is told by `news`."""
         try:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
         except OSError as error:
@@ -97,9 +97,9 @@ def main(fd: int, driver: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
     channel = socket.socket(fileno=fd)
     from tiltyard.engines import colearner  # torch and all that is ours
-    from tiltyard.engines.local import worker
+    from tiltyard.engines.local import actor, worker
 
-    lives = {"w": worker.work, "l": colearner.work}
+    lives = {"w": worker.work, "a": actor.work, "l": colearner.work}
 
     alive: set[int] = set()
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

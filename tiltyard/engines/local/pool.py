@@ -2,7 +2,8 @@
 
 A worker has at most a few commands outstanding. When it is replaced, the new one is given the same commands again, so
 whoever waits for an answer gets one; episodes that were running in the dead worker are lost, and that is said. Nothing
-is polled but heartbeats: a death is a message of the nursery, an answer is a line in a pipe.
+is polled but heartbeats: a death is a message of the nursery, an answer is a line in a pipe. An actor that decides for
+all of them is not replaced: its end is raised here with its cause, and workers that only lost it are no cause.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -32,6 +34,18 @@ FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad
 STACK_BYTES = 1 << 16
 WAITING = ("tiltyard/envs/isolate.py", "tiltyard/envs/parcels.py")  # for an env in a thread or process of its own
 STACK_SECONDS = 2.0  # that a worker that hangs has to say where
+
+
+HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.inference=worker continues without it"
+
+
+@dataclass
+class _Actor:
+    """The process that decides for all workers: where workers ask it, and where it says why it ends."""
+
+    door: socket.socket
+    words: int
+    pid: int | None = None
 
 
 @dataclass
@@ -70,8 +84,9 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._nursery, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]
-        self._unborn: deque[_Member] = deque()
+        self._unborn: deque[_Member | _Actor] = deque()
         self._last_words: list[tuple[int, dict[str, Any]]] = []  # answers of workers that are gone
+        self._actor = self._start_actor() if slab.batched else None
         for member in self.members:
             self._start(member)
 
@@ -135,6 +150,15 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------ births and deaths
 
+    def _start_actor(self) -> _Actor:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = make_memory(1)  # grows with what is written; a pipe that nobody reads would hold up a long text
+        self._nursery.bear({**self._task, "role": "a", "number": 0}, [self.slab.fd, theirs.fileno(), words])
+        theirs.close()
+        actor = _Actor(ours, words)
+        self._unborn.append(actor)
+        return actor
+
     def _start(self, member: _Member) -> None:
         heard, commands = os.pipe2(os.O_CLOEXEC)
         answers, told = os.pipe2(os.O_CLOEXEC)
@@ -146,7 +170,8 @@ class Pool:
             "number": member.number,
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }
-        self._nursery.bear(task, [heard, told, self.slab.fd, stack])
+        door = [] if self._actor is None else [self._actor.door.fileno()]
+        self._nursery.bear(task, [heard, told, self.slab.fd, stack, *door])
         os.close(heard)
         os.close(told)
         member.commands, member.answers, member.stack, member.text = commands, answers, stack, b""
@@ -160,6 +185,8 @@ class Pool:
             if "born" in word:
                 self._unborn.popleft().pid = word["born"]
                 continue
+            if self._actor is not None and self._actor.pid == word["died"]:
+                raise self._end_of(self._actor, word["status"])
             member = next((each for each in self.members if each.pid == word["died"]), None)
             if member is not None:
                 self._replace(member, word["status"])
@@ -167,6 +194,10 @@ class Pool:
     def _replace(self, member: _Member, status: int) -> None:
         while member.answers >= 0 and self._readable(member):  # slots that it filled before it died are good
             self._last_words += self._hear(member)
+        if member.confession is not None and member.confession["lost"]:  # the actor's end will be told, too
+            self._forget(member)
+            member.ready = False
+            return
         cause = self._cause(member, status)
         self._forget(member)
         member.fruitless += 1
@@ -196,6 +227,15 @@ class Pool:
         if status < 0:
             return killed_by(-status, explained=True)
         return f"ended by itself with exit code {status}"
+
+    def _end_of(self, actor: _Actor, status: int) -> TiltyardError:
+        """Why there is no actor any more: what it says, or how it ended."""
+        text = os.pread(actor.words, os.fstat(actor.words).st_size, 0).rstrip(b"\0")
+        if text:
+            told = json.loads(text)
+            return TiltyardError(told["error"], told["hint"] or HINT, told["details"])
+        how = killed_by(-status, explained=True) if status < 0 else f"ended by itself with exit code {status}"
+        return TiltyardError(f"the actor (process {actor.pid}) {how}", HINT)
 
     def _given_up(self, member: _Member, cause: str) -> TiltyardError:
         told = member.confession
@@ -257,6 +297,9 @@ class Pool:
         """End every process and give back what was taken."""
         self._selector.close()
         self._nursery.close()
+        if self._actor is not None:
+            self._actor.door.close()
+            os.close(self._actor.words)
         for member in self.members:
             for fd in (member.commands, member.answers, member.stack):
                 if fd >= 0:

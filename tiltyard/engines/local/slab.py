@@ -3,6 +3,7 @@
     slots     FREE -> ACTING -> FULL -> LEARNING -> FREE     a rollout [T, rows] each; a worker owns it while ACTING
     beats     one counter and one phase per worker           a counter that stands still is an env that hangs
     weights   two buffers and the version of each            the driver writes one while workers read the other
+    exchange  what each worker asks an actor and is told     only where decisions are made in one batch
 
 The memory has no name: it is a file descriptor that workers inherit, so that nothing is left behind when all of them
 are gone, however they went. It is taken from RAM, not from /dev/shm; where that fails, a deleted file serves.
@@ -14,6 +15,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +23,46 @@ import numpy as np
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
+from tiltyard.models import heads
 from tiltyard.models.net import PolicyNet
-from tiltyard.types import Array, EnvSpec, Rollout
+from tiltyard.types import Array, Arrays, EnvSpec, Rollout
 
 FREE, ACTING, FULL, LEARNING = range(4)
 STATES = ("free", "acting", "full", "learning")
 _ALIGN = 64  # bytes: a cache line, so that two workers never write into the same one
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Questions to the actor and its answers, [workers, rows, ...] unless said otherwise. A worker writes its questions
+    and then says so; it reads the answers when it was told that they are there."""
+
+    obs: Arrays
+    first: Array
+    memory: Arrays
+    params: Array
+    value: Array  # in units of reward
+    log_std: Array  # [workers, columns]
+    after: Arrays  # the memory
+    versions: Array  # [workers] of the weights that it was answered with
+    tally: Array  # batches, and rows in all of them
+
+
 class Slab:
     """Driver and workers build the same layout from the same experiment; only the driver makes the memory."""
 
     def __init__(
-        self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int, fd: int | None = None
+        self,
+        experiment: Experiment,
+        spec: EnvSpec,
+        net: PolicyNet,
+        workers: int,
+        slots: int,
+        fd: int | None = None,
+        *,
+        batched: bool = False,
     ) -> None:
+        self.batched = batched
         self.rows = experiment.engine.envs // workers
         measure = Layout()
         self._array = measure.array
@@ -54,6 +82,26 @@ class Slab:
             {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
         ]
         self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
+        self.exchange = self._exchange(spec, net, workers) if self.batched else None
+
+    def _exchange(self, spec: EnvSpec, net: PolicyNet, workers: int) -> Exchange:
+        rows = self.rows * len(spec.agents)
+        memory = {key: (item.shape[1:], item.cpu().numpy().dtype) for key, item in net.initial_state(rows).items()}
+
+        def each(name: str, shape: Sequence[int], dtype: Any) -> Array:
+            return self._array(name, (workers, rows, *shape), dtype)
+
+        return Exchange(
+            obs={key: each(f"obs.{key}", item.shape, item.dtype) for key, item in spec.obs.items()},
+            first=each("first", (), np.bool_),
+            memory={key: each(f"memory.{key}", *kind) for key, kind in memory.items()},
+            params=each("params", (heads.outputs(spec.action),), np.float32),
+            value=each("value", (), np.float32),
+            log_std=self._array("log_std", (workers, heads.continuous_columns(spec.action)), np.float32),
+            after={key: each(f"after.{key}", *kind) for key, kind in memory.items()},
+            versions=self._array("answered", (workers,), np.int64),
+            tally=self._array("tally", (2,), np.int64),
+        )
 
     # ------------------------------------------------------------------------------------------ weights
 

@@ -1,4 +1,5 @@
-"""A worker: one group of envs with its own copy of the policy, filling slots of the slab as the driver asks.
+"""A worker: one group of envs and who acts in it, its own copy of the policy or an actor that it asks (remote.py). It
+fills slots of the slab as the driver asks.
 
     driver ── {"do": "fill", "slot": 2} ──> worker ── {"filled": 2, "version": 17, "episodes": [...], ...} ──> driver
 
@@ -25,6 +26,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import Collector
 from tiltyard.engines.freeze import frozen_nets
+from tiltyard.engines.local.remote import ActorGoneError, Remote
 from tiltyard.engines.local.slab import ACTING, FULL, Slab
 from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
@@ -43,26 +45,32 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[task["number"] % len(cores)]})
     try:
-        _Worker(task, fds[2], answers).obey(commands)
+        _Worker(task, fds[2], answers, *fds[4:]).obey(commands)
     except TiltyardError as error:
         _confess(answers, error)
         sys.exit(1)
 
 
 class _Worker:
-    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO) -> None:
+    """`door` is where an actor is asked, if there is one."""
+
+    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO, door: int | None = None) -> None:
         self.number, self.answers = task["number"], answers
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
         nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
         self.nets = list(nets.values())
-        self.slab = Slab(experiment, spec, self.nets[0], task["workers"], task["slots"], memory)
+        batched = door is not None
+        self.slab = Slab(experiment, spec, self.nets[0], task["workers"], task["slots"], memory, batched=batched)
         views = [{name: item.numpy() for name, item in net.state_dict().items()} for net in self.nets]
         self.weights = joined(views)
         self.version = -1
         self.beat = self.slab.beats[self.number]
         self.beat[1] = RESETTING  # making envs may take what their resets may
-        actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, base))
+        self.remote: Remote | None = None
+        if door is not None and self.slab.exchange is not None:
+            self.remote = Remote(self.nets[0], self.slab.exchange, self.number, door, self.beat)
+        actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base))
         self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number)
         self.collector.envs.watch(self.beat)
         self.beat[1] = IDLE
@@ -93,7 +101,7 @@ class _Worker:
 
     def fill(self, slot: int, waited: float) -> None:
         mark = perf_counter()
-        if int(self.slab.versions[1]) != self.version:
+        if self.remote is None and int(self.slab.versions[1]) != self.version:
             self.version = self.slab.fetch(self.weights)
             for net in self.nets:
                 net.refresh()
@@ -102,6 +110,8 @@ class _Worker:
         self.slab.states[slot] = ACTING
         self.beat[1] = STEPPING
         episodes = self.collector.fill(self.slab.slots[slot], self.version, spent)
+        if self.remote is not None:
+            self.version = self.remote.date(self.slab.slots[slot])
         self.beat[1] = IDLE
         self.slab.states[slot] = FULL
         frames += self.collector.envs.frames_taken
@@ -113,8 +123,9 @@ class _Worker:
 
 def _confess(answers: TextIO, error: TiltyardError) -> None:
     """Say what went wrong, with the arrays that did it where they are what matters."""
-    word = {"error": error.message, "hint": error.hint, "details": error.details, "diverged": ""}
+    lost = isinstance(error, ActorGoneError)
+    word = {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost, "diverged": ""}
     if isinstance(error, DivergedError):
-        word["diverged"] = tempfile.mkdtemp(prefix="tiltyard-diverged-")
-        write_tree(Path(word["diverged"]), "batch", error.batch)
+        word["diverged"] = folder = tempfile.mkdtemp(prefix="tiltyard-diverged-")
+        write_tree(Path(folder), "batch", error.batch)
     answers.write(json.dumps(word) + "\n")
