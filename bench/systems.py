@@ -21,6 +21,7 @@ SAME_AS_SB3 = {
     "model.hidden": "[64, 64]",
 }  # fmt: skip
 LUNAR_FAST = {"use": "[box2d-fast]"}
+DOOM_FAST = {"use": "[doom-fast]"}
 NATURE = {
     "model.encoder": "nature", "model.hidden": "[512]", "model.activation": "relu", "model.critic": "shared",
     "engine.envs": 64, "algo.rollout": 32, "algo.epochs": 1, "algo.minibatch": 256, "algo.lr": 2.5e-4,
@@ -52,6 +53,11 @@ class Task:
 def ours(experiment: str, settings: dict[str, object]) -> System:
     runner = (sys.executable, str(BENCH / "peers" / "ours.py"))
     return System(runner, (experiment, *(f"{name}={value}" for name, value in settings.items())))
+
+
+def alone(system: System) -> System:
+    """The same on one core."""
+    return System(("taskset", "-c", "0", *system.command), system.arguments)
 
 
 def peer(environment: str, runner: str, *arguments: str) -> System:
@@ -137,6 +143,23 @@ TASKS = {
             "sample-factory": peer("sf", "sf", "doom_basic", "async"),
             "sample-factory serial": peer("sf", "sf", "doom_basic", "serial"),
             "stable-baselines3 zoo": peer("sb3", "sb3", "doom_basic", "zoo"),
+        },
+        frames=4,
+    ),
+    "doom_basic_70": Task(
+        "VizDoom basic, seconds of training to a greedy 70 over 20 fixed seeds",
+        {"tiltyard fast": ours(f"{DOOM}:DoomBasic", DOOM_FAST)},
+        frames=4,
+        steps=500_000,
+        every=25_000,
+        goal=70,
+        blocks=3,
+    ),
+    "cores": Task(
+        "VizDoom basic, throughput of `doom-fast` on one core and on two",
+        {
+            "one core": alone(ours(f"{DOOM}:DoomBasic", DOOM_FAST)),
+            "two cores": ours(f"{DOOM}:DoomBasic", DOOM_FAST),
         },
         frames=4,
     ),

@@ -5,11 +5,13 @@ Learners beside the driver's and an actor that decides for all workers are born 
     driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
 
 Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver goes, in whatever way, the
-socket closes, the nursery ends its workers and itself; when the nursery is killed, the kernel kills its workers.
+socket closes, the nursery ends its workers and itself; when the nursery is killed, the kernel kills its workers. What
+an env leaves behind, a simulator say, falls to the nursery when its worker ends, and is ended too (on Linux).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,6 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ from tiltyard.children import die_with
 from tiltyard.errors import TiltyardError
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
-_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd}, {parent})"
-PR_SET_NAME = 15
+_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd})"
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+GRACE = 1.0  # seconds that the children of a dead worker have to end by themselves and tidy up
 
 
 class Nursery:
@@ -38,7 +43,7 @@ class Nursery:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
         root = str(Path(__file__).resolve().parents[3])
-        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno(), parent=os.getpid())]
+        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
         # One thread until a worker asks for more: a pool of threads does not survive a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -90,9 +95,13 @@ class Nursery:
 # ------------------------------------------------------------------------------------------------ in the nursery
 
 
-def main(fd: int, driver: int) -> None:
-    """Import what workers need, then fork until the driver goes."""
-    die_with(driver)
+def main(fd: int) -> None:
+    """Import what workers need, then fork until the driver goes.
+
+    The kernel is not asked to end this process with the driver: it has to end what envs have left behind first.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
     channel = socket.socket(fileno=fd)
@@ -105,11 +114,16 @@ def main(fd: int, driver: int) -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    due: float | None = None  # when children of workers that died are ended
     while True:
-        ready, _, _ = select.select([fd, reader], [], [])
+        left = None if due is None else max(0.0, due - time.monotonic())
+        ready, _, _ = select.select([fd, reader], [], [], left)
+        if due is not None and time.monotonic() >= due:
+            due = time.monotonic() + GRACE if _end_orphans(alive) else None
         if reader in ready:
             os.read(reader, 4096)
-            _bury(channel, alive)
+            if _bury(channel, alive):
+                due = due or time.monotonic() + GRACE
         if fd in ready:
             try:
                 word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
@@ -134,7 +148,36 @@ def main(fd: int, driver: int) -> None:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:
         os.waitpid(pid, 0)
+    until = time.monotonic() + GRACE
+    while _orphans(()) and time.monotonic() < until:
+        time.sleep(0.01)
+    while _end_orphans(()):  # what they leave in turn falls to us as well
+        time.sleep(0.01)
     os._exit(0)
+
+
+def _orphans(alive: Collection[int]) -> list[int]:
+    """Children of this process that it has not forked itself. The dead among them are buried."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            pid = int(stat.parent.name)
+            if int(parent) == os.getpid() and pid not in alive:
+                if state == "Z":
+                    os.waitpid(pid, os.WNOHANG)
+                else:
+                    found.append(pid)
+    return found
+
+
+def _end_orphans(alive: Collection[int]) -> bool:
+    """Whether there was anybody to end."""
+    found = _orphans(alive)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
 
 
 def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
@@ -157,21 +200,22 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
         os._exit(code)
 
 
-def _bury(channel: socket.socket, alive: set[int]) -> None:
-    """Tell of every worker that ended."""
+def _bury(channel: socket.socket, alive: set[int]) -> bool:
+    """Tell of every worker that ended; whether there was one."""
+    before = len(alive)
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
-            return
-        alive.discard(pid)
-        _tell(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
+            break
+        if pid in alive:
+            alive.remove(pid)
+            _tell(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
+    return len(alive) < before
 
 
 def _tell(channel: socket.socket, word: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the driver is gone, which the loop will see
         channel.send(json.dumps(word).encode())
-    except OSError:
-        os._exit(0)  # the driver is gone, and so are we; the kernel ends the workers
 
 
 def name_process(name: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -33,6 +34,7 @@ LOOK = 0.5  # seconds between two looks at the heartbeats
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
 WAITING = ("tiltyard/envs/isolate.py", "tiltyard/envs/parcels.py")  # for an env in a thread or process of its own
+CLOSING = 3.0  # seconds that workers have to finish their rollout and close their envs
 STACK_SECONDS = 2.0  # that a worker that hangs has to say where
 
 
@@ -296,6 +298,7 @@ class Pool:
     def close(self) -> None:
         """End every process and give back what was taken."""
         self._selector.close()
+        self._say_goodbye()
         self._nursery.close()
         if self._actor is not None:
             self._actor.door.close()
@@ -304,3 +307,19 @@ class Pool:
             for fd in (member.commands, member.answers, member.stack):
                 if fd >= 0:
                     os.close(fd)
+
+    def _say_goodbye(self) -> None:
+        """Give workers a moment to close their envs, which may have files and processes of their own."""
+        waiting = set()
+        for member in self.members:
+            if member.ready and member.answers >= 0:
+                waiting.add(member.pid)
+                os.close(member.commands)
+                member.commands = -1
+        until = time.monotonic() + CLOSING
+        while waiting and select.select([self._nursery], [], [], max(0.0, until - time.monotonic()))[0]:
+            try:
+                word = self._nursery.news() or {}
+            except TiltyardError:  # gone, and its workers with it
+                return
+            waiting.discard(word.get("died"))
