@@ -27,7 +27,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets, texts
 from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
-from tiltyard.engines import check_engine
+from tiltyard.engines import check_engine, has_workers, nursery
 from tiltyard.engines.freeze import freeze
 from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
@@ -237,10 +237,16 @@ def try_out(experiment: Experiment, base: Sequence[Path], continues: Path | None
 
     `continues` is the checkpoint to start from, if there is one: its weights must fit.
     """
-    spec = probe(experiment.env, base=base, previous=experiment.model.previous)
-    if experiment.eval.video:
-        require_filmable(spec, experiment.env)
-    check_engine(experiment, spec, base, continues)
+    if has_workers(experiment):
+        nursery.early.start()  # it needs as long as the probe and the model do
+    try:
+        spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+        if experiment.eval.video:
+            require_filmable(spec, experiment.env)
+        check_engine(experiment, spec, base, continues)
+    except BaseException:
+        nursery.early.end()
+        raise
     return spec
 
 

@@ -34,6 +34,12 @@ def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], con
     return LocalEngine(experiment, spec, base, chosen)
 
 
+def has_workers(experiment: Experiment) -> bool:
+    """Whether there will be processes beside the driver's, as far as that is known without looking at the env."""
+    engine = experiment.engine
+    return engine.kind == "local" and (engine.mode == "async" or engine.workers not in ("auto", 0))
+
+
 def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
     """Everything about model and size that can be known before a run exists: options, shapes, device, memory.
 
@@ -107,7 +113,7 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     envs, steps = experiment.engine.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
     engine = experiment.engine
-    shared = SHARED_COPIES[engine.mode] if engine.mode == "async" or engine.workers not in ("auto", 0) else 0
+    shared = SHARED_COPIES[engine.mode] if has_workers(experiment) else 0
     times = LEARNING_COPIES * engine.learners + shared
     wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:

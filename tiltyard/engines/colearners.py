@@ -30,8 +30,8 @@ from tiltyard.algos.team import PATIENCE, LostError, Together
 from tiltyard.children import killed_by
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import empty_rollout
-from tiltyard.engines.local.nursery import Nursery
 from tiltyard.engines.local.slab import Layout, gather, make_memory
+from tiltyard.engines.nursery import Nursery
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.net import PolicyNet

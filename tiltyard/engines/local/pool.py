@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.children import killed_by
-from tiltyard.engines.local.nursery import Nursery
+from tiltyard.engines import nursery
 from tiltyard.engines.local.slab import Slab, make_memory
 from tiltyard.envs.vector import RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
@@ -82,7 +82,7 @@ class Pool:
         self.events: list[str] = []
         self.restarts = 0
         self.episodes_begun = [0] * count
-        self._nursery = Nursery()
+        self._nursery = nursery.early.take()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._nursery, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]

@@ -29,7 +29,7 @@ from tiltyard.children import die_with
 from tiltyard.errors import TiltyardError
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
-_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.local.nursery import main; main({fd})"
+_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.nursery import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 GRACE = 1.0  # seconds that the children of a dead worker have to end by themselves and tidy up
 
@@ -42,7 +42,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-        root = str(Path(__file__).resolve().parents[3])
+        root = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
         # One thread until a worker asks for more: a pool of threads does not survive a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -90,6 +90,39 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class _Early:
+    """At most one nursery that imports torch while the driver still looks at the env, and where it was started."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Nursery, tuple[object, ...]] | None = None
+
+    def start(self) -> Nursery:
+        self.end()
+        self._kept = (Nursery(), self._here())
+        return self._kept[0]
+
+    def take(self) -> Nursery:
+        """The one that was started in this folder with these environment variables; a new one if there is none."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[1] == self._here():
+            return kept[0]
+        if kept is not None:
+            kept[0].close()
+        return Nursery()
+
+    def end(self) -> None:
+        if self._kept is not None:
+            self._kept[0].close()
+            self._kept = None
+
+    @staticmethod
+    def _here() -> tuple[object, ...]:
+        return os.getpid(), Path.cwd(), dict(os.environ)
+
+
+early = _Early()
 
 
 # ------------------------------------------------------------------------------------------------ in the nursery
