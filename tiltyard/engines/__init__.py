@@ -13,7 +13,6 @@ from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
 from tiltyard.types import Arrays, Engine, EnvSpec
 
-SHARED_COPIES = {"sync": 1, "async": 2}  # rollouts in the memory that workers and learner share
 # For each learner:
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
 WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
@@ -108,13 +107,14 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
 
 def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     """The rollout is allocated whole: more of it than there is memory is refused with the numbers, not tried."""
+    from tiltyard.engines.local import slots_each
+
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
     envs, steps = experiment.engine.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
     engine = experiment.engine
-    shared = SHARED_COPIES[engine.mode] if has_workers(experiment) else 0
-    times = LEARNING_COPIES * engine.learners + shared
+    times = LEARNING_COPIES * engine.learners + (slots_each(engine.mode) if has_workers(experiment) else 0)
     wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(

@@ -82,6 +82,11 @@ class Nursery:
         found: dict[str, Any] = json.loads(word)
         return found
 
+    def discard(self) -> None:
+        """End one that nobody was born in yet, without waiting for its imports."""
+        self._process.kill()
+        self.close()
+
     def close(self) -> None:
         """End all workers and the nursery, and wait until they are gone."""
         self._socket.close()
@@ -105,16 +110,15 @@ class _Early:
 
     def take(self) -> Nursery:
         """The one that was started in this folder with these environment variables; a new one if there is none."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[1] == self._here():
-            return kept[0]
-        if kept is not None:
-            kept[0].close()
-        return Nursery()
+        if self._kept is None or self._kept[1] != self._here():
+            self.start()
+        assert self._kept is not None
+        taken, self._kept = self._kept[0], None
+        return taken
 
     def end(self) -> None:
         if self._kept is not None:
-            self._kept[0].close()
+            self._kept[0].discard()
             self._kept = None
 
     @staticmethod

@@ -31,7 +31,10 @@ from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
-AHEAD = 2  # slots of each asynchronous worker: one to fill while another waits for slower workers
+
+def slots_each(mode: str) -> int:
+    """Slots of each worker. Asynchronous: one to fill while another waits for slower workers."""
+    return 2 if mode == "async" else 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class LocalEngine:
         self.learner = self.cast.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, workers)
         torch.set_num_threads(self.threads)
-        slots = workers * (AHEAD if self.apart else 1)
+        slots = workers * slots_each(experiment.engine.mode)
         self.slab = Slab(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()
