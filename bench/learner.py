@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tiltyard.algos.ppo import Ppo
+from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model
-from tiltyard.config.experiment import Ppo as Settings
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import ActionPart, ActionSpec, ArraySpec, EnvSpec, Rollout
 

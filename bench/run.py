@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def main() -> None:
 
 def compare(name: str, task: Task, options: argparse.Namespace) -> None:
     chosen = [x for x in task.systems if not options.systems or any(part in x for part in options.systems)]
-    missing = [x for x in chosen if not Path(task.systems[x].command[0]).exists()]
+    missing = [x for x in chosen if shutil.which(task.systems[x].command[0]) is None]
     if missing:
         say(f"{name}: left out, not installed (python bench/peers/install.py): {', '.join(missing)}")
     chosen = [x for x in chosen if x not in missing]

@@ -11,7 +11,7 @@ import tiltyard as product
 from tests.conftest import Command
 from tests.engines.test_serial import build
 from tests.learning.test_games import equilibrium
-from tiltyard.config.experiment import Changes
+from tiltyard.config.algos import Changes
 from tiltyard.config.load import load
 from tiltyard.data.episodes import read_episodes
 from tiltyard.engines import make_engine

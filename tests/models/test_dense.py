@@ -4,7 +4,8 @@ import torch
 
 from tests.models.specs import CATEGORICAL, env, observations, vector
 from tiltyard.algos.adam import Adam
-from tiltyard.config.experiment import Memory, Model, Normalise, Plugin
+from tiltyard.config.experiment import Memory, Model, Normalise
+from tiltyard.config.fields import Plugin
 from tiltyard.models.dense import ALONE
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import ArraySpec

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations, vector
-from tiltyard.config.experiment import Memory, Model, Normalise, Plugin
+from tiltyard.config.experiment import Memory, Model, Normalise
+from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.models.net import PolicyNet, RunningStats
 from tiltyard.types import ArraySpec

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from tiltyard.config.experiment import NAME, Experiment, KlAdaptive, Linear, Model, Piecewise, Ppo, Stop
+from tiltyard.config.algos import ONLY_RLLIB, KlAdaptive, Linear, Piecewise, Ppo
+from tiltyard.config.experiment import NAME, Experiment, Model, Stop
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import kind_of, short
 
@@ -23,6 +24,7 @@ def cross_check(experiment: Experiment) -> list[Problem]:
         *_schedules(experiment),
         *_policies(experiment),
         *_workers(experiment),
+        *_rllib(experiment),
         *_ends(experiment),
     ]
 
@@ -138,6 +140,39 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
     if engine.inference == "batched" and len(experiment.cast) > 1:
         message = f"decides for one policy, and policies has {len(experiment.cast)}"
         yield Problem("engine.inference", "'batched'", message, "set engine.inference=worker")
+
+
+RLLIBS = ("runners", "envs_per_runner", "cpus", "gpus", "object_store", "temp_dir", "address", "nodes")
+
+
+def _rllib(experiment: Experiment) -> Iterator[Problem]:
+    """Settings and algorithms of one engine with another."""
+    engine, algo = experiment.engine, experiment.algo
+    if engine.kind != "rllib":
+        plain = type(engine)()
+        for name in RLLIBS:
+            value = getattr(engine, name)
+            if value != getattr(plain, name):
+                message = f"is for engine.kind = rllib, and it is {engine.kind}"
+                yield Problem(f"engine.{name}", short(value), message, f"set engine.kind=rllib, or leave {name} out")
+        if algo.id in ONLY_RLLIB:
+            message = f"is RLlib's, and engine.kind = {engine.kind}"
+            yield Problem("algo.id", repr(algo.id), message, "leave engine.kind out, or set engine.kind=rllib")
+        return
+    runners = engine.runners if isinstance(engine.runners, int) else None
+    if engine.envs_per_runner is not None and runners is None:
+        message = "needs a number of them: engine.runners is auto"
+        yield Problem("engine.envs_per_runner", str(engine.envs_per_runner), message, "set engine.runners=2")
+    elif engine.envs_per_runner is None and runners and engine.envs % runners:
+        near = max(1, round(engine.envs / runners)) * runners
+        message = f"cannot be shared evenly by engine.runners = {runners}"
+        yield Problem("engine.envs", str(engine.envs), message, f"set engine.envs={near}, or change engine.runners")
+    if runners == 0 and algo.id in ("appo", "impala"):
+        message = f"leaves nobody who acts while the learner learns, which is what algo.id = {algo.id} is for"
+        yield Problem("engine.runners", "0", message, "set engine.runners=1 or more")
+    if engine.address is not None and engine.nodes > 1:
+        hint = "leave engine.nodes out"
+        yield Problem("engine.nodes", str(engine.nodes), f"are emulated, and engine.address = {engine.address}", hint)
 
 
 def _ends(experiment: Experiment) -> Iterator[Problem]:

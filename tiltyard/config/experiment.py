@@ -14,103 +14,25 @@ import re
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from tiltyard.config.algos import ONLY_RLLIB, Algo, Changes, Ppo
+from tiltyard.config.fields import (
+    Count,
+    CountOrZero,
+    Finite,
+    NotNegative,
+    Options,
+    Plugin,
+    PluginRef,
+    Positive,
+    Settings,
+    Whole,
+    Width,
+    bare_id,
+)
 
 SCHEMA: Literal[1] = 1
-HUGE = 10**15
-
-
-def _whole(value: Any) -> Any:
-    """2e6 is a count; true is not. (YAML writes counts as floats when they have an exponent.)"""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _bare_id(value: Any) -> Any:
-    """`env: CartPole-v1` is short for `env: {id: CartPole-v1}`."""
-    return {"id": value} if isinstance(value, str) else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=1, le=HUGE), BeforeValidator(_whole)]
-CountOrZero = Annotated[int, Field(ge=0, le=HUGE), BeforeValidator(_whole)]
-Width = Annotated[int, Field(ge=1, le=16384), BeforeValidator(_whole)]
-Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
-Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Options = dict[str, Any]
-
-
-class Settings(BaseModel):
-    # Built when first used: most processes need one section, and building all costs a tenth of a second.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, defer_build=True)
-
-
-class Plugin(Settings):
-    """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
-
-    id: str = Field(min_length=1, max_length=500)
-    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` has the conventional class."""
-    options: Options = {}
-    """Keyword arguments, checked against the target's signature before anything starts."""
-
-
-PluginRef = Annotated[Plugin, BeforeValidator(_bare_id)]
-
-
-# ------------------------------------------------------------------------------------------------ schedules
-
-
-class Linear(Settings):
-    """From `start` to `end` in a straight line, then `end`."""
-
-    kind: Literal["linear"]
-    start: NotNegative
-    """Value at env step 0."""
-    end: NotNegative = 0.0
-    """Value from env step `over` on."""
-    over: Count | None = None
-    """Env steps the line takes; `stop.env_steps` when left out."""
-
-
-class Piecewise(Settings):
-    """Straight lines between points; constant before the first and after the last."""
-
-    kind: Literal["piecewise"]
-    points: list[Annotated[list[NotNegative], Field(min_length=2, max_length=2)]] = Field(min_length=1, max_length=1000)
-    """[[env steps, value], ...] with growing env steps."""
-
-
-class KlAdaptive(Settings):
-    """Multiplied or divided by `factor` whenever the measured KL leaves [target / 2, target * 2].
-
-    When the policy moves too fast, what sets its step (lr, clip) shrinks and what holds it back (kl, entropy) grows.
-    """
-
-    kind: Literal["kl_adaptive"]
-    start: Positive
-    """Value before the first update."""
-    target: Positive = 0.01
-    """KL divergence between the policy before and after an update to aim for."""
-    factor: float = Field(default=1.5, gt=1, le=10)
-    """How much the value changes at a time."""
-    min: NotNegative | None = None
-    """Never below this; a hundredth of `start` when left out."""
-    max: Positive | None = None
-    """Never above this; a hundred times `start` when left out."""
-
-    @property
-    def lowest(self) -> float:
-        return self.start / 100 if self.min is None else self.min
-
-    @property
-    def highest(self) -> float:
-        return self.start * 100 if self.max is None else self.max
-
-
-Schedule = Annotated[Linear | Piecewise | KlAdaptive, Field(discriminator="kind")]
-Scheduled = Annotated[NotNegative, Field(strict=True)] | Schedule
-
 
 # ------------------------------------------------------------------------------------------------ sections
 
@@ -216,93 +138,6 @@ class Model(Settings):
     """Run or checkpoint whose weights to start from: those that fit are taken, the others are listed."""
 
 
-class Ppo(Settings):
-    """Proximal policy optimisation."""
-
-    id: Literal["ppo"] = "ppo"
-    rollout: Whole = Field(default=128, ge=1, le=1_000_000)
-    """Env steps of each row per update; the batch is this times the rows."""
-    minibatch: Count = 256
-    """Env steps per gradient step."""
-    epochs: Whole = Field(default=10, ge=1, le=1000)
-    """Passes over the batch per update."""
-    lr: Scheduled = 1e-3
-    """Learning rate of Adam: a number or a schedule."""
-    gamma: Unit = 0.99
-    """Discount factor per env step."""
-    gae_lambda: Unit = 0.95
-    """Bias against variance of the advantages: 0 is one-step, 1 is Monte Carlo."""
-    advantage: Literal["gae", "vtrace", "clipped_gae"] = "gae"
-    """How advantages are made: GAE, V-trace, or GAE with clipped importance ratios (for samples of older policies)."""
-    rho_clip: Positive = 1.0
-    """Cap of the importance ratios of V-trace and clipped GAE."""
-    clip: Scheduled = 0.2
-    """How far the probability ratio may move before its gradient is cut."""
-    value_clip: Positive | None = None
-    """How far a value may move per update, in normalised units; off when left out."""
-    value_coef: NotNegative = 0.5
-    """Weight of the value loss."""
-    entropy: Scheduled = 0.0
-    """Weight of the entropy bonus."""
-    kl: Scheduled = 0.0
-    """Weight of the penalty on the KL divergence from the policy that acted."""
-    kl_stop: Positive | None = None
-    """Leave the remaining epochs out once the KL divergence exceeds this."""
-    max_grad_norm: Positive | None = 0.5
-    """Gradients are scaled down to this norm; off with null."""
-    normalise_advantage: bool = True
-    """Bring the advantages of each minibatch to mean 0 and variance 1."""
-    adam_eps: Positive = 1e-5
-    """Adam's epsilon."""
-
-
-class A2c(Settings):
-    """Advantage actor-critic: the PPO update with one epoch, the whole batch at once and no clipping."""
-
-    id: Literal["a2c"]
-    rollout: Whole = Field(default=16, ge=1, le=1_000_000)
-    """Env steps of each row per update."""
-    lr: Scheduled = 1e-3
-    """Learning rate of Adam: a number or a schedule."""
-    gamma: Unit = 0.99
-    """Discount factor per env step."""
-    gae_lambda: Unit = 1.0
-    """Bias against variance of the advantages: 0 is one-step, 1 is Monte Carlo."""
-    value_coef: NotNegative = 0.5
-    """Weight of the value loss."""
-    entropy: Scheduled = 0.0
-    """Weight of the entropy bonus."""
-    max_grad_norm: Positive | None = 0.5
-    """Gradients are scaled down to this norm; off with null."""
-    normalise_advantage: bool = False
-    """Bring the advantages of the batch to mean 0 and variance 1."""
-    adam_eps: Positive = 1e-5
-    """Adam's epsilon."""
-
-
-class Changes(Settings):
-    """Numbers of `algo` that are others for one policy, over their schedules."""
-
-    lr: NotNegative | None = None
-    """Learning rate of this policy; algo.lr when left out."""
-    clip: NotNegative | None = None
-    """Clip range of this policy (not a2c); algo.clip when left out."""
-    entropy: NotNegative | None = None
-    """Weight of this policy's entropy bonus; algo.entropy when left out."""
-    kl: NotNegative | None = None
-    """Weight of this policy's KL penalty (not a2c); algo.kl when left out."""
-    gamma: Unit | None = None
-    """Discount factor of this policy; algo.gamma when left out."""
-    gae_lambda: Unit | None = None
-    """Bias against variance of this policy's advantages; algo.gae_lambda when left out."""
-    value_coef: NotNegative | None = None
-    """Weight of this policy's value loss; algo.value_coef when left out."""
-
-    def made(self) -> dict[str, float]:
-        """Those that are."""
-        return {name: value for name, value in self.model_dump().items() if value is not None}
-
-
 class Member(Settings):
     """One of several policies. It learns, unless it comes from elsewhere."""
 
@@ -317,12 +152,13 @@ class Member(Settings):
 
 class Engine(Settings):
     """What happens inside the processes that learn. `local` is one machine, as fast as it goes; `serial` is the plain
-    reference: envs, inference and update in one process, one after another."""
+    reference: envs, inference and update in one process, one after another; `rllib` is Ray RLlib on one machine or many
+    (extra `ray`)."""
 
-    kind: Literal["local", "serial"] = "local"
-    """Which engine."""
+    kind: Literal["local", "serial", "rllib"] = "local"
+    """Which engine. Algorithms that only RLlib has choose `rllib` by themselves."""
     envs: Whole = Field(default=8, ge=1, le=100_000)
-    """Copies of the env stepped together, over all workers, however many agents each of them has."""
+    """Copies of the env stepped together, over all workers or runners, however many agents each of them has."""
     workers: CountOrZero | Literal["auto"] = "auto"
     """Processes that step envs and act in them, each with its share of the envs; 0 does it in the learner's process.
     Auto decides by the machine and the env. The serial engine steps as many groups one after another."""
@@ -349,6 +185,24 @@ class Engine(Settings):
     """Workers that died or hung and may be replaced before the run is given up."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the network lives; auto takes a GPU when there is one."""
+    runners: CountOrZero | Literal["auto"] = "auto"
+    """rllib: processes that step envs and act in them, on any node; 0 does it in the driver's process. Auto takes the
+    CPUs that are left beside the learners, at most one for each env."""
+    envs_per_runner: Count | None = None
+    """rllib: copies of the env in each runner, instead of `envs` shared out."""
+    cpus: Count | None = None
+    """rllib: CPUs that Ray may use, on each of `nodes`; those of this machine when left out."""
+    gpus: NotNegative | None = None
+    """rllib: GPUs for each learner, fractions too; 1 with `device: cuda` when left out."""
+    object_store: Positive | None = None
+    """rllib: GiB of shared memory for what processes send each other, on each node."""
+    temp_dir: str | None = Field(default=None, min_length=1, max_length=60)
+    """rllib: a folder for Ray's sockets and logs, short because sockets have short names; one of the system's temporary
+    ones when left out."""
+    address: str | None = Field(default=None, min_length=1, max_length=200)
+    """rllib: a Ray cluster that is already running (HOST:PORT, or `auto`) instead of one of the run's own."""
+    nodes: Whole = Field(default=1, ge=1, le=64)
+    """rllib: Ray nodes. More than one without an allocation are emulated on this machine."""
 
 
 class Stop(Settings):
@@ -474,9 +328,9 @@ class Experiment(Settings):
     resume: str = Field(default="auto", min_length=1, max_length=4096)
     """What a new run starts from: auto and never from nothing, a path from that checkpoint. Whatever this says,
     `tiltyard resume RUN` goes on from its own newest valid checkpoint; with `resume=never` it starts over, once."""
-    env: Annotated[Env, BeforeValidator(_bare_id)]
-    model: Annotated[Model, BeforeValidator(_bare_id)] = Model()
-    algo: Annotated[Annotated[Ppo | A2c, Field(discriminator="id")], BeforeValidator(_bare_id)] = Ppo()
+    env: Annotated[Env, BeforeValidator(bare_id)]
+    model: Annotated[Model, BeforeValidator(bare_id)] = Model()
+    algo: Annotated[Annotated[Algo, Field(discriminator="id")], BeforeValidator(bare_id)] = Ppo()
     policies: dict[str, Member] = Field(default={}, max_length=1000)
     """Several policies by name, with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
     numbers, `{from: RUN@STEP}` is frozen. The first must learn, and is what evaluations measure. None named: one
@@ -490,6 +344,19 @@ class Experiment(Settings):
     eval: Eval = Eval()
     save: Save = Save()
     track: Track = Track()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_that_has_it(cls, values: Any) -> Any:
+        """An algorithm that only RLlib has picks that engine where none is named."""
+        if isinstance(values, dict):
+            algo, engine = values.get("algo"), values.get("engine")
+            word = algo.get("id") if isinstance(algo, dict) else getattr(algo, "id", algo)
+            if word in ONLY_RLLIB and (engine is None or (isinstance(engine, dict) and "kind" not in engine)):
+                return {**values, "engine": {**(engine or {}), "kind": "rllib"}}
+            if word in ONLY_RLLIB and isinstance(engine, Engine) and "kind" not in engine.model_fields_set:
+                return {**values, "engine": engine.model_copy(update={"kind": "rllib"})}
+        return values
 
     @property
     def run_name(self) -> str:
@@ -510,12 +377,25 @@ class Experiment(Settings):
         """Names of the policies that learn; the first is the one that is measured."""
         return [name for name, member in self.cast.items() if member.from_ is None]
 
-    def algo_of(self, policy: str) -> Ppo | A2c:
+    def algo_of(self, policy: str) -> Algo:
         """`algo` with the numbers that are others for one policy."""
         changes = self.cast[policy].algo.made()
         return self.algo.model_copy(update=changes) if changes else self.algo
 
     @property
+    def squashed(self) -> bool:
+        """Whether actions are drawn before they are squashed into their bounds, each with a spread of its own."""
+        return self.algo.id == "sac"
+
+    @property
+    def envs(self) -> int:
+        """Copies of the env over all processes."""
+        engine = self.engine
+        if engine.envs_per_runner is not None and isinstance(engine.runners, int):
+            return max(1, engine.runners) * engine.envs_per_runner
+        return engine.envs
+
+    @property
     def batch(self) -> int:
         """Env steps per update; with several agents in an env, the fewest: at least one of them acts at any time."""
-        return self.algo.rollout * self.engine.envs
+        return self.algo.rollout * self.envs

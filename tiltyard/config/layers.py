@@ -80,7 +80,10 @@ class Merged:
         tag = shape.tag or ("id" if "options" in shape.models[0].model_fields else None)
         if tag is None or tag not in value:
             return
-        default = None if shape.scheduled else shape.models[0].model_fields[tag].default
+        known = shape.models[0].model_fields[tag]
+        if tag not in lower and not shape.scheduled and known.is_required():
+            return  # a preset's env options, below whatever env is chosen above it
+        default = None if shape.scheduled else known.default
         if lower.get(tag, default) == value[tag]:
             return
         for key in list(lower) if shape.tag else [key for key in lower if key == "options"]:

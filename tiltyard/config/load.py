@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.algos import ONLY_RLLIB
 from tiltyard.config.combinations import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
@@ -102,6 +103,8 @@ def load(
         merged.add(_tiny(merged.values["algo"]), "preset debug")
     merged.add(from_command, COMMAND_LINE)
     merged.drop("use")  # applied
+    if merged.values["algo"].get("id") in ONLY_RLLIB and merged.origins.get(("engine", "kind")) == "default":
+        merged.add({"engine": {"kind": "rllib"}}, "default")
     for origin, values in used:
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tiltyard.config.experiment import SCHEMA, Experiment, Settings
+from tiltyard.config.algos import ONLY_RLLIB
+from tiltyard.config.experiment import SCHEMA, Experiment
+from tiltyard.config.fields import Settings
 from tiltyard.config.shape import Free, Section, fields, inside
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import short
@@ -58,7 +60,8 @@ _ALSO = {
 }
 ELSEWHERE = {word: setting for setting, words in _ALSO.items() for word in words.split()}
 
-_NOT_YET = ("dqn", "sac", "td3", "ddpg", "appo", "impala", "rainbow")
+_NOT_YET = ("td3", "ddpg", "rainbow", "tqc")
+_KNOWN = ("ppo", "a2c", *ONLY_RLLIB)
 
 
 def special_answers(values: dict[str, Any]) -> Found:
@@ -72,7 +75,7 @@ def special_answers(values: dict[str, Any]) -> Found:
             found.append(((*path, "framework"), Problem(setting, given, message, "leave framework out")))
     algo = values.get("algo")
     word = algo.get("id") if isinstance(algo, dict) else None
-    if isinstance(word, str) and word not in ("ppo", "a2c"):
+    if isinstance(word, str) and word not in _KNOWN:
         found.append((("algo",), Problem("algo.id", short(word), *_algorithm(word))))
         del values["algo"]  # its other settings cannot be judged
     version = values.get("version")
@@ -88,8 +91,8 @@ def _algorithm(word: str) -> tuple[str, str]:
     if word.lower() == "a3c":
         return "is not offered: use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
     if word.lower() in _NOT_YET:
-        return "is not in this version", "known: ppo, a2c"
-    return "is no algorithm of Tiltyard", did_you_mean(word, ["ppo", "a2c"])
+        return "is not in this version", f"known: {', '.join(_KNOWN)}"
+    return "is no algorithm of Tiltyard", did_you_mean(word, _KNOWN)
 
 
 def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:

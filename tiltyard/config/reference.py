@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Plugin, Settings
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.fields import Plugin, Settings
 from tiltyard.config.shape import Free, Section, fields
 from tiltyard.config.yaml_door import dump_yaml
 

@@ -16,7 +16,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from tiltyard.config.experiment import Settings
+from tiltyard.config.fields import Settings
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tiltyard.config.experiment import Settings
+from tiltyard.config.fields import Settings
 from tiltyard.config.place import FILE, find_site
 from tiltyard.config.problems import validate
 from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiltyard import refs
+from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
@@ -20,6 +21,11 @@ WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's we
 
 def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> Engine:
     """The engine that the experiment asks for; where it may choose, as the checkpoint that it continues has chosen."""
+    if experiment.engine.kind == "rllib":
+        from tiltyard.engines.rllib import RllibEngine
+        from tiltyard.engines.state import read_env_steps
+
+        return RllibEngine(experiment, spec, base, 0 if continues is None else read_env_steps(continues))
     from tiltyard.engines.plan import topology
     from tiltyard.engines.state import read_state
 
@@ -44,6 +50,10 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
 
     `continues` is the checkpoint that training will go on from: its weights must fit.
     """
+    if experiment.engine.kind == "rllib":
+        from tiltyard.engines.rllib import check_rllib
+
+        check_rllib(experiment, spec)
     from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.freeze import frozen_nets
     from tiltyard.engines.learner import check_learners, device_named
@@ -52,14 +62,16 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     from tiltyard.models.policy import saved_policies
     from tiltyard.run.checkpoint import read_tree
 
-    check_learners(experiment.engine.learners, device_named(experiment.engine.device))
-    _check_affinity(experiment)
+    if experiment.engine.kind != "rllib":
+        check_learners(experiment.engine.learners, device_named(experiment.engine.device))
+        _check_affinity(experiment)
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
     Match(experiment, spec.agents)
     frozen_nets(experiment, spec, base)
-    net = PolicyNet(spec, experiment.model, base, seed=0)
-    Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
+    net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
+    if isinstance(experiment.algo, Own):
+        Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
     if continues is not None:
         for name in [name for name in saved_policies(continues) if name in experiment.learning]:
             net.load_arrays(read_tree(continues / "policies", name)["weights"])
@@ -111,7 +123,7 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
 
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
-    envs, steps = experiment.engine.envs, experiment.algo.rollout
+    envs, steps = experiment.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
     engine = experiment.engine
     times = LEARNING_COPIES * engine.learners + (slots_each(engine.mode) if has_workers(experiment) else 0)

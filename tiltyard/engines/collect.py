@@ -24,7 +24,7 @@ from tiltyard.envs.native import make_group
 from tiltyard.models.memory import State
 from tiltyard.models.net import Acted, ObsIn, PolicyNet
 from tiltyard.run.checkpoint import write_tree
-from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step
+from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step, Tree
 
 ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have their own (role, row, episode)
 
@@ -191,20 +191,27 @@ class Collector:
 
     def save(self, folder: Path) -> None:
         """Write where envs, memory and random streams stand as `group-N` below a checkpoint's engine folder."""
-        tree = {
+        write_tree(folder, f"group-{self.group}", self.tree())
+
+    def tree(self) -> Tree:
+        """Where envs, memory and random streams stand."""
+        return {
             "seed": self.experiment.seed,
             "envs": self.envs.save() if self.now is not None else None,
             "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
             "draws": self.draws.get_state().numpy(),
             "generators": self.generators.save(),
         }
-        write_tree(folder, f"group-{self.group}", tree)
 
     def load(self, folder: Path) -> list[str]:
         """Continue from a checkpoint; sentences about episodes that were cut."""
         tree = read_group(folder, self.group)
         if tree is None:
             return [f"the checkpoint has no group {self.group} of envs: its {self.rows} rows begin new episodes"]
+        return self.take(tree)
+
+    def take(self, tree: Tree) -> list[str]:
+        """Continue from what `tree` gave; sentences about episodes that were cut."""
         if tree["seed"] in (None, self.experiment.seed):  # a fork with another seed draws its own from here on
             self.draws.set_state(torch.from_numpy(tree["draws"]))
             self.generators.load(tree["generators"])

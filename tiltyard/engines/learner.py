@@ -12,6 +12,7 @@ import torch
 
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.randomness import Generators
+from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, INIT, LEARN, stream_seed
 from tiltyard.errors import UseError
@@ -37,8 +38,10 @@ class Learner:
         self.device = device_named(experiment.engine.device)
         seed = experiment.seed
         self.net = PolicyNet(spec, experiment.model, base, seed=stream_seed(seed, INIT, self.place)).to(self.device)
+        own = experiment.algo_of(self.name)
+        assert isinstance(own, Own)  # others are not given to these engines
         self.algo = Ppo(
-            experiment.algo_of(self.name),
+            own,
             self.net,
             experiment.model.memory.bptt,
             experiment.stop.env_steps,

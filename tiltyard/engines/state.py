@@ -22,6 +22,11 @@ def read_state(folder: Path) -> Tree:
     return {"groups": 1, "progress": old["progress"], "learner": learner}
 
 
+def read_env_steps(folder: Path) -> int:
+    """How far the run was."""
+    return int(read_state(folder)["progress"]["env_steps"])
+
+
 def read_group(folder: Path, group: int) -> Tree | None:
     """The tree of one group; None when the checkpoint has fewer."""
     if not _is_old(folder):

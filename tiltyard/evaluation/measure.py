@@ -60,7 +60,10 @@ class Evaluator:
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
         self.experiment, self.spec, self.base = experiment, spec, base
-        self.nets = {name: PolicyNet(spec, experiment.model, base, seed=0).eval() for name in experiment.learning}
+        self.nets = {
+            name: PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed).eval()
+            for name in experiment.learning
+        }
         self.actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, base), measured=True)
 
     def measure(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tiltyard import refs
-from tiltyard.config.experiment import Model, Plugin
+from tiltyard.config.experiment import Model
+from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError, did_you_mean, raised
 from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp, as_numbers
 from tiltyard.models.memory import Core, State

@@ -8,6 +8,9 @@ Knows nothing of models or envs. The flat action is float32 [..., columns]; the 
     continuous    n              n           independent normals, log_std stands beside; the mean is tanh(output)
                                              where the box has bounds, the output itself where it has none
 
+    squashed      n              2 n         a normal with its own spread for each, drawn and then squashed by tanh:
+                                             `SquashedDist`, for actions that are bounded numbers and nothing else
+
 Without the tanh a mean can leave a bounded box for good: every draw is then clipped to the same edge, and no noise
 explores any more. For the same reason the noise is never wider than half the box (`widest_noise`): wider, it is
 clipped to the two edges and the inside is never tried.
@@ -34,6 +37,8 @@ FORBIDDEN = np.float32(-1e9)  # a logit whose probability is exactly 0 in float3
 SMALLEST = np.float32(1e-30)  # keeps a probability divided by an exponential draw finite
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 FEW = 16
+LOG_SPREADS = (-5.0, 2.0)  # of a squashed distribution, as RLlib limits them
+INSIDE = np.float32(1e-6)
 
 
 def outputs_of(part: ActionPart) -> int:
@@ -195,6 +200,36 @@ class ActionDist:
             by_params[0] if len(by_params) == 1 else np.concatenate(by_params, -1),
             np.concatenate(by_log_std) if by_log_std else none,
         )
+
+
+class SquashedDist:
+    """Distribution over bounded numbers: parameters [..., 2 columns] are means and log spreads before the tanh."""
+
+    __slots__ = ("log_std", "mean")
+
+    def __init__(self, params: Array) -> None:
+        self.mean, log_std = np.split(params, 2, axis=-1)
+        self.log_std = np.clip(log_std, *LOG_SPREADS)
+
+    def sample(self, generator: torch.Generator | None = None) -> Array:
+        noise = torch.empty(self.mean.shape).normal_(generator=generator).numpy()
+        return np.asarray(np.tanh(self.mean + noise * np.exp(self.log_std)))
+
+    def mode(self) -> Array:
+        """Where the middle of the noise comes to lie."""
+        return np.asarray(np.tanh(self.mean))
+
+    def log_prob(self, action: Array) -> Array:
+        """Logarithm of the density; infinitely far out, at the bounds themselves, that of a point just inside."""
+        raw = np.arctanh(np.clip(action, -1 + INSIDE, 1 - INSIDE))
+        scaled = (raw - self.mean) / np.exp(self.log_std)
+        squash = np.log1p(-np.square(np.tanh(raw)))
+        return _sum_last(-0.5 * np.square(scaled) - self.log_std - np.float32(HALF_LOG_TAU) - squash)
+
+
+def squashes(action: ActionSpec) -> bool:
+    """Whether every part is of bounded numbers."""
+    return all(part.kind == "continuous" and all(bounded(part)) for part in action.parts)
 
 
 def _log_softmax(logits: Array) -> tuple[Array, Array]:

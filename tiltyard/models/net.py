@@ -51,7 +51,12 @@ class Acted(NamedTuple):
 
 
 def decided(
-    dist: heads.ActionDist, value: NDArray[Any], after: State, *, greedy: bool, generator: torch.Generator | None
+    dist: heads.ActionDist | heads.SquashedDist,
+    value: NDArray[Any],
+    after: State,
+    *,
+    greedy: bool,
+    generator: torch.Generator | None,
 ) -> Acted:
     """The likeliest action or a draw, with what belongs to it."""
     action = dist.mode() if greedy else dist.sample(generator)
@@ -114,17 +119,21 @@ def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: 
 class PolicyNet(nn.Module):
     """Build, then move to a device, then give to the learner, which lays the parameters out in one vector."""
 
-    def __init__(self, spec: EnvSpec, model: Model, base: Sequence[Path], seed: int) -> None:
+    def __init__(self, spec: EnvSpec, model: Model, base: Sequence[Path], seed: int, *, squashed: bool = False) -> None:
         super().__init__()
+        if squashed:  # critics of such a policy judge actions too: they are no part of it
+            model = model.model_copy(update={"critic": "shared"})
         self.spec = spec
         self.settings = model
-        outputs = heads.outputs(spec.action)
+        self.squashed = squashed
+        outputs = heads.outputs(spec.action) * (2 if squashed else 1)
         with torch.random.fork_rng(devices=[]):  # the process's own generator is left as it was
             torch.manual_seed(seed)
             self.model = _build_model(spec, model, base, outputs)
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
-            self.log_std = nn.Parameter(torch.full((heads.continuous_columns(spec.action),), model.log_std))
-            self._widest = torch.tensor(heads.widest_noise(spec.action))
+            stds = 0 if squashed else heads.continuous_columns(spec.action)
+            self.log_std = nn.Parameter(torch.full((stds,), model.log_std))
+            self._widest = torch.tensor([] if squashed else heads.widest_noise(spec.action))
             self.keep_inside()
             self.obs_stats = nn.ModuleList()  # in the order of `normalised`
             chosen = model.normalise
@@ -173,8 +182,12 @@ class PolicyNet(nn.Module):
             params, value, after = self.dense.params(self._inputs(obs, self.dense), layers), NOTHING, state
         else:
             params, value, after = self.numbers(obs, state, first)
-        dist = self.distribution(params, None if mask is None else np.asarray(mask))
-        return decided(dist, self.in_rewards(value), after, greedy=greedy, generator=generator)
+        return decided(self._means(params, mask), self.in_rewards(value), after, greedy=greedy, generator=generator)
+
+    def _means(self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None) -> heads.ActionDist | heads.SquashedDist:
+        if self.squashed:
+            return heads.SquashedDist(params)
+        return self.distribution(params, None if mask is None else np.asarray(mask))
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""
@@ -193,7 +206,7 @@ class PolicyNet(nn.Module):
         return None if self.dense is None else self.dense.layers()
 
     def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> heads.ActionDist:
-        """What the model's parameters [..., outputs] mean."""
+        """What the model's parameters [..., outputs] mean, where they are not squashed."""
         return heads.ActionDist(self.spec.action, params, self._log_std(), mask)
 
     def numbers(

@@ -55,6 +55,7 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
         "place": list(experiment.cast).index(name) if name in experiment.cast else 0,
         "spec": spec_to_json(spec),
         "model": experiment.model.model_dump(mode="json"),
+        "squashed": net.squashed,
         "env": {
             "id": experiment.env.id,
             "frame_stack": experiment.env.frame_stack,
@@ -115,7 +116,7 @@ def load_policy(
     if not trust_code:
         named = refs.model_plugins(model)
         refs.refuse_foreign_code(named, places, (folder, folder / "policies", folder / "policies" / f"{name}.json"))
-    net = PolicyNet(spec, model, places, seed=0)
+    net = PolicyNet(spec, model, places, seed=0, squashed=tree.get("squashed", False))
     net.load_arrays(tree["weights"])
     env = tree["env"]
     paid = (env.get("reward_scale", 1.0), env.get("reward_clip"))  # older policies have neither

@@ -1,0 +1,112 @@
+import pytest
+
+from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import load
+from tiltyard.engines.rllib.cluster import Needs
+from tiltyard.engines.rllib.translate import (
+    REFUSED,
+    TRANSLATED,
+    all_settings,
+    envs_each,
+    needs,
+    problems,
+    runners,
+    schedule,
+)
+from tiltyard.errors import ConfigError, UseError
+
+ALGOS = ("ppo", "impala", "appo", "dqn", "sac")
+
+
+def experiment(algo: str = "ppo", **engine: object) -> Experiment:
+    return Experiment(env="CartPole-v1", algo={"id": algo}, engine={"kind": "rllib", **engine})
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_setting_is_translated_or_refused_and_never_both(algo):
+    named = all_settings(experiment(algo))
+    assert len(named) == len(set(named)) > 30
+    assert [name for name in named if (name in TRANSLATED) == (name in REFUSED)] == []
+
+
+def test_the_tables_name_no_setting_that_there_is_not():
+    known = {name for algo in ALGOS for name in all_settings(experiment(algo))}
+    assert {*TRANSLATED, *REFUSED} - known == set()
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_defaults_have_no_problem(algo):
+    assert list(problems(experiment(algo))) == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "override", "named"),
+    [
+        ("ppo", "engine.workers=2", "engine.workers"),
+        ("ppo", "engine.mode=async", "engine.mode"),
+        ("ppo", "engine.max_lag=3", "engine.max_lag"),
+        ("ppo", "engine.affinity=true", "engine.affinity"),
+        ("ppo", "engine.inference=batched", "engine.inference"),
+        ("ppo", "engine.tune=true", "engine.tune"),
+        ("ppo", "algo.kl_stop=0.1", "algo.kl_stop"),
+        ("ppo", "algo.advantage=vtrace", "algo.advantage"),
+        ("ppo", "algo.rho_clip=2.0", "algo.rho_clip"),
+        ("dqn", "model.memory.kind=lstm", "model.memory.kind"),
+        ("impala", "model.normalise.returns=true", "model.normalise.returns"),
+        ("appo", "algo.lr={kind: kl_adaptive, start: 1e-3}", "algo.lr"),
+    ],
+)
+def test_what_is_refused_is_named_with_its_reason(algo, override, named):
+    loaded = load("CartPole-v1", [f"algo.id={algo}", "engine.kind=rllib", override])
+    (problem,) = problems(loaded.experiment)
+    assert problem.setting == named and problem.message and problem.hint
+
+
+def test_a2c_is_refused():
+    (problem,) = problems(Experiment(env="CartPole-v1", algo="a2c", engine={"kind": "rllib"}))
+    assert problem.setting == "algo.id"
+
+
+def test_an_algorithm_that_only_rllib_has_picks_the_engine_by_itself():
+    assert load("CartPole-v1", ["algo.id=dqn"]).experiment.engine.kind == "rllib"
+    assert Experiment(env="CartPole-v1", algo="impala").engine.kind == "rllib"
+    assert load("CartPole-v1", []).experiment.engine.kind == "local"
+    with pytest.raises(ConfigError) as refused:
+        load("CartPole-v1", ["algo.id=dqn", "engine.kind=local"])
+    assert "algo.id" in refused.value.details
+
+
+def test_settings_of_rllib_are_refused_by_other_engines():
+    with pytest.raises(ConfigError) as refused:
+        load("CartPole-v1", ["engine.runners=2", "engine.nodes=3"])
+    assert "engine.runners" in refused.value.details and "engine.nodes" in refused.value.details
+
+
+def test_schedules_become_points_from_env_step_0_on():
+    assert schedule(3e-4, 100) == 3e-4
+    assert schedule(Linear(kind="linear", start=1.0, end=0.5), 1000) == [[0, 1.0], [1000, 0.5]]
+    assert schedule(Piecewise(kind="piecewise", points=[[10, 2.0], [20, 1.0]]), None) == [
+        [0, 2.0],
+        [10, 2.0],
+        [20, 1.0],
+    ]
+    assert schedule(KlAdaptive(kind="kl_adaptive", start=0.1), None) == 0.1
+
+
+def test_runners_share_the_envs_evenly():
+    assert runners(experiment(runners=2)) == 2 and envs_each(experiment(runners=2)) == 4
+    assert envs_each(experiment(runners=2, envs_per_runner=3)) == 3
+    assert experiment(runners=2, envs_per_runner=3).envs == 6
+    assert envs_each(experiment(runners=0)) == 8
+    assert 8 % runners(experiment(cpus=6)) == 0 and runners(experiment(cpus=6)) == 4  # one is left for the learner
+
+
+def test_more_than_there_is_is_refused_with_the_numbers():
+    with pytest.raises(UseError) as refused:
+        Needs(runners=7, learners=2, gpus=0).check(4, 0, "this machine")
+    assert "9 CPUs" in refused.value.message and "has 4" in refused.value.message
+    with pytest.raises(UseError) as refused:
+        needs(experiment(runners=1, device="cuda", gpus=0.5)).check(4, 0, "this machine")
+    assert "0.5 GPUs" in refused.value.message
+    assert needs(experiment(runners=3, learners=2)) == Needs(3, 2, 0.0)

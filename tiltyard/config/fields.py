@@ -1,0 +1,47 @@
+"""What settings are made of: numbers with bounds, sections, plug-ins named by an import string. No setting itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+HUGE = 10**15
+
+
+def _whole(value: Any) -> Any:
+    """2e6 is a count; true is not. (YAML writes counts as floats when they have an exponent.)"""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def bare_id(value: Any) -> Any:
+    """`env: CartPole-v1` is short for `env: {id: CartPole-v1}`."""
+    return {"id": value} if isinstance(value, str) else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1, le=HUGE), BeforeValidator(_whole)]
+CountOrZero = Annotated[int, Field(ge=0, le=HUGE), BeforeValidator(_whole)]
+Width = Annotated[int, Field(ge=1, le=16384), BeforeValidator(_whole)]
+Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
+Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Options = dict[str, Any]
+
+
+class Settings(BaseModel):
+    # Built when first used: most processes need one section, and building all costs a tenth of a second.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, defer_build=True)
+
+
+class Plugin(Settings):
+    """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
+
+    id: str = Field(min_length=1, max_length=500)
+    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` has the conventional class."""
+    options: Options = {}
+    """Keyword arguments, checked against the target's signature before anything starts."""
+
+
+PluginRef = Annotated[Plugin, BeforeValidator(bare_id)]

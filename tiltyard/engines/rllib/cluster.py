@@ -1,0 +1,262 @@
+"""Ray for one run: started here, for this run alone, and ended with it; or joined where somebody else has started it.
+
+    start(engine, needs)   a Ray of our own: local, or `nodes` of it emulated on this machine
+    its address            a running one, which is left as it was
+
+A Ray of our own has a token that only this user's processes know, a temporary folder of its own, no dashboard and no
+usage statistics, and takes no notice of RAY_ADDRESS or of other Rays on this machine. Its logs are kept with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Engine
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.machine import free_memory, usable_cores
+
+INSTALL = "pip install 'tiltyard[ray]'"
+STORE = 0.5  # GiB for what processes send each other, where nothing is said
+SMALLEST_STORE = 80 * 2**20  # bytes: Ray refuses less
+SOON = {  # a lost node is noticed after seconds instead of a minute
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
+
+
+def require_ray() -> None:
+    """UseError with the command to type, unless Ray RLlib is installed."""
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise UseError("engine.kind = rllib needs Ray RLlib, which is not installed", INSTALL) from None
+    if not found.startswith("2.60."):
+        raise UseError(f"engine.kind = rllib needs Ray 2.60, and {found} is installed", INSTALL)
+    if any(find_spec(name) is None for name in ("tree", "lz4", "ormsgpack")):
+        raise UseError("Ray is installed without what its RLlib needs", INSTALL)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """CPUs and GPUs that a run's processes take, one CPU each."""
+
+    runners: int
+    learners: int
+    gpus: float
+
+    @property
+    def cpus(self) -> int:
+        return self.runners + self.learners
+
+    def check(self, cpus: float, gpus: float, where: str) -> None:
+        """Refuse what could never be placed: Ray would wait for it without end."""
+        if self.cpus > cpus:
+            raise UseError(
+                f"engine.runners = {self.runners} and {self.learners} learners of their own need {self.cpus} CPUs, "
+                f"and {where} has {cpus:g}",
+                f"set engine.runners={max(0, int(cpus) - self.learners)}, or engine.cpus to more than there are cores",
+            )
+        if self.gpus > gpus:
+            raise UseError(
+                f"the learners need {self.gpus:g} GPUs, and {where} has {gpus:g}",
+                "set engine.device=cpu, or engine.gpus",
+            )
+
+
+class Cluster:
+    """A Ray that this process is connected to."""
+
+    def __init__(self, engine: Engine, needs: Needs, logs: Path | None) -> None:
+        self.engine, self.logs = engine, logs
+        self._own: Any = None  # the emulated nodes
+        self._place: Path | None = None
+        self._before = {name: os.environ.get(name) for name in ("RAY_ADDRESS", *_token(Path()), *SOON, *QUIET)}
+        own = engine.address is None
+        if own:
+            cpus = (engine.cpus or usable_cores()) * engine.nodes
+            needs.check(cpus, _gpus(), "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
+        with _signals_kept():
+            self._connect(own)
+        if not own:
+            import ray
+
+            found = ray.cluster_resources()
+            needs.check(found.get("CPU", 0), found.get("GPU", 0), f"the cluster at {engine.address}")
+
+    def _connect(self, own: bool) -> None:
+        os.environ.update(QUIET)
+        if own:
+            self._place = _short_folder(self.engine.temp_dir)
+            os.environ.pop("RAY_ADDRESS", None)
+            os.environ.update({**SOON, **_token(_token_file())})
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+        import ray
+
+        _look_again()
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        how = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        try:
+            if not own:
+                ray.init(address=self.engine.address, **how)
+            elif self.engine.nodes == 1:
+                ray.init(address="local", num_cpus=self.engine.cpus or usable_cores(), **self._started(), **how)
+            else:
+                self._emulate(how)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            self.close()
+            where = (
+                "Ray could not be started" if own else f"engine.address = {self.engine.address}: no Ray answers there"
+            )
+            hint = (
+                "its logs are in the run's logs/ray"
+                if own
+                else "check the address, and RAY_AUTH_TOKEN_PATH of that Ray"
+            )
+            raise TiltyardError(f"{where}: {str(error).splitlines()[0]}", hint) from error
+
+    def _started(self) -> dict[str, Any]:
+        store = self.engine.object_store or min(STORE, (free_memory() or 2**34) / 2**30 / 8)
+        return {
+            "include_dashboard": False,
+            "object_store_memory": max(SMALLEST_STORE, int(store * 2**30)),
+            "_temp_dir": str(self._place),
+        }
+
+    def _emulate(self, how: dict[str, Any]) -> None:
+        """Nodes of this machine, the first without CPUs: it can be relied on when others are lost."""
+        import ray
+        from ray.cluster_utils import Cluster as Nodes
+
+        started = self._started()
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": started["_temp_dir"]}
+        store = {"object_store_memory": started["object_store_memory"]}
+        self._own = Nodes(initialize_head=True, head_node_args={**head, **store})
+        for _ in range(self.engine.nodes):
+            self._own.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
+        ray.init(address=self._own.address, **how)
+
+    def nodes(self) -> dict[str, bool]:
+        """Every node that was seen, by id: whether it is there."""
+        import ray
+
+        return {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
+
+    def describe(self) -> str:
+        import ray
+
+        found = ray.cluster_resources()
+        nodes = sum(self.nodes().values()) - (self._own is not None)
+        what = f"{found.get('CPU', 0):g} CPUs" + (f", {found['GPU']:g} GPUs" if found.get("GPU") else "")
+        if self.engine.address is not None:
+            return f"Ray at {self.engine.address}, {what} on {nodes} node{'s' if nodes > 1 else ''}"
+        return f"a Ray of its own, {what}" + (f" on {nodes} emulated nodes" if self._own is not None else "")
+
+    def close(self) -> None:
+        """End what was started here, keep its logs, and leave the environment as it was."""
+        import ray
+
+        with _signals_kept():
+            ray.shutdown()
+            if self._own is not None:
+                self._own.shutdown()
+                self._own = None
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _look_again()
+        if self._place is not None:
+            if self.logs is not None:
+                _keep_logs(self._place, self.logs)
+            shutil.rmtree(self._place, ignore_errors=True)
+            self._place = None
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# ------------------------------------------------------------------------------------------------ place and token
+
+_tokens: list[Path] = []  # of this process: Ray reads it once
+
+
+def _token(file: Path) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
+def _look_again() -> None:
+    """Have Ray read its environment, of which it took note when it was imported."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _token_file() -> Path:
+    """A secret of this process, in a file that only this user can read."""
+    import atexit
+
+    if not _tokens or not _tokens[0].exists():
+        folder = Path(tempfile.mkdtemp(prefix="tiltyard-token-"))  # 0700
+        file = folder / "token"
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+        _tokens[:] = [file]
+        owner = os.getpid()
+        atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return _tokens[0]
+
+
+def _short_folder(parent: str | None) -> Path:
+    """A new folder that only this user can enter; Ray opens its own folder to everybody, so that is inside."""
+    try:
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        outer = Path(tempfile.mkdtemp(prefix="ty-", dir=parent or "/tmp"))
+    except OSError as error:
+        raise UseError(
+            f"engine.temp_dir = {parent}: {error.strerror or error}", "name a folder that you may write to"
+        ) from None
+    return outer / "r"
+
+
+def _keep_logs(place: Path, logs: Path) -> None:
+    """What Ray and its workers wrote that is not empty, newest session only."""
+    for session in sorted(place.glob("session_2*"))[-1:]:
+        for file in (session / "logs").glob("*"):
+            if file.is_file() and file.stat().st_size and file.suffix in (".log", ".err", ".out"):
+                logs.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(file, logs / file.name)
+    shutil.rmtree(place.parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray puts handlers of its own in place of ours."""
+    kept = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for name, handler in kept.items():
+            with contextlib.suppress(ValueError, TypeError):  # not the main thread, or not a Python handler
+                signal.signal(name, handler)

@@ -1,0 +1,391 @@
+"""RLlib's learners with what they lack: our PPO loss, schedules that they do not know, statistics, and times.
+
+    Ppo      our loss on RLlib's minibatches: the same number as on the local engine for the same samples
+    Impala, Appo, Dqn, Sac    RLlib's own losses
+
+What a learner keeps beside weights and optimiser, and RLlib forgets to save, is `extra_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from ray.rllib.algorithms.appo.torch.appo_torch_learner import APPOTorchLearner
+from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
+from ray.rllib.algorithms.impala.torch.impala_torch_learner import IMPALATorchLearner
+from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
+from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.connectors.learner import GeneralAdvantageEstimation
+from ray.rllib.core.columns import Columns
+from ray.rllib.evaluation.postprocessing import Postprocessing
+from ray.rllib.utils.metrics import ALL_MODULES, NUM_ENV_STEPS_SAMPLED_LIFETIME
+from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
+from torch import Tensor
+
+from tiltyard.algos.ppo import CHANGEABLE, HOLDS_BACK
+from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.config.algos import Ppo as PpoSettings
+from tiltyard.engines.rllib.replay import Replayed
+from tiltyard.engines.rllib.task import KEY, Task
+from tiltyard.types import Tree
+
+SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"
+BEFORE = "state_before"  # column: a row's memory before it acted
+FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out
+
+
+class _Ours:
+    """Before RLlib's own class: which parameters learn, Adam's epsilon, how long it took."""
+
+    config: Any
+    module: Any
+    metrics: Any
+    _device: Any
+
+    def build(self) -> None:
+        self.task = Task.heard(self.config.learner_config_dict)
+        threads = self.task.experiment.engine.threads
+        torch.set_num_threads(threads if isinstance(threads, int) else 1)
+        super().build()  # type: ignore[misc]
+
+    def get_parameters(self, module: Any) -> list[torch.nn.Parameter]:
+        return [each for each in module.parameters() if each.requires_grad and each.numel()]
+
+    def before_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
+        self._began = perf_counter()
+        super().before_gradient_based_update(timesteps=timesteps)  # type: ignore[misc]
+
+    def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
+        super().after_gradient_based_update(timesteps=timesteps)  # type: ignore[misc]
+        for module in self.modules().values():
+            module.net.keep_inside()
+        self.metrics.log_value((ALL_MODULES, SECONDS), perf_counter() - self._began, reduce="sum")
+        self.metrics.log_value((ALL_MODULES, UPDATES), 1, reduce="sum")
+
+    def modules(self) -> dict[str, Any]:
+        """Ours by name, out of what RLlib wraps them in."""
+        return {name: module.unwrapped() for name, module in self.module._rl_modules.items()}
+
+
+class _OneAdam(_Ours):
+    """A single Adam for everything that learns, with the epsilon of the settings."""
+
+    def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
+        params = self.get_parameters(self.module[module_id])
+        adam = torch.optim.Adam(params, eps=self.task.experiment.algo.adam_eps)  # type: ignore[union-attr]
+        self.register_optimizer(  # type: ignore[attr-defined]
+            module_id=module_id, optimizer=adam, params=params, lr_or_lr_schedule=config.lr
+        )
+
+
+class _Observing(_OneAdam):
+    """Every batch that is learned from is added to the running statistics, after its loss."""
+
+    def compute_loss_for_module(self, *, module_id: str, batch: Any, **more: Any) -> Tensor:
+        loss: Tensor = super().compute_loss_for_module(module_id=module_id, batch=batch, **more)  # type: ignore[misc]
+        self.module[module_id].unwrapped().observe(batch)
+        return loss
+
+
+class Impala(_Observing, IMPALATorchLearner):  # type: ignore[misc]
+    pass
+
+
+class Appo(_Observing, APPOTorchLearner):  # type: ignore[misc]
+    pass
+
+
+class _Replaying:
+    """Learns from draws of our own replay buffer, which are batches already."""
+
+    _learner_connector: Any
+    _device: Any
+
+    def build(self) -> None:
+        super().build()  # type: ignore[misc]
+        self._learner_connector.connectors = [Replayed(self._device)]
+
+
+class Dqn(_Replaying, _Observing, DQNTorchLearner):  # type: ignore[misc]
+    pass
+
+
+class Sac(_Replaying, _Ours, SACTorchLearner):  # type: ignore[misc]
+    def compute_loss_for_module(self, *, module_id: str, batch: Any, **more: Any) -> Tensor:
+        loss: Tensor = super().compute_loss_for_module(module_id=module_id, batch=batch, **more)
+        self.module[module_id].unwrapped().observe(batch)
+        return loss
+
+
+# ------------------------------------------------------------------------------------------------ PPO
+
+
+class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
+    """`values` are the settings that change while training, of each policy."""
+
+    def build(self) -> None:
+        super().build()
+        experiment = self.task.experiment
+        self.values: dict[str, dict[str, ScheduledValue]] = {}
+        for name, policy in self.policies().items():
+            algo = experiment.algo_of(policy)
+            self.values[name] = {
+                setting: ScheduledValue(
+                    getattr(algo, setting), experiment.stop.env_steps, rises_with_kl=setting in HOLDS_BACK
+                )
+                for setting in CHANGEABLE
+            }
+        self.env_steps = 0  # before the batch that is learned from
+        self._counted = 0
+        self._pipeline_with(Advantages(self))
+
+    def _pipeline_with(self, advantages: Advantages) -> None:
+        """RLlib's pipeline, with our advantages in the place of its own."""
+        pipeline = self._learner_connector
+        if pipeline is not None:
+            pipeline.connectors = [
+                advantages if isinstance(each, GeneralAdvantageEstimation) else each for each in pipeline.connectors
+            ]
+
+    def policies(self) -> dict[str, str]:
+        """Our name of each module's policy."""
+        return {
+            name: module.model_config[KEY].get("policy") or self.task.experiment.learning[0]
+            for name, module in self.modules().items()
+        }
+
+    def now(self, module_id: str) -> dict[str, float]:
+        return {name: value.at(self.env_steps) for name, value in self.values[module_id].items()}
+
+    def before_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
+        super().before_gradient_based_update(timesteps=timesteps)
+        self.env_steps, self._counted = self._counted, int(timesteps.get(NUM_ENV_STEPS_SAMPLED_LIFETIME, 0))
+        for module_id in self.values:
+            for _, optimizer in self.get_optimizers_for_module(module_id):
+                self._set_optimizer_lr(optimizer, lr=self.now(module_id)["lr"])
+        self.seen: dict[str, Any] = {}  # what each module learns from
+        self.divergences: dict[str, list[float]] = {}
+
+    def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
+        super().after_gradient_based_update(timesteps=timesteps)
+        for module_id, module in self.modules().items():
+            now = self.now(module_id)
+            self.metrics.log_dict(
+                {f"setting/{name}": now[name] for name in ("lr", "clip", "entropy", "kl")}, key=module_id, window=1
+            )
+            divergences = self.divergences.get(module_id)
+            if divergences:
+                kl = float(np.mean(divergences[-max(1, len(divergences) // self.config.num_epochs) :]))
+                self.metrics.log_value((module_id, "loss/kl"), kl, window=1)
+                for value in self.values[module_id].values():
+                    value.observe_kl(kl)
+            if module_id in self.seen:
+                module.observe(self.seen[module_id])
+
+    def compute_loss_for_module(
+        self, *, module_id: str, config: Any, batch: Any, fwd_out: Mapping[str, Tensor]
+    ) -> Tensor:
+        module = self.module[module_id].unwrapped()
+        now, algo = self.now(module_id), self.task.experiment.algo
+        assert isinstance(algo, PpoSettings)
+        dist = module.get_train_action_dist_cls().from_logits(fwd_out[Columns.ACTION_DIST_INPUTS])
+        samples = Samples(
+            log_prob=dist.logp(batch[Columns.ACTIONS]),
+            entropy=dist.entropy(),
+            value=module.compute_values(batch, embeddings=fwd_out[Columns.EMBEDDINGS]),
+            old_log_prob=batch[Columns.ACTION_LOGP],
+            old_value=batch[OLD_VALUE],
+            advantage=batch[Postprocessing.ADVANTAGES],
+            target=batch[Postprocessing.VALUE_TARGETS],
+            valid=batch.get(Columns.LOSS_MASK),
+        )
+        losses = ppo_losses(samples, algo, now)
+        self.divergences.setdefault(module_id, []).append(float(losses["loss/kl"].detach()))
+        total = losses.pop("total")
+        self.metrics.log_dict(losses, key=module_id, window=1)
+        return total
+
+
+OLD_VALUE = "old_value"
+
+
+class Samples:
+    """One minibatch, every tensor of the same shape."""
+
+    def __init__(
+        self,
+        *,
+        log_prob: Tensor,
+        entropy: Tensor,
+        value: Tensor,
+        old_log_prob: Tensor,
+        old_value: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+        valid: Tensor | None,
+    ) -> None:
+        chosen = slice(None) if valid is None else valid.bool()
+        self.log_prob, self.entropy, self.value = log_prob[chosen], entropy[chosen], value[chosen]
+        self.old_log_prob, self.old_value = old_log_prob[chosen], old_value[chosen]
+        self.advantage, self.target = advantage[chosen], target[chosen]
+
+
+def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) -> dict[str, Tensor]:
+    """As in algos.ppo, over valid samples, by autograd: the loss and its terms."""
+    advantage = samples.advantage
+    if algo.normalise_advantage:
+        centred = advantage - advantage.mean()
+        advantage = centred / (centred.square().mean().sqrt() + 1e-8)
+    log_ratio = samples.log_prob - samples.old_log_prob
+    ratio = log_ratio.exp()
+    capped = ratio.clamp(1 - now["clip"], 1 + now["clip"])
+    policy = -torch.minimum(ratio * advantage, capped * advantage).mean()
+    squares = (samples.value - samples.target).square()
+    if algo.value_clip is not None:
+        moved = samples.old_value + (samples.value - samples.old_value).clamp(-algo.value_clip, algo.value_clip)
+        squares = torch.maximum(squares, (moved - samples.target).square())
+    value = 0.5 * squares.mean()
+    entropy = samples.entropy.mean()
+    divergence = (torch.expm1(log_ratio) - log_ratio).mean()
+    total = policy + now["value_coef"] * value - now["entropy"] * entropy + now["kl"] * divergence
+    beyond = ((ratio - 1).abs() > now["clip"]).float().mean()
+    return {
+        "total": total,
+        "loss/policy": policy,
+        "loss/value": value,
+        "loss/entropy": entropy,
+        "loss/kl": divergence,
+        "learn/clip_fraction": beyond,
+    }
+
+
+class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
+    """Advantages and targets as in algos.ppo: not standardised here, targets and old values in normalised units.
+
+    Episodes come one step longer than they were, that the last value may be estimated; it is no sample.
+    """
+
+    def __init__(self, learner: Ppo) -> None:
+        super().__init__(gamma=0.0, lambda_=0.0)
+        self.learner = learner
+
+    def __call__(self, *, rl_module: Any, episodes: list[Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
+        every = list(self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False))
+        for module_id, data in batch.items():
+            module, now = rl_module[module_id].unwrapped(), self.learner.now(module_id)
+            lengths = [len(each) for each in every if each.module_id in (None, module_id)]
+            with torch.no_grad():
+                outputs = module.compute_values(data)
+            shape = outputs.shape
+            flat = unpadded(outputs.cpu().numpy(), lengths)
+            values = module.net.in_rewards(flat)
+            targets = compute_value_targets(
+                values=values,
+                rewards=unpadded(data[Columns.REWARDS].cpu().numpy(), lengths),
+                terminateds=unpadded(data[Columns.TERMINATEDS].cpu().numpy(), lengths),
+                truncateds=unpadded(data[Columns.TRUNCATEDS].cpu().numpy(), lengths),
+                gamma=now["gamma"],
+                lambda_=now["gae_lambda"],
+            )
+            real = np.ones(len(flat), bool)
+            real[np.cumsum(lengths) - 1] = False
+            module.net.observe_returns(targets[real])
+            made = {
+                Postprocessing.ADVANTAGES: targets - values,
+                Postprocessing.VALUE_TARGETS: module.net.normalise_value(targets),
+                OLD_VALUE: flat,
+            }
+            for name, array in made.items():
+                tensor = torch.as_tensor(padded(array, lengths, shape), dtype=torch.float32, device=outputs.device)
+                data[name] = tensor
+            self.learner.seen[module_id] = data
+        return batch
+
+
+def unpadded(array: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
+    """[N, T] with episodes cut into rows of T, the last of each filled up, as [sum of lengths]; others as they are."""
+    if array.ndim == 1:
+        return array
+    found, row, width = [], 0, array.shape[1]
+    for length in lengths:
+        rows = -(-length // width)
+        found.append(array[row : row + rows].reshape(-1)[:length])
+        row += rows
+    return np.concatenate(found)
+
+
+def padded(array: np.ndarray[Any, Any], lengths: list[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """The inverse of `unpadded`."""
+    if len(shape) == 1:
+        return array
+    made, row, at, width = np.zeros(shape, array.dtype), 0, 0, shape[1]
+    for length in lengths:
+        rows = -(-length // width)
+        part = np.zeros(rows * width, array.dtype)
+        part[:length] = array[at : at + length]
+        made[row : row + rows] = part.reshape(rows, width)
+        row, at = row + rows, at + length
+    return made
+
+
+class Memories(ConnectorV2):  # type: ignore[misc]
+    """The memory before each chunk, from the column that the runner kept. Chunks never go beyond their episode."""
+
+    def __call__(self, *, rl_module: Any, episodes: list[Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
+            own = {
+                name.removeprefix(f"{BEFORE}."): episode.extra_model_outputs.pop(name).data
+                for name in [each for each in episode.extra_model_outputs if each.startswith(f"{BEFORE}.")]
+            }
+            if own:
+                module = (
+                    rl_module[episode.module_id] if episode.module_id else next(iter(rl_module._rl_modules.values()))
+                )
+                every = module.unwrapped().model_config["max_seq_len"]
+                chunks = -(-len(episode) // every)
+                states = {name: array[: len(episode)][::every] for name, array in own.items()}
+                self.add_n_batch_items(batch, Columns.STATE_IN, states, chunks, episode)
+        return batch
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def extra_state(learner: Any) -> Tree:
+    """What a learner knows and RLlib does not save."""
+    tree: dict[str, Any] = {"torch": torch.get_rng_state().numpy()}
+    for name in FORGOTTEN:
+        if hasattr(learner, name):
+            found = getattr(learner, name)
+            tree[name] = {key: found[key].detach().cpu().numpy().copy() for key in learner.modules()}
+    for name in ("last_update_ts_by_mid", "_last_update_ts_by_mid"):
+        if hasattr(learner, name):
+            tree[name] = {key: int(value) for key, value in getattr(learner, name).items()}
+    if isinstance(learner, Ppo):
+        tree["counted"] = learner._counted
+        tree["values"] = {
+            module: {name: value.save() for name, value in values.items()} for module, values in learner.values.items()
+        }
+    return tree
+
+
+def set_extra_state(learner: Any, tree: Tree) -> None:
+    """Take it back, in place: an optimiser holds on to what it optimises."""
+    torch.set_rng_state(torch.from_numpy(np.asarray(tree["torch"])))
+    for name in FORGOTTEN:
+        for key, value in tree.get(name, {}).items():
+            with torch.no_grad():
+                getattr(learner, name)[key].data.copy_(torch.from_numpy(np.asarray(value)))
+    for name in ("last_update_ts_by_mid", "_last_update_ts_by_mid"):
+        for key, value in tree.get(name, {}).items():
+            getattr(learner, name)[key] = int(value)
+    if isinstance(learner, Ppo) and "values" in tree:
+        learner._counted = int(tree["counted"])
+        for module, values in tree["values"].items():
+            for name, value in values.items():
+                learner.values[module][name].load(value)

@@ -1,0 +1,228 @@
+"""Our nets inside RLlib's modules: what its learners ask of a policy, answered by a PolicyNet.
+
+    ActorCritic   ppo, impala, appo   the whole model, with memory: parameters of the actions' distribution, and values
+    Dueling       dqn                 Q-values: the model's outputs are the advantages, its value the value stream
+    Squashed      sac                 an actor with a mean and a spread for each column, and two critics
+
+Acting is not theirs: runners ask the net itself, which is why a policy needs no Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.rllib.algorithms.dqn.dqn_learner import QF_NEXT_PREDS, QF_PREDS, QF_TARGET_NEXT_PREDS
+from ray.rllib.algorithms.sac.torch.default_sac_torch_rl_module import DefaultSACTorchRLModule
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.distribution.torch.torch_distribution import TorchSquashedGaussian
+from ray.rllib.core.learner.utils import make_target_network
+from ray.rllib.core.models.base import ENCODER_OUT
+from ray.rllib.core.rl_module.apis import (
+    TARGET_NETWORK_ACTION_DIST_INPUTS,
+    InferenceOnlyAPI,
+    QNetAPI,
+    TargetNetworkAPI,
+    ValueFunctionAPI,
+)
+from ray.rllib.core.rl_module.torch import TorchRLModule
+from torch import Tensor, nn
+
+from tiltyard.config.algos import Dqn
+from tiltyard.config.experiment import Model
+from tiltyard.engines.rllib.actions import ActionsOf, inputs
+from tiltyard.engines.rllib.task import KEY, Task
+from tiltyard.envs.spaces import MASK
+from tiltyard.models.actor_critic import VALUE_GAIN, Tower
+from tiltyard.models.encoders import Mlp
+from tiltyard.models.heads import FORBIDDEN
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import ArraySpec, EnvSpec
+
+Batch = Mapping[str, Any]
+ACTION = "action"  # among the observations of a critic
+
+
+class _Ours(TorchRLModule):  # type: ignore[misc]
+    """A module whose policy is `self.net`."""
+
+    net: PolicyNet
+
+    def setup(self) -> None:
+        self.task = Task.heard(self.model_config)
+        self.net = self.task.net(self.model_config[KEY].get("policy"))
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
+        self.net.refresh()
+
+    def observe(self, batch: Batch) -> None:
+        """Add what was learned from to the running statistics."""
+        if not self.net.normalised:
+            return
+        obs = {name: batch[Columns.OBS][name].cpu().numpy() for name in self.net.normalised}
+        first = next(iter(obs.values()))
+        rows = first.ndim - len(self.net.spec.obs[self.net.normalised[0]].shape)
+        valid = batch[Columns.LOSS_MASK].cpu().numpy() if Columns.LOSS_MASK in batch else None
+        shape = first.shape[:rows]
+        if rows == 1:  # [N, ...] as one step of N rows
+            obs, shape = {name: x[None] for name, x in obs.items()}, (1, *shape)
+        flags = torch.ones(shape, dtype=torch.bool).numpy() if valid is None else valid.reshape(shape)
+        self.net.observe(obs, flags)
+
+
+class ActorCritic(_Ours, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+    """What comes with memory is [B, T, ...], the rest [B, ...]."""
+
+    def get_initial_state(self) -> dict[str, Tensor]:
+        return {name: memory[0] for name, memory in self.net.initial_state(1).items()}
+
+    def get_train_action_dist_cls(self) -> Any:
+        return ActionsOf(self.net.spec)
+
+    get_exploration_action_dist_cls = get_inference_action_dist_cls = get_train_action_dist_cls
+
+    def _forward(self, batch: Batch, **_: Any) -> dict[str, Any]:
+        params, value = _unrolled(self.net, batch)
+        return {
+            Columns.ACTION_DIST_INPUTS: inputs(self.net, params, batch[Columns.OBS].get(MASK)),
+            Columns.EMBEDDINGS: value,
+        }
+
+    def compute_values(self, batch: Batch, embeddings: Tensor | None = None) -> Tensor:
+        """Normalised, where returns are."""
+        return _unrolled(self.net, batch)[1] if embeddings is None else embeddings
+
+    # ------------------------------------------------------------------------------------------ appo's slower policy
+
+    def make_target_networks(self) -> None:
+        self.target = make_target_network(self.net)
+
+    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.net, self.target)]
+
+    def forward_target(self, batch: Batch) -> dict[str, Any]:
+        with torch.no_grad():
+            params, _ = _unrolled(self.target, batch)
+            row = inputs(self.target, params, batch[Columns.OBS].get(MASK))
+        return {TARGET_NETWORK_ACTION_DIST_INPUTS: row}
+
+    def get_non_inference_attributes(self) -> list[str]:
+        return ["target"]
+
+
+def _unrolled(net: PolicyNet, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Parameters and normalised values of a batch, in its shape."""
+    obs = {name: batch[Columns.OBS][name] for name in net.spec.obs}
+    if not net.recurrent:
+        name, item = next(iter(net.spec.obs.items()))
+        lead = obs[name].shape[: obs[name].dim() - len(item.shape)]
+        flat = {key: x.reshape(1, -1, *net.spec.obs[key].shape) for key, x in obs.items()}
+        params, value = net.unroll(flat, {}, torch.zeros(1, lead.numel(), dtype=torch.bool, device=net.device))
+        return params.reshape(*lead, -1), value.reshape(lead)
+    by_time = {name: x.transpose(0, 1) for name, x in obs.items()}
+    steps, rows = next(iter(by_time.values())).shape[:2]
+    first = torch.zeros(steps, rows, dtype=torch.bool, device=net.device)  # a chunk never goes beyond its episode
+    params, value = net.unroll(by_time, dict(batch[Columns.STATE_IN]), first)
+    return params.transpose(0, 1), value.transpose(0, 1)
+
+
+class Dueling(_Ours, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+    """Which action is best is the same for the advantages as for the Q-values: the net acts without knowing of them."""
+
+    def setup(self) -> None:
+        super().setup()
+        algo = self.task.experiment.algo
+        self.dueling = isinstance(algo, Dqn) and algo.dueling
+        if not self.dueling:
+            _freeze_values(self.net)
+
+    def compute_q_values(self, batch: Batch) -> dict[str, Tensor]:
+        return {QF_PREDS: self._values(self.net, batch[Columns.OBS])}
+
+    def _values(self, net: PolicyNet, obs: Mapping[str, Tensor]) -> Tensor:
+        params, value = _unrolled(net, {Columns.OBS: obs})
+        q = value.unsqueeze(-1) + params - params.mean(-1, keepdim=True) if self.dueling else params
+        return torch.where(obs[MASK] > 0, q, float(FORBIDDEN)) if MASK in obs else q
+
+    def _forward_train(self, batch: Batch, **_: Any) -> dict[str, Tensor]:
+        later = batch[Columns.NEXT_OBS]
+        with torch.no_grad():
+            online, target = self._values(self.net, later), self._values(self.target, later)
+        now = self._values(self.net, batch[Columns.OBS])
+        return {QF_PREDS: now, QF_NEXT_PREDS: online, QF_TARGET_NEXT_PREDS: target}
+
+    def make_target_networks(self) -> None:
+        self.target = make_target_network(self.net)
+
+    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.net, self.target)]
+
+    def forward_target(self, batch: Batch) -> dict[str, Tensor]:
+        return {QF_PREDS: self._values(self.target, batch[Columns.OBS])}
+
+    def get_non_inference_attributes(self) -> list[str]:
+        return ["target"]
+
+
+class Squashed(_Ours, DefaultSACTorchRLModule):  # type: ignore[misc]
+    """RLlib's own passes over an actor and critics that are ours; its heads have nothing left to do."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.twin_q = True
+        self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
+        if not self.inference_only:
+            model, spec, base = self.task.experiment.model, self.net.spec, self.task.base
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.task.experiment.seed)
+                self.qf_encoder, self.qf = _Critic(self.net, spec, model, base), nn.Identity()
+                self.qf_twin_encoder, self.qf_twin = _Critic(self.net, spec, model, base), nn.Identity()
+
+    def get_train_action_dist_cls(self) -> Any:
+        return TorchSquashedGaussian
+
+    get_exploration_action_dist_cls = get_inference_action_dist_cls = get_train_action_dist_cls
+
+
+class _Actor(nn.Module):
+    def __init__(self, net: PolicyNet) -> None:
+        super().__init__()
+        self.net = net
+        _freeze_values(net)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {ENCODER_OUT: _unrolled(self.net, batch)[0]}
+
+
+class _Critic(nn.Module):
+    """Q of observations and an action, which is one more of them. It sees what the actor sees, statistics applied."""
+
+    def __init__(self, actor: PolicyNet, spec: EnvSpec, model: Model, base: Sequence[Path]) -> None:
+        super().__init__()
+        self._actor = [actor]  # in a list: not a part of this module
+        more = {**spec.obs, ACTION: ArraySpec("box", (spec.action.columns,), "float32")}
+        self.tower = Tower(replace(spec, obs=more), model, base)
+        self.head = Mlp([self.tower.size, 1], "tanh", last_gain=VALUE_GAIN)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        seen = self._actor[0].prepare(batch[Columns.OBS])
+        return {ENCODER_OUT: self.head(self.tower.features({**seen, ACTION: batch[Columns.ACTIONS]}))}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Critic:
+        """For a target network, which sees through the same eyes."""
+        made = _Critic.__new__(_Critic)
+        nn.Module.__init__(made)
+        made._actor, made.tower, made.head = self._actor, copy.deepcopy(self.tower), copy.deepcopy(self.head)
+        return made
+
+
+def _freeze_values(net: PolicyNet) -> None:
+    """The value head of a built-in model that nobody asks."""
+    for name, parameter in net.named_parameters():
+        if name.startswith(("model.value_head.", "model.critic.")):
+            parameter.requires_grad_(False)

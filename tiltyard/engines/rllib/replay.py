@@ -1,0 +1,195 @@
+"""A replay buffer of our own in RLlib's place: one array per column, for drawing, learning and saving.
+
+RLlib's makes a Python object of every step that it draws, which takes several times as long as learning from it, and
+leaves itself out of checkpoints. This one keeps transitions: what was seen, done and paid, and what was seen then.
+
+    add(pieces)  ->  rows of a ring        sample(n)  ->  one Draw for each learner        pack, unpack  ->  disk
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import PrioritizedEpisodeReplayBuffer
+
+from tiltyard.config.algos import Replay as Settings
+from tiltyard.types import Arrays, Tree
+
+TINY = 1e-6  # what nothing surprised about is replayed at times too
+
+
+class Draw:
+    """Transitions drawn at once, with the face of an episode where RLlib counts and cuts them."""
+
+    def __init__(self, columns: Arrays) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["reward"])
+
+    def __getitem__(self, part: slice) -> Draw:
+        return Draw({name: array[part] for name, array in self.columns.items()})
+
+    def slice(self, part: slice, **_: Any) -> Draw:
+        return self[part]
+
+
+class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
+    """A ring of `settings.size` transitions. `n_step` rewards are added up as far as a piece goes."""
+
+    def __init__(self, settings: Settings, *, gamma: float, n_step: int, seed: int) -> None:
+        super().__init__(capacity=1)  # what RLlib looks at besides: its metrics
+        self.settings, self.gamma, self.steps_ahead = settings, gamma, n_step
+        self.random = np.random.default_rng(seed)
+        self.columns: Arrays = {}
+        self.at = self.filled = 0
+        self.tree = Sums(settings.size) if settings.prioritised else None
+        self.most = 1.0  # priority of what nobody has learned from yet
+        self.drawn: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def add(self, episodes: list[Any], **_: Any) -> None:
+        for episode in episodes if isinstance(episodes, list) else [episodes]:
+            self._put(self._transitions(episode))
+
+    def _transitions(self, episode: Any) -> Arrays:
+        count, obs = len(episode), episode.observations.data
+        rewards = np.asarray(episode.rewards.data, np.float32)
+        ahead = np.minimum(np.arange(count) + self.steps_ahead, count)  # the observation that is bootstrapped from
+        paid, length = np.zeros(count, np.float32), ahead - np.arange(count)
+        for step in range(self.steps_ahead):
+            reached = length > step
+            paid[reached] += self.gamma**step * rewards[np.flatnonzero(reached) + step]
+        return {
+            **{f"obs.{name}": array[:count] for name, array in obs.items()},
+            **{f"next.{name}": array[ahead] for name, array in obs.items()},
+            "action": np.asarray(episode.actions.data),
+            "reward": paid,
+            "n_step": length.astype(np.float32),
+            "terminated": (ahead == count) & bool(episode.is_terminated),
+        }
+
+    def _put(self, rows: Arrays) -> None:
+        count, size = len(rows["reward"]), self.settings.size
+        if not self.columns:
+            self.columns = {name: np.zeros((size, *array.shape[1:]), array.dtype) for name, array in rows.items()}
+        places = (self.at + np.arange(count)) % size
+        for name, array in rows.items():
+            self.columns[name][places] = array
+        if self.tree is not None:
+            self.tree.set(places, np.full(count, self.most))
+        self.at, self.filled = (self.at + count) % size, min(size, self.filled + count)
+
+    def sample(self, num_items: int, **_: Any) -> list[Draw]:
+        weights = np.ones(num_items, np.float32)
+        if self.tree is None:
+            self.drawn = self.random.integers(0, self.filled, num_items)
+        else:
+            self.drawn = np.minimum(self.tree.draw(self.random.random(num_items)), self.filled - 1)
+            chance = self.tree.at(self.drawn) / self.tree.total
+            weights = ((self.filled * np.maximum(chance, 1e-12)) ** -self.settings.beta).astype(np.float32)
+            weights /= weights.max()
+        return [Draw({**{name: array[self.drawn] for name, array in self.columns.items()}, "weight": weights})]
+
+    def update_priorities(self, priorities: Any, *_: Any) -> None:
+        """How much each of those drawn last was a surprise."""
+        if self.tree is not None:
+            found = (np.abs(np.asarray(priorities, np.float64).reshape(-1)) + TINY) ** self.settings.alpha
+            self.tree.set(self.drawn[: len(found)], found)
+            self.most = max(self.most, float(found.max()))
+
+    # ------------------------------------------------------------------------------------------ disk
+
+    def pack(self) -> Tree:
+        tree: dict[str, Any] = {
+            "columns": {name: array[: self.filled] for name, array in self.columns.items()},
+            "at": self.at,
+            "filled": self.filled,
+            "most": self.most,
+            "random": self.random.bit_generator.state,
+        }
+        if self.tree is not None:
+            tree["priorities"] = self.tree.at(np.arange(self.filled))
+        return tree
+
+    def unpack(self, tree: Tree) -> list[str]:
+        """Go on from what `pack` gave; what does not fit into a smaller buffer is left out."""
+        self.random.bit_generator.state = tree["random"]
+        self.most = tree["most"]
+        kept = min(tree["filled"], self.settings.size)
+        if not kept:
+            return []
+        oldest = tree["at"] if tree["filled"] and tree["at"] < tree["filled"] else 0
+        order = (oldest + np.arange(tree["filled"])) % tree["filled"]
+        chosen = order[len(order) - kept :]
+        self._put({name: array[chosen] for name, array in tree["columns"].items()})
+        if self.tree is not None and "priorities" in tree:
+            self.tree.set(np.arange(kept), tree["priorities"][chosen])
+        left = tree["filled"] - kept
+        return [f"the replay buffer is smaller than it was: the {left:,} oldest env steps are left out"] if left else []
+
+
+class Sums:
+    """Numbers at places, to be drawn in proportion: a binary tree of sums, worked on many at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.leaves = 1 << max(0, size - 1).bit_length()
+        self.nodes = np.zeros(2 * self.leaves)
+
+    @property
+    def total(self) -> float:
+        return float(self.nodes[1])
+
+    def at(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.nodes[self.leaves + places]
+
+    def set(self, places: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        nodes = self.leaves + np.asarray(places)
+        self.nodes[nodes] = values
+        while nodes[0] > 1:
+            nodes = np.unique(nodes >> 1)
+            self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
+
+    def draw(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The places at these shares (0 .. 1) of the sum."""
+        left = shares * self.nodes[1]
+        nodes = np.ones(len(shares), np.int64)
+        while nodes[0] < self.leaves:
+            nodes = 2 * nodes
+            right = left >= self.nodes[nodes]
+            left = np.where(right, left - self.nodes[nodes], left)
+            nodes = nodes + right
+        return nodes - self.leaves
+
+
+class Replayed(ConnectorV2):  # type: ignore[misc]
+    """Draws as a batch of tensors: the learner's whole pipeline."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.device = device
+
+    def __call__(self, *, episodes: list[Draw], **_: Any) -> dict[str, Any]:
+        def tensor(name: str) -> torch.Tensor:
+            parts = [draw.columns[name] for draw in episodes]
+            return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts)).to(self.device)
+
+        def seen(front: str) -> dict[str, torch.Tensor]:
+            return {name.removeprefix(front): tensor(name) for name in episodes[0].columns if name.startswith(front)}
+
+        return {
+            DEFAULT_MODULE_ID: {
+                Columns.OBS: seen("obs."),
+                Columns.NEXT_OBS: seen("next."),
+                Columns.ACTIONS: tensor("action"),
+                Columns.REWARDS: tensor("reward"),
+                Columns.TERMINATEDS: tensor("terminated"),
+                "n_step": tensor("n_step"),
+                "weights": tensor("weight"),
+            }
+        }

@@ -1,0 +1,211 @@
+"""A runner: one group of envs and a copy of the policy, in a process that RLlib has placed on some node.
+
+    RLlib ── sample() ──> runner ── episodes ──> learner          and set_state(weights) the other way
+
+It samples with the collector of every engine, so that every setting of env, wrappers and model means what it means
+elsewhere. What an episode's end says travels as JSON among RLlib's metrics, under `KEY`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import gymnasium
+import numpy as np
+import ray
+import torch
+from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_AGENT_ID, DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from ray.rllib.env import INPUT_ENV_SINGLE_SPACES, INPUT_ENV_SPACES
+from ray.rllib.env.env_runner import EnvRunner
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.utils.checkpoints import Checkpointable
+from ray.rllib.utils.metrics import (
+    NUM_AGENT_STEPS_SAMPLED,
+    NUM_AGENT_STEPS_SAMPLED_LIFETIME,
+    NUM_ENV_STEPS_SAMPLED,
+    NUM_ENV_STEPS_SAMPLED_LIFETIME,
+    NUM_EPISODES,
+    NUM_MODULE_STEPS_SAMPLED,
+    NUM_MODULE_STEPS_SAMPLED_LIFETIME,
+    WEIGHTS_SEQ_NO,
+)
+
+from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.config.algos import Dqn
+from tiltyard.engines.freeze import frozen_nets
+from tiltyard.engines.players import acting
+from tiltyard.engines.rllib.rows import Decided, Rows
+from tiltyard.engines.rllib.task import KEY, Task, action_space, observation_space
+from tiltyard.errors import TiltyardError
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import Array, EpisodeEnd, Tree
+
+
+class NoEnv(gymnasium.Env[Any, Any]):
+    """What RLlib is told as its env: runners make their own."""
+
+
+class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
+    """RLlib numbers runners from 1; number 0 is the driver's own, which has envs only where there is no other."""
+
+    def __init__(self, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        torch.set_num_threads(1)
+        self.task = Task.heard(config.env_config)
+        self.version = 0
+        self.lives = 0
+        self.rows: Rows | None = None
+        self.make_module()
+        if self.worker_index or config.num_env_runners == 0:
+            self.make_env(anew=_born_again())
+        algo = self.task.experiment.algo
+        self.epsilon = (
+            ScheduledValue(algo.epsilon, self.task.experiment.stop.env_steps) if isinstance(algo, Dqn) else None
+        )
+
+    # ------------------------------------------------------------------------------------------ what RLlib asks for
+
+    def make_module(self) -> None:
+        spaces = self.get_spaces()
+        self.module = self.config.get_rl_module_spec(spaces=spaces, inference_only=True).build()
+        modules = self.module._rl_modules if hasattr(self.module, "_rl_modules") else {None: self.module}
+        names = self.task.experiment.learning
+        self.nets: dict[str, PolicyNet] = {name or names[0]: module.net for name, module in modules.items()}
+        if DEFAULT_MODULE_ID in self.nets:
+            self.nets = {names[0]: self.nets[DEFAULT_MODULE_ID]}
+
+    def make_env(self, *, anew: bool = False) -> None:
+        """Its group of envs; `anew` where there was one: their seeds have been used."""
+        experiment, spec = self.task.experiment, self.task.spec
+        if self.rows is not None:
+            self.rows.close()
+        self.lives += 1
+        group = max(0, (self.worker_index or 1) - 1)
+        life = f"{self.task.attempt}.{os.getpid()}.{self.lives}"
+        actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base))
+        self.rows = Rows(self.task, actor, self.config.num_envs_per_env_runner, group, life)
+        if anew:
+            self.rows.envs.skip_episodes(int(time.time()) % 2**24)
+
+    def get_spaces(self) -> dict[str, Any]:
+        both = (observation_space(self.task.spec), action_space(self.task))
+        names = self.task.experiment.learning
+        modules = dict.fromkeys(names, both) if len(self.task.experiment.cast) > 1 else {DEFAULT_MODULE_ID: both}
+        return {INPUT_ENV_SPACES: both, INPUT_ENV_SINGLE_SPACES: both, **modules}
+
+    def assert_healthy(self) -> None:
+        assert self.module is not None
+
+    def sample(self, **_: Any) -> list[SingleAgentEpisode]:
+        """Pieces of episodes; none where the env has failed, of which a note is made."""
+        rows, began = self.rows, time.perf_counter()
+        assert rows is not None
+        rows.spent = {"env": 0.0, "inference": 0.0}
+        frames = -rows.envs.frames_taken
+        try:
+            pieces, ends = rows.gather(self.config.get_rollout_fragment_length(self.worker_index), self._decide)
+        except TiltyardError as error:
+            self._note(failed={"message": error.message, "hint": error.hint, "details": error.details})
+            self.make_env(anew=True)
+            return []
+        steps = sum(len(piece) for piece in pieces)
+        self._count(steps, len(ends))
+        frames += rows.envs.frames_taken
+        self._note(steps=steps, frames=frames, spent={**rows.spent, "all": time.perf_counter() - began}, ends=ends)
+        return pieces
+
+    def _note(self, **words: Any) -> None:
+        ends: list[EpisodeEnd] = words.pop("ends", [])
+        line = json.dumps({**words, "ends": [asdict(end) for end in ends], "runner": self.worker_index or 0})
+        self.metrics.log_value(KEY, line, reduce="item_series")
+
+    def _count(self, steps: int, episodes: int) -> None:
+        """The numbers that RLlib's algorithms look at."""
+        for name in (NUM_ENV_STEPS_SAMPLED, (NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID)):
+            self.metrics.log_value(name, steps, reduce="sum")
+        self.metrics.log_value((NUM_MODULE_STEPS_SAMPLED, DEFAULT_MODULE_ID), steps, reduce="sum")
+        self.metrics.log_value(NUM_EPISODES, episodes, reduce="sum")
+        for name in (
+            NUM_ENV_STEPS_SAMPLED_LIFETIME,
+            (NUM_AGENT_STEPS_SAMPLED_LIFETIME, DEFAULT_AGENT_ID),
+            (NUM_MODULE_STEPS_SAMPLED_LIFETIME, DEFAULT_MODULE_ID),
+        ):
+            self.metrics.log_value(name, steps, reduce="lifetime_sum")
+        self.num_env_steps_sampled_lifetime += steps
+
+    def get_metrics(self) -> Any:
+        return self.metrics.reduce()
+
+    def stop(self) -> None:
+        if self.rows is not None:
+            self.rows.close()
+            self.rows = None
+
+    # ------------------------------------------------------------------------------------------ acting
+
+    def _decide(self, obs: dict[str, torch.Tensor], first: torch.Tensor, mask: Array | None) -> Decided:
+        rows = self.rows
+        assert rows is not None
+        allowed = None if mask is None else torch.from_numpy(mask)
+        explores = self.epsilon is not None
+        acted = rows.net.act(obs, rows.state, first, allowed, greedy=explores, generator=rows.draws, valued=False)
+        action = self._explored(acted.action, mask) if explores else acted.action
+        columns = {} if explores else {Columns.ACTION_LOGP: acted.log_prob}
+        columns[WEIGHTS_SEQ_NO] = np.full(len(action), self.version, np.int64)
+        return action, columns, acted.state
+
+    def _explored(self, action: Array, mask: Array | None) -> Array:
+        """Some of the choices drawn at random among those that are allowed."""
+        assert self.epsilon is not None and self.rows is not None
+        (part,), count = self.task.spec.action.parts, len(action)
+        draws = torch.rand(2, count, generator=self.rows.draws).numpy()
+        allowed = np.ones((count, part.options), bool) if mask is None else mask
+        pick = np.minimum((draws[1] * allowed.sum(1)).astype(np.int64), allowed.sum(1) - 1)
+        drawn = np.argsort(~allowed, axis=1, kind="stable")[np.arange(count), pick]
+        random = draws[0] < self.epsilon.at(self.num_env_steps_sampled_lifetime)
+        return np.where(random[:, None], drawn[:, None].astype(np.float32), action)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = {NUM_ENV_STEPS_SAMPLED_LIFETIME: self.num_env_steps_sampled_lifetime}
+        if self._check_component(COMPONENT_RL_MODULE, components, not_components):
+            state[COMPONENT_RL_MODULE] = self.module.get_state(**kwargs)
+            state[WEIGHTS_SEQ_NO] = self.version
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if COMPONENT_RL_MODULE in state:
+            version = state.get(WEIGHTS_SEQ_NO, 0)
+            if version == 0 or self.version < version:
+                weights = state[COMPONENT_RL_MODULE]
+                weights = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
+                alone = not hasattr(self.module, "_rl_modules")
+                self.module.set_state(weights[DEFAULT_MODULE_ID] if alone and DEFAULT_MODULE_ID in weights else weights)
+            self.version = version or self.version
+        if NUM_ENV_STEPS_SAMPLED_LIFETIME in state:
+            self.num_env_steps_sampled_lifetime = state[NUM_ENV_STEPS_SAMPLED_LIFETIME]
+
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), {"config": self.config}
+
+    # ------------------------------------------------------------------------------------------ what the engine asks
+
+    def tree(self) -> Tree:
+        """Where its envs, memories and random streams stand."""
+        return None if self.rows is None else self.rows.tree()
+
+    def take(self, tree: Tree) -> list[str]:
+        """Go on from there; sentences about what could not be brought back."""
+        return [] if self.rows is None else self.rows.take(tree)
+
+
+def _born_again() -> bool:
+    """Whether Ray has put this process in the place of one that died."""
+    context = ray.get_runtime_context()
+    return bool(context.get_actor_id() and context.was_current_actor_reconstructed)

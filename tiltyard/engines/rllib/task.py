@@ -1,0 +1,79 @@
+"""What every process of a run is told, as plain values: the experiment, the env's spec, where plug-ins lie.
+
+RLlib carries it about in its own settings: as `env_config` to runners, as `model_config` to modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.collect import INIT, stream_seed
+from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
+from tiltyard.models.net import PolicyNet
+from tiltyard.types import EnvSpec
+
+KEY = "tiltyard"  # of ours among the keys that RLlib adds by itself
+
+
+@dataclass(frozen=True)
+class Task:
+    """`attempt` counts the starts of the run: what cannot be continued draws other numbers than before."""
+
+    experiment: Experiment
+    spec: EnvSpec
+    base: tuple[Path, ...]
+    attempt: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            KEY: {
+                "experiment": self.experiment.model_dump(mode="json", by_alias=True),
+                "spec": spec_to_json(self.spec),
+                "base": [str(Path(place).absolute()) for place in self.base],
+                "attempt": self.attempt,
+            }
+        }
+
+    @staticmethod
+    def heard(told: Mapping[str, Any]) -> Task:
+        own = told[KEY]
+        base = tuple(Path(place) for place in own["base"])
+        return Task(Experiment.model_validate(own["experiment"]), spec_from_json(own["spec"]), base, own["attempt"])
+
+    def net(self, policy: str | None = None) -> PolicyNet:
+        """A policy's net with its first weights: those that it has on every engine."""
+        place = list(self.experiment.cast).index(policy or self.experiment.learning[0])
+        seed = stream_seed(self.experiment.seed, INIT, place)
+        return PolicyNet(self.spec, self.experiment.model, self.base, seed=seed, squashed=self.experiment.squashed)
+
+
+def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
+    """One row's observations as they are stored, and its mask among them."""
+    spaces: dict[str, gymnasium.Space[Any]] = {}
+    for name, item in spec.obs.items():
+        dtype = np.dtype(item.dtype)
+        if dtype.kind == "f":
+            spaces[name] = gymnasium.spaces.Box(-np.inf, np.inf, item.shape, dtype.type)
+        else:
+            bounds = np.iinfo(dtype)
+            spaces[name] = gymnasium.spaces.Box(int(bounds.min), int(bounds.max), item.shape, dtype.type)
+    if spec.masked:
+        spaces[MASK] = gymnasium.spaces.Box(0, 1, (spec.action.mask_size,), np.int8)
+    return gymnasium.spaces.Dict(spaces)
+
+
+def action_space(task: Task) -> gymnasium.Space[Any]:
+    """The flat action, as the algorithm wants to see it."""
+    action, algo = task.spec.action, task.experiment.algo.id
+    if algo == "dqn":
+        return gymnasium.spaces.Discrete(action.parts[0].options)
+    bound = 1.0 if algo == "sac" else np.inf
+    return gymnasium.spaces.Box(-bound, bound, (action.columns,), np.float32)

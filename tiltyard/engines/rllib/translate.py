@@ -1,0 +1,221 @@
+"""Every setting of an experiment in RLlib's terms, or refused by its name and with a reason.
+
+TRANSLATED says who takes a setting over, REFUSED why RLlib cannot; each setting is in exactly one of them. What the
+runner or the module takes over means what it means on every engine, because the same code does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tiltyard.config.algos import Appo, Dqn, Impala, KlAdaptive, Linear, Piecewise, Ppo, Sac
+from tiltyard.config.experiment import Experiment
+from tiltyard.engines.rllib.cluster import Needs
+from tiltyard.errors import Problem
+from tiltyard.machine import usable_cores
+from tiltyard.models import heads
+from tiltyard.refs import short
+from tiltyard.types import EnvSpec
+
+RUNNER, MODULE, LEARNER, LOOP = "our runner", "our module", "our learner", "the training loop"
+
+TRANSLATED = {
+    "env": RUNNER,  # the whole section: the runner makes and steps envs as every engine does
+    "model": MODULE,
+    "policies": "several modules",
+    "match": RUNNER,
+    "stop": LOOP,
+    "eval": LOOP,
+    "save": LOOP,
+    "track": LOOP,
+    "seed": "streams of each runner's rows, of the weights and of the driver",
+    "engine.kind": "this engine",
+    "engine.envs": "num_envs_per_env_runner x num_env_runners",
+    "engine.runners": "num_env_runners",
+    "engine.envs_per_runner": "num_envs_per_env_runner",
+    "engine.learners": "num_learners (1 is in the driver's process)",
+    "engine.threads": "torch threads of each learner; auto is 1",
+    "engine.restarts": "max_num_env_runner_restarts",
+    "engine.device": "num_gpus_per_learner",
+    "engine.cpus": "ray.init(num_cpus)",
+    "engine.gpus": "num_gpus_per_learner",
+    "engine.object_store": "ray.init(object_store_memory)",
+    "engine.temp_dir": "ray.init(_temp_dir)",
+    "engine.address": "ray.init(address)",
+    "engine.nodes": "ray.cluster_utils.Cluster",
+    **{f"ppo.{name}": LEARNER for name in ("clip", "value_clip", "value_coef", "entropy", "kl", "normalise_advantage")},
+    **{f"ppo.{name}": LEARNER for name in ("lr", "gamma", "gae_lambda", "adam_eps")},
+    "ppo.id": "PPO",
+    "ppo.rollout": "rollout_fragment_length",
+    "ppo.minibatch": "minibatch_size",
+    "ppo.epochs": "num_epochs",
+    "ppo.max_grad_norm": "grad_clip",
+}
+for _algo, _names in {
+    "impala": {"rho_clip": "vtrace_clip_rho_threshold, vtrace_clip_pg_rho_threshold"},
+    "appo": {
+        "rho_clip": "vtrace_clip_rho_threshold, vtrace_clip_pg_rho_threshold",
+        "clip": "clip_param",
+        "kl": "kl_coeff, use_kl_loss",
+        "kl_target": "kl_target",
+        "target_every": "target_network_update_freq",
+    },
+}.items():
+    TRANSLATED |= {
+        f"{_algo}.id": _algo.upper(),
+        f"{_algo}.rollout": "rollout_fragment_length",
+        f"{_algo}.batch": "train_batch_size_per_learner",
+        f"{_algo}.lr": "lr",
+        f"{_algo}.gamma": "gamma",
+        f"{_algo}.value_coef": "vf_loss_coeff",
+        f"{_algo}.entropy": "entropy_coeff",
+        f"{_algo}.max_grad_norm": "grad_clip",
+        f"{_algo}.adam_eps": LEARNER,
+        **{f"{_algo}.{name}": theirs for name, theirs in _names.items()},
+    }
+for _algo in ("dqn", "sac"):
+    TRANSLATED |= {
+        f"{_algo}.id": _algo.upper(),
+        f"{_algo}.rollout": "rollout_fragment_length",
+        f"{_algo}.batch": "train_batch_size_per_learner",
+        f"{_algo}.replays": "training_intensity",
+        f"{_algo}.gamma": "gamma",
+        f"{_algo}.n_step": "n_step",
+        f"{_algo}.warmup": "num_steps_sampled_before_learning_starts",
+        f"{_algo}.target_every": "target_network_update_freq",
+        f"{_algo}.tau": "tau",
+        f"{_algo}.replay": "replay_buffer_config",
+        f"{_algo}.max_grad_norm": "grad_clip",
+    }
+TRANSLATED |= {
+    "dqn.lr": "lr",
+    "dqn.double": "double_q",
+    "dqn.dueling": MODULE,
+    "dqn.epsilon": RUNNER,
+    "dqn.adam_eps": LEARNER,
+    "sac.lr": "actor_lr",
+    "sac.critic_lr": "critic_lr",
+    "sac.alpha_lr": "alpha_lr",
+    "sac.alpha": "initial_alpha",
+    "sac.target_entropy": "target_entropy",
+}
+
+# Setting -> (values that are fine, why the others are not)
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "engine.workers": (("auto",), "RLlib's processes are set by engine.runners"),
+    "engine.mode": (("sync",), "the algorithm decides: appo and impala are asynchronous, the others are not"),
+    "engine.inference": (("auto", "worker"), "every runner decides for its own envs"),
+    "engine.max_lag": ((20,), "RLlib does not throw old samples away"),
+    "engine.affinity": ((False,), "Ray places processes"),
+    "engine.tune": ((False,), "only the local engine can be tuned"),
+    "ppo.advantage": (("gae",), "RLlib's PPO acts with the newest weights; appo and impala correct for older ones"),
+    "ppo.rho_clip": ((1.0,), "it belongs to other advantages than gae"),
+    "ppo.kl_stop": ((None,), "RLlib's learner cannot leave epochs out"),
+}
+
+
+def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Problem]:
+    """What this experiment asks for and cannot have; with the env's spec, also what its actions do not allow."""
+    algo = experiment.algo
+    if not isinstance(algo, Ppo | Impala | Appo | Dqn | Sac):
+        yield Problem(
+            "algo.id", repr(algo.id), "is not on engine.kind = rllib", "set algo.id=ppo, or engine.kind=local"
+        )
+        return
+    for setting, (fine, reason) in REFUSED.items():
+        section, _, name = setting.partition(".")
+        place = algo if section == algo.id else experiment.engine if section == "engine" else None
+        value = getattr(place, name) if place is not None else fine[0]
+        if value not in fine:
+            shown = f"algo.{name}" if section == algo.id else setting
+            yield Problem(
+                shown, short(value), f"cannot be had with engine.kind = rllib: {reason}", f"leave {shown} out"
+            )
+    yield from _schedules(experiment)
+    yield from _models(experiment)
+    if spec is not None:
+        yield from _actions(experiment, spec)
+
+
+def _schedules(experiment: Experiment) -> Iterator[Problem]:
+    if isinstance(experiment.algo, Ppo):
+        return  # our own learner knows all kinds
+    for name in ("lr", "critic_lr", "alpha_lr", "entropy", "epsilon"):
+        if isinstance(getattr(experiment.algo, name, None), KlAdaptive):
+            message = f"adapts to a KL divergence, which RLlib's {experiment.algo.id} does not tell"
+            yield Problem(f"algo.{name}", "kl_adaptive", message, f"use a linear schedule for algo.{name}")
+
+
+def _models(experiment: Experiment) -> Iterator[Problem]:
+    model, algo = experiment.model, experiment.algo
+    if isinstance(algo, Dqn | Sac):
+        if model.memory.kind != "none":
+            message = f"needs whole sequences, and algo.id = {algo.id} replays single steps"
+            yield Problem("model.memory.kind", repr(model.memory.kind), message, "set algo.id=ppo, appo or impala")
+        if isinstance(algo, Sac) and model.id != "actor_critic":
+            message = "is a whole model, and sac needs critics that judge actions"
+            hint = "write an encoder and name it in model.encoder; heads and critics are built around it"
+            yield Problem("model.id", repr(model.id), message, hint)
+        if len(experiment.cast) > 1:
+            yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one", "use algo.id=ppo")
+    elif not isinstance(algo, Ppo) and len(experiment.cast) > 1:
+        yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one here", "use algo.id=ppo")
+    if model.normalise.returns and not isinstance(algo, Ppo):
+        message = f"is not done by RLlib's {algo.id}"
+        yield Problem("model.normalise.returns", "true", message, "leave model.normalise.returns out")
+
+
+def _actions(experiment: Experiment, spec: EnvSpec) -> Iterator[Problem]:
+    parts, algo = spec.action.parts, experiment.algo
+    if isinstance(algo, Dqn) and (len(parts) != 1 or parts[0].kind != "categorical"):
+        message = f"chooses among options, and {experiment.env.id} has other actions"
+        yield Problem("algo.id", "'dqn'", message, "use ppo, appo, impala or sac")
+    if isinstance(algo, Sac) and not heads.squashes(spec.action):
+        message = f"needs actions that are bounded numbers, and {experiment.env.id} has others"
+        yield Problem("algo.id", "'sac'", message, "use ppo, appo, impala or dqn")
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+def needs(experiment: Experiment) -> Needs:
+    """Processes beside the driver's and what they take."""
+    engine = experiment.engine
+    learners = engine.learners if engine.learners > 1 else 0
+    gpus = (1.0 if engine.gpus is None else engine.gpus) if engine.device != "cpu" else 0.0
+    return Needs(runners(experiment), learners, gpus * engine.learners)
+
+
+def runners(experiment: Experiment) -> int:
+    """Runners in processes of their own."""
+    engine = experiment.engine
+    if engine.runners != "auto":
+        return engine.runners
+    learners = engine.learners if engine.learners > 1 else 1  # the driver learns, and wants a core for it
+    cores = (engine.cpus or usable_cores()) * engine.nodes
+    most = max(1, cores - learners)
+    return max(count for count in range(1, min(most, engine.envs) + 1) if engine.envs % count == 0)
+
+
+def envs_each(experiment: Experiment) -> int:
+    """Copies of the env in each runner."""
+    engine = experiment.engine
+    return engine.envs_per_runner or engine.envs // max(1, runners(experiment))
+
+
+def schedule(value: Any, total: int | None) -> Any:
+    """A number, or [[env step, value], ...] from env step 0 on."""
+    if isinstance(value, Linear):
+        return [[0, value.start], [value.over or total or 1, value.end]]
+    if isinstance(value, Piecewise):
+        points = [[int(step), each] for step, each in value.points]
+        return points if points[0][0] == 0 else [[0, points[0][1]], *points]
+    return float(value.start if isinstance(value, KlAdaptive) else value)
+
+
+def all_settings(experiment: Experiment) -> list[str]:
+    """Names as in the two tables, of every setting that this experiment has."""
+    own = [f"{experiment.algo.id}.{name}" for name in type(experiment.algo).model_fields]
+    engine = [f"engine.{name}" for name in type(experiment.engine).model_fields]
+    return [*own, *engine, "env", "model", "policies", "match", "stop", "eval", "save", "track", "seed"]
