@@ -20,6 +20,7 @@ SAME_AS_SB3 = {
     "engine.envs": 8, "algo.rollout": 128, "algo.epochs": 4, "algo.minibatch": 256, "algo.lr": 3e-4,
     "model.hidden": "[64, 64]",
 }  # fmt: skip
+ON_RLLIB = {"engine.kind": "rllib", "engine.runners": 2, "engine.cpus": 4}
 LUNAR_FAST = {"use": "[box2d-fast]"}
 DOOM_FAST = {"use": "[doom-fast]"}
 NATURE = {
@@ -88,6 +89,13 @@ TASKS = {
             "sample-factory": peer("sf", "sf", "cartpole", "identical"),
             "rllib ppo": peer("rllib", "rllib", "cartpole", "identical"),
             "pufferlib": peer("puffer", "puffer", "cartpole", "identical"),
+        },
+    ),
+    "on_rllib": Task(
+        "CartPole-v1, throughput of RLlib PPO by Tiltyard and by a script: 2 runners, 8 envs x 128, 4 epochs",
+        {
+            "tiltyard on rllib": ours("CartPole-v1", SAME_AS_SB3 | ON_RLLIB),
+            "rllib ppo": peer("rllib", "rllib", "cartpole", "identical"),
         },
     ),
     "cartpole_475": Task(

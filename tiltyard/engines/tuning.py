@@ -24,7 +24,7 @@ from tiltyard.config.load import COMMAND_LINE, Loaded
 from tiltyard.engines import check_engine, make_engine
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
 from tiltyard.engines.plan import topology
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.frozen import Copies
 from tiltyard.machine import usable_cores
 from tiltyard.track.verdict import verdict
@@ -94,6 +94,8 @@ def tune(
 ) -> Tuned:
     """Measure and choose within about that time. What the command line sets stays; the mode, if anybody set it."""
     experiment = copies.named_in(loaded.experiment)
+    if experiment.engine.kind == "rllib":
+        raise UseError("engine.kind = rllib cannot be tuned: its processes may be anywhere", "set engine.kind=local")
     base = (copies.folder,) if copies.ids else loaded.base
     kept = [name for name in TUNED if loaded.origins.get(name) == COMMAND_LINE]
     kept += [] if loaded.origins.get("engine.mode") == "default" else ["engine.mode"]

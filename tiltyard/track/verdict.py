@@ -42,7 +42,11 @@ def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
 
 
 _SAMPLING = {
-    "env": ("env-bound", "in envs", "more engine.workers help where cores are free, or a faster env"),
+    "env": (
+        "env-bound",
+        "in envs",
+        "more engine.workers (rllib: engine.runners) help where cores are free, or a faster env",
+    ),
     "inference": (
         "inference-bound",
         "choosing actions",

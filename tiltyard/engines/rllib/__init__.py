@@ -69,6 +69,7 @@ class RllibEngine:
             raise
         self.nodes = self.cluster.nodes()
         self.failures = 0
+        self.lost: set[str] = set()  # groups of envs that failed
 
     def describe(self) -> list[str]:
         count, engine, algo = runners(self.experiment), self.experiment.engine, self.experiment.algo
@@ -92,7 +93,7 @@ class RllibEngine:
         with self.generators.in_place():
             result = _in_words(self.algo.train, "train")
         total = perf_counter() - started
-        notes = _notes(result)
+        notes = _notes(result) or self._asked()
         events = self._failures(notes) + self._losses()
         learned = _found(result, "learners") or {}
         count = max(1, self.experiment.engine.learners)
@@ -109,6 +110,11 @@ class RllibEngine:
         )
         metrics = {**self._metrics(learned), **_shares(notes)}
         return Report(self.progress, metrics, ends, self._split(notes, total, seconds), tuple(events))
+
+    def _asked(self) -> list[dict[str, Any]]:
+        """Where nothing was sampled RLlib drops what runners noted: why envs failed is asked for."""
+        found = self.algo.env_runner_group.foreach_env_runner(lambda runner: (runner.worker_index or 0, runner.failed))
+        return [{"runner": who, "failed": failed, "ends": []} for who, failed in found if failed is not None]
 
     def _split(self, notes: list[dict[str, Any]], total: float, learned: float) -> dict[str, float]:
         """Where the driver's time went."""
@@ -135,7 +141,8 @@ class RllibEngine:
         """Envs that failed and were started anew: told, and counted against engine.restarts."""
         said = []
         for note in notes:
-            if "failed" in note:
+            if "failed" in note and note["failed"]["life"] not in self.lost:
+                self.lost.add(note["failed"]["life"])
                 self.failures += 1
                 failed = note["failed"]
                 if self.failures > self.experiment.engine.restarts:

@@ -82,7 +82,6 @@ def configured(task: Task) -> Any:
         num_cpus_per_learner=1 if remote else 0,
         num_gpus_per_learner=asked.gpus / max(1, engine.learners),
         learner_class=LEARNERS[algo.id],
-        learner_connector=_connectors if _remembers(task) else None,
         learner_config_dict=told,
     )
     config.fault_tolerance(
@@ -98,14 +97,6 @@ def configured(task: Task) -> Any:
     config.rl_module(rl_module_spec=_modules(task, told))
     _TRAINING[algo.id](config, task, max(1, engine.learners))
     return config
-
-
-def _remembers(task: Task) -> bool:
-    return task.net().recurrent
-
-
-def _connectors(*_: Any) -> list[Any]:
-    return [learners.Memories()]
 
 
 def _modules(task: Task, told: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from ray.rllib.algorithms.impala.torch.impala_torch_learner import IMPALATorchLe
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
 from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
 from ray.rllib.connectors.connector_v2 import ConnectorV2
-from ray.rllib.connectors.learner import GeneralAdvantageEstimation
+from ray.rllib.connectors.learner import AddStatesFromEpisodesToBatch, GeneralAdvantageEstimation
 from ray.rllib.core.columns import Columns
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.metrics import ALL_MODULES, NUM_ENV_STEPS_SAMPLED_LIFETIME
@@ -46,12 +46,20 @@ class _Ours:
     module: Any
     metrics: Any
     _device: Any
+    _learner_connector: Any
 
     def build(self) -> None:
         self.task = Task.heard(self.config.learner_config_dict)
         threads = self.task.experiment.engine.threads
         torch.set_num_threads(threads if isinstance(threads, int) else 1)
         super().build()  # type: ignore[misc]
+        self._put_in(AddStatesFromEpisodesToBatch, Memories())
+
+    def _put_in(self, theirs: type[Any], ours: Any) -> None:
+        """A part of ours in RLlib's pipeline, in the place of its own."""
+        pipeline = self._learner_connector
+        if pipeline is not None:
+            pipeline.connectors = [ours if isinstance(each, theirs) else each for each in pipeline.connectors]
 
     def get_parameters(self, module: Any) -> list[torch.nn.Parameter]:
         return [each for each in module.parameters() if each.requires_grad and each.numel()]
@@ -142,15 +150,7 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
             }
         self.env_steps = 0  # before the batch that is learned from
         self._counted = 0
-        self._pipeline_with(Advantages(self))
-
-    def _pipeline_with(self, advantages: Advantages) -> None:
-        """RLlib's pipeline, with our advantages in the place of its own."""
-        pipeline = self._learner_connector
-        if pipeline is not None:
-            pipeline.connectors = [
-                advantages if isinstance(each, GeneralAdvantageEstimation) else each for each in pipeline.connectors
-            ]
+        self._put_in(GeneralAdvantageEstimation, Advantages(self))
 
     def policies(self) -> dict[str, str]:
         """Our name of each module's policy."""
@@ -350,6 +350,8 @@ class Memories(ConnectorV2):  # type: ignore[misc]
                 chunks = -(-len(episode) // every)
                 states = {name: array[: len(episode)][::every] for name, array in own.items()}
                 self.add_n_batch_items(batch, Columns.STATE_IN, states, chunks, episode)
+        for column in [each for each in batch if each.startswith(f"{BEFORE}.")]:
+            del batch[column]
         return batch
 
 

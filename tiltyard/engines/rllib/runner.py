@@ -59,6 +59,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         self.task = Task.heard(config.env_config)
         self.version = 0
         self.lives = 0
+        self.failed: dict[str, str] | None = None  # what became of its last envs
         self.rows: Rows | None = None
         self.make_module()
         if self.worker_index or config.num_env_runners == 0:
@@ -72,12 +73,14 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
 
     def make_module(self) -> None:
         spaces = self.get_spaces()
-        self.module = self.config.get_rl_module_spec(spaces=spaces, inference_only=True).build()
-        modules = self.module._rl_modules if hasattr(self.module, "_rl_modules") else {None: self.module}
-        names = self.task.experiment.learning
-        self.nets: dict[str, PolicyNet] = {name or names[0]: module.net for name, module in modules.items()}
-        if DEFAULT_MODULE_ID in self.nets:
-            self.nets = {names[0]: self.nets[DEFAULT_MODULE_ID]}
+        experiment = self.task.experiment
+        self.nets: dict[str, PolicyNet]
+        if len(experiment.cast) > 1:
+            self.module = self.config.get_multi_rl_module_spec(spaces=spaces, inference_only=True).build()
+            self.nets = {name: self.module[name].net for name in experiment.learning}
+        else:
+            self.module = self.config.get_rl_module_spec(spaces=spaces, inference_only=True).build()
+            self.nets = {experiment.learning[0]: self.module.net}
 
     def make_env(self, *, anew: bool = False) -> None:
         """Its group of envs; `anew` where there was one: their seeds have been used."""
@@ -110,8 +113,13 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         try:
             pieces, ends = rows.gather(self.config.get_rollout_fragment_length(self.worker_index), self._decide)
         except TiltyardError as error:
-            self._note(failed={"message": error.message, "hint": error.hint, "details": error.details})
+            self.failed = {"message": error.message, "hint": error.hint, "details": error.details, "life": rows.life}
+            self._note(failed=self.failed)
             self.make_env(anew=True)
+            self._count(0, 0)
+            # else RLlib would ask again and again within one iteration, and nobody would hear of it
+            whole = self.config.total_train_batch_size
+            self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, whole, reduce="sum")
             return []
         steps = sum(len(piece) for piece in pieces)
         self._count(steps, len(ends))

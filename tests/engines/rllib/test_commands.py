@@ -1,0 +1,221 @@
+"""As a user types it: trained with Ray, stopped, killed, resumed, and the policy used where there is no Ray."""
+
+import json
+import os
+import pickletools
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
+
+from tests.conftest import in_own_process
+from tests.counts import LONG
+from tests.engines.rllib.conftest import SMALL
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import find
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+WITHOUT = "raise ImportError('there is no Ray here')\n"
+
+
+def trained(*words: str, expect: int = 0) -> Path:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiltyard", "train", *words, "--plain"], capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return find("last").folder
+
+
+def without_ray(folder: Path, *words: str) -> str:
+    """`tiltyard ...` where importing Ray fails."""
+    blocked = folder / "blocked"
+    blocked.mkdir(exist_ok=True)
+    (blocked / "ray.py").write_text(WITHOUT)
+    environment = os.environ | {"PYTHONPATH": str(blocked)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tiltyard", *words], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+GOALS = {
+    "ppo": ("CartPole-v1", 450, ["engine.kind=rllib", "engine.runners=0"]),
+    "impala": ("CartPole-v1", 400, []),
+    "appo": ("CartPole-v1", 400, []),
+    "dqn": ("CartPole-v1", 450, ["engine.runners=0", "engine.envs=4"]),
+    "sac": ("Pendulum-v1", -200, ["engine.runners=0", "engine.envs=1", "eval.every=1000"]),
+}
+QUICK = ("ppo", "impala")
+
+
+@pytest.mark.parametrize("algo", GOALS)
+def test_each_algorithm_learns_and_its_policy_needs_no_ray(runs: Path, tmp_path: Path, algo: str) -> None:
+    if algo not in QUICK and not LONG:
+        pytest.skip("minutes: make test-long runs it")
+    env, goal, words = GOALS[algo]
+    run = trained(
+        env,
+        f"algo.id={algo}",
+        "eval.every=5000",
+        *words,
+        f"stop.return={goal}",
+        "stop.env_steps=400000",
+        "eval.episodes=20",
+    )
+    status = json.loads((run / "status.json").read_text())
+    assert "stop.return" in status["reason"], status
+    told = without_ray(tmp_path, "eval", str(run), "--episodes", "20", "--json")
+    measured = json.loads(told)
+    assert measured["mean"] >= goal - abs(goal) * 0.15  # other seeds than those it stopped at
+
+
+def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class CustomModel(torch.nn.Module):\n"
+        "    def __init__(self, spec, outputs, width=64):\n"
+        "        super().__init__()\n"
+        "        size = spec.obs['obs'].shape[0]\n"
+        "        self.body = torch.nn.Sequential(torch.nn.Linear(size, width), torch.nn.Tanh(),\n"
+        "                                        torch.nn.Linear(width, width), torch.nn.Tanh())\n"
+        "        self.pi, self.vf = torch.nn.Linear(width, outputs), torch.nn.Linear(width, 1)\n"
+        "    def forward(self, obs):\n"
+        "        x = self.body(obs['obs'])\n"
+        "        return self.pi(x), self.vf(x).squeeze(-1)\n"
+    )
+    goal = 150 if LONG else -50
+    run = trained(
+        "CarPass-v0",
+        "env.wrappers=[{id: discrete_steps, options: {steps: 21}}]",
+        "model.id=net.py",
+        "model.normalise={returns: true}",
+        "algo.lr=5e-4",
+        "algo.entropy=0.05",
+        "engine.kind=rllib",
+        "engine.runners=1",
+        "engine.envs=16",
+        "eval.every=10000",
+        f"stop.return={goal}",
+        "stop.env_steps=300000",
+    )
+    assert "stop.return" in json.loads((run / "status.json").read_text())["reason"]
+    assert "net.py" in (run / "experiment.yaml").read_text()
+    told = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "4", "--json"))
+    assert told["mean"] >= goal - 20
+
+
+def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
+    """SIGTERM saves; kill -9 loses at most an interval; nothing of Ray is left; no file is a pickle."""
+    words = [*SMALL, "engine.kind=rllib", "engine.runners=1", "engine.envs=4", "stop.env_steps=1e9", "eval.every=0"]
+    place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))  # sockets have short names
+    words += ["save.updates=1", f"engine.temp_dir={place}"]
+    child = _started("train", "CartPole-v1", *words)
+    _wait(lambda: list(runs.glob("*/0*/checkpoints/0*")))
+    run = find("last")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(120) == 75
+    stopped = _env_steps(run.folder)
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
+    assert _rays(place) == []
+
+    child = _started("resume", run.id)
+    _wait(lambda: _env_steps(run.folder) > stopped)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    killed = _env_steps(run.folder)
+    _wait(lambda: _rays(place) == [])  # those of a killed driver notice it themselves
+
+    child = _started("resume", run.id)
+    _wait(lambda: _env_steps(run.folder) > killed)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(120) == 75
+    assert [event["kind"] for event in read_events(run)].count("started") == 3
+    assert [path for path in run.folder.rglob("*") if path.is_file() and _is_pickle(path)] == []
+    assert list((run.folder / "logs" / "ray").iterdir())
+    shutil.rmtree(place)
+
+
+def test_what_others_have_planted_is_ignored(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of another cluster, and an address that leads nowhere."""
+    home = tmp_path / "home"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text("somebody else's")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RAY_ADDRESS", "10.9.9.9:6379")
+    both = [_started("train", "CartPole-v1", *SMALL, "engine.kind=rllib", "engine.runners=1", "engine.envs=4",
+                     "stop.updates=3", f"name=run{number}") for number in range(2)]  # fmt: skip
+    assert [child.wait(300) for child in both] == [0, 0]
+    assert (home / ".ray" / "auth_token").read_text() == "somebody else's"
+    assert sorted(path.name for path in runs.iterdir() if path.name.startswith("run")) == ["run0", "run1"]
+
+
+def test_without_ray_one_line_says_what_to_type(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it is where the extra is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\n"
+        "true = m.version\n"
+        "def version(name):\n"
+        "    if name == 'ray': raise m.PackageNotFoundError(name)\n"
+        "    return true(name)\n"
+        "m.version = version\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = in_own_process("train", "CartPole-v1", "algo.id=dqn", expect=2)
+    assert "pip install 'tiltyard[ray]'" in said.stderr and "Traceback" not in said.stderr
+    assert list(runs.glob("*/0*")) == []
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _started(*words: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tiltyard", *words, "--plain"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _wait(condition: object, seconds: float = 200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.1)
+
+
+def _env_steps(folder: Path) -> int:
+    return max((int(path.name.split(".")[0]) for path in (folder / "checkpoints").glob("0*")), default=0)
+
+
+def _rays(place: Path) -> list[int]:
+    """Processes whose command names a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(place) in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file's bytes are a pickle from its first opcode to its STOP."""
+    data = path.read_bytes()
+    if not data.startswith((b"\x80", b"(", b"]", b"}", b"c")):
+        return False
+    try:
+        *_, (last, _, at) = pickletools.genops(data)
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError):  # what a disassembler says to other files
+        return False
+    return last.name == "STOP" and at is not None

@@ -1,0 +1,207 @@
+"""The engine's contract on a real Ray: it grows, saves, goes on, ends; losing processes costs their samples only."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
+
+from tests.engines.rllib.conftest import SMALL, Make, children
+from tiltyard.errors import ConfigError, UseError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def test_progress_grows_and_nothing_is_left(engine: Make) -> None:
+    before = children()
+    made = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=2", "engine.cpus=3")
+    told = "\n".join(made.describe())
+    assert "2 runners with 2 envs each" in told and "acts without Ray" in told
+    first = made.step()
+    second = made.step()
+    assert first.progress.env_steps == 128 and second.progress.env_steps == 256
+    assert second.progress.updates == 2 and second.progress.frames == 256
+    assert second.progress.episodes == len(first.episodes) + len(second.episodes) > 0
+    assert {"loss/policy", "loss/value", "loss/entropy", "setting/lr", "workers/env"} <= set(second.metrics)
+    assert second.time_split["learn"] > 0 and second.time_split["wait"] > 0
+    rows = {end.row for report in (first, second) for end in report.episodes}
+    seeds = [end.seed for report in (first, second) for end in report.episodes]
+    assert len(seeds) == len(set(seeds)) and max(rows) >= 2  # of both runners, no seed twice
+    weights = made.snapshot().weights
+    made.step()
+    assert any((made.snapshot().weights[name] != array).any() for name, array in weights.items())
+    made.close()
+    deadline = time.monotonic() + 60
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert children() - before == set()
+
+
+def test_one_runner_acts_as_the_local_engine_does(engine: Make) -> None:
+    """Same seed, same first weights, same envs: the first rollout has the same episodes."""
+    theirs = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=0", "seed=3")
+    ours = engine("CartPole-v1", *SMALL, "engine.envs=4", "seed=3", "engine.kind=serial")
+    for name, array in ours.snapshot().weights.items():
+        np.testing.assert_array_equal(theirs.snapshot().weights[name], array)
+    there, here = theirs.step(), ours.step()
+    assert [(end.row, end.seed, end.total) for end in there.episodes] == [
+        (end.row, end.seed, end.total) for end in here.episodes
+    ]
+    # one update on the same samples, in other minibatches: nearly the same weights
+    for name, array in ours.snapshot().weights.items():
+        np.testing.assert_allclose(theirs.snapshot().weights[name], array, atol=0.05)
+
+
+@pytest.mark.parametrize("memory", ["none", "lstm"])
+def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> None:
+    words = [*SMALL, "engine.envs=4", "engine.runners=0", f"model.memory.kind={memory}", "model.normalise.obs=true"]
+    words += ["algo.lr={kind: linear, start: 1e-3, end: 0, over: 1000}", "algo.kl={kind: kl_adaptive, start: 0.2}"]
+    first = engine("CartPole-v1", *words)
+    for _ in range(3):
+        report = first.step()
+    first.save(tmp_path)
+    kept = first.snapshot().weights
+    after = first.step()
+    first.close()
+
+    second = engine("CartPole-v1", *words, continues=tmp_path)
+    assert second.load(tmp_path) == []
+    for name, array in second.snapshot().weights.items():
+        np.testing.assert_array_equal(array, kept[name])
+    again = second.step()
+    assert again.progress.env_steps == after.progress.env_steps == report.progress.env_steps + 128
+    assert [end.seed for end in again.episodes] == [end.seed for end in after.episodes]  # running episodes went on
+    assert again.metrics["setting/lr"] == pytest.approx(after.metrics["setting/lr"])
+    assert again.metrics["setting/kl"] == pytest.approx(after.metrics["setting/kl"])
+
+
+def test_replay_counters_and_exploration_come_back(engine: Make, tmp_path: Path) -> None:
+    words = ["algo.id=dqn", "engine.runners=0", "engine.envs=4", "algo.warmup=64", "algo.epsilon=0.25"]
+    first = engine("CartPole-v1", *words)
+    report = first.step()
+    first.save(tmp_path)
+    filled = first.algo.local_replay_buffer.filled  # type: ignore[attr-defined]
+    drawn = first.algo.local_replay_buffer.random.random(4)  # type: ignore[attr-defined]
+    first.close()
+    assert filled == report.progress.env_steps > 64 and report.progress.updates > 0
+
+    second = engine("CartPole-v1", *words, continues=tmp_path)
+    assert second.load(tmp_path) == []
+    buffer, runner = second.algo.local_replay_buffer, second.algo.env_runner  # type: ignore[attr-defined]
+    assert buffer.filled == filled and runner.num_env_steps_sampled_lifetime == filled
+    np.testing.assert_array_equal(buffer.random.random(4), drawn)
+    assert second.step().progress.env_steps > filled
+
+
+def test_sac_keeps_its_temperature(engine: Make, tmp_path: Path) -> None:
+    words = ["algo.id=sac", "engine.runners=0", "engine.envs=2", "algo.warmup=32", "algo.batch=32", "algo.replays=32"]
+    words += ["algo.alpha_lr=0.05"]
+    first = engine("Pendulum-v1", *words)
+    first.step()
+    first.save(tmp_path)
+    log_alpha = float(first.algo.learner_group._learner.curr_log_alpha["default_policy"])  # type: ignore[attr-defined]
+    first.close()
+    assert abs(log_alpha) > 0.01
+    second = engine("Pendulum-v1", *words, continues=tmp_path)
+    second.load(tmp_path)
+    again = float(second.algo.learner_group._learner.curr_log_alpha["default_policy"])  # type: ignore[attr-defined]
+    assert again == pytest.approx(log_alpha)
+
+
+def test_several_policies_learn_what_they_decided(engine: Make) -> None:
+    """Matching pennies: the one that holds even learns from its rows, the other from its own."""
+    words = [*SMALL, "engine.envs=4", "engine.runners=1", "policies={even: {}, odd: {algo: {lr: 0.0}}}"]
+    made = engine("pennies", *words, "match={even: even, odd: odd}")
+    before = {name: made.snapshot(name).weights for name in ("even", "odd")}
+    report = made.step()
+    after = {name: made.snapshot(name).weights for name in ("even", "odd")}
+    moved = {
+        name: any((after[name][key] != array).any() for key, array in arrays.items()) for name, arrays in before.items()
+    }
+    assert moved == {"even": True, "odd": False}
+    assert {"policy/even/loss/policy", "policy/odd/loss/policy"} <= set(report.metrics)
+
+
+def test_a_runner_that_dies_is_replaced_and_told(engine: Make) -> None:
+    made = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=2", "engine.cpus=3")
+    made.step()
+    group = made.algo.env_runner_group  # type: ignore[attr-defined]
+    pids = group.foreach_env_runner(lambda runner: os.getpid(), local_env_runner=False)
+    assert len(set(pids)) == 2
+    os.kill(pids[0], signal.SIGKILL)
+    said: list[str] = []
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        report = made.step()
+        said += report.events
+        if group.num_healthy_remote_env_runners() == 2 and said:
+            break
+    assert any("runner" in sentence and "lost" in sentence for sentence in said), said
+    now = group.foreach_env_runner(lambda runner: os.getpid(), local_env_runner=False)
+    assert len(set(now)) == 2 and pids[0] not in now
+    assert made.step().progress.env_steps > report.progress.env_steps
+
+
+def test_a_node_that_is_lost_is_told_and_the_run_goes_on(engine: Make) -> None:
+    words = [*SMALL, "engine.envs=2", "engine.runners=2", "engine.nodes=2", "engine.cpus=2"]
+    made = engine("CartPole-v1", *words)
+    assert "2 emulated nodes" in "\n".join(made.describe())
+    before = made.step().progress.env_steps
+    node = made.cluster._own.list_all_nodes()[-1]  # type: ignore[attr-defined]
+    os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    said: list[str] = []
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and not any("node" in sentence for sentence in said):
+        report = made.step()
+        said += report.events
+    assert any(sentence.startswith("node ") and "was lost" in sentence for sentence in said), said
+    assert report.progress.env_steps > before
+
+
+FAILS = """
+from gymnasium.envs.classic_control import CartPoleEnv
+class CustomEnv(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        CustomEnv.steps += 1
+        if CustomEnv.steps > 500:
+            raise ValueError("the wheel came off")
+        return super().step(action)
+"""
+
+
+def test_an_env_that_fails_is_told_and_counted(engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cart.py").write_text(FAILS)
+    monkeypatch.chdir(tmp_path)
+    from tiltyard.errors import TiltyardError
+
+    made = engine("cart.py", *SMALL, "engine.envs=4", "engine.runners=1", "engine.restarts=2")
+    said: list[str] = []
+
+    def go_on() -> None:
+        for _ in range(50):
+            said.extend(made.step().events)
+
+    with pytest.raises(TiltyardError) as failed:
+        go_on()
+    assert "the wheel came off" in failed.value.message and "engine.restarts = 2" in failed.value.message
+    assert any("starts its envs anew" in sentence for sentence in said)
+
+
+def test_more_than_the_machine_has_is_refused_before_ray_starts(engine: Make) -> None:
+    before = children()
+    with pytest.raises(UseError) as refused:
+        engine("CartPole-v1", "engine.runners=7", "engine.envs=7", "engine.cpus=2")
+    assert "need 7 CPUs" in refused.value.message and "has 2" in refused.value.message
+    assert children() == before
+
+
+@pytest.mark.parametrize(("env", "algo"), [("Pendulum-v1", "dqn"), ("CartPole-v1", "sac")])
+def test_actions_that_an_algorithm_cannot_have_are_refused(engine: Make, env: str, algo: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        engine(env, f"algo.id={algo}")
+    assert "algo.id" in refused.value.details and env in refused.value.details
