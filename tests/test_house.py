@@ -233,7 +233,7 @@ def test_floors_name_only_what_exists():
 # Where a library may be imported at all; elsewhere not even inside a function.
 HOMES = {
     "torch": ("models", "algos", "engines", "evaluation", "cli/doctor.py", "testing.py"),
-    "ray": (),
+    "ray": ("engines/rllib",),
     "wandb": ("track/wandb.py",),
     "tensorboardX": ("track/tensorboard.py",),
     "matplotlib": ("track/plot.py",),

@@ -103,7 +103,9 @@ def load(
         merged.add(_tiny(merged.values["algo"]), "preset debug")
     merged.add(from_command, COMMAND_LINE)
     merged.drop("use")  # applied
-    if merged.values["algo"].get("id") in ONLY_RLLIB and merged.origins.get(("engine", "kind")) == "default":
+    algo = merged.values["algo"]
+    asked = algo.get("id") if isinstance(algo, dict) else algo
+    if isinstance(asked, str) and asked in ONLY_RLLIB and merged.origins.get(("engine", "kind")) == "default":
         merged.add({"engine": {"kind": "rllib"}}, "default")
     for origin, values in used:
         if values and origin not in merged.origins.values():

@@ -52,7 +52,7 @@ def test_defaults_have_no_problem(algo):
         ("ppo", "algo.kl_stop=0.1", "algo.kl_stop"),
         ("ppo", "algo.advantage=vtrace", "algo.advantage"),
         ("ppo", "algo.rho_clip=2.0", "algo.rho_clip"),
-        ("dqn", "model.memory.kind=lstm", "model.memory.kind"),
+        ("dqn", "model.memory={kind: lstm, bptt: 1}", "model.memory.kind"),
         ("impala", "model.normalise.returns=true", "model.normalise.returns"),
         ("appo", "algo.lr={kind: kl_adaptive, start: 1e-3}", "algo.lr"),
     ],
