@@ -111,6 +111,13 @@ def test_the_same_algorithm_again_clears_nothing(write):
     assert load("x.yaml", ["algo.id=ppo"]).experiment.algo == Ppo(lr=1e-4)
 
 
+def test_env_options_of_a_preset_stay_whatever_env_is_chosen():
+    """They were said for no env in particular; another env over one that was named clears them."""
+    assert load("atari:pong", ["use=[atari-fast]"]).experiment.env.options == {"size": 42}
+    more = load({"use": ["atari-fast"], "env": {"id": "atari:breakout", "options": {"noops": 5}}}, [])
+    assert more.experiment.env.options == {"size": 42, "noops": 5}
+
+
 def test_another_env_or_model_clears_its_options_only(write):
     write("env: {id: CartPole-v1, options: {a: 1}, frameskip: 2}\nmodel: {id: 'm:A', options: {b: 1}, hidden: [3]}\n")
     experiment = load("x.yaml", ["env=Acrobot-v1", "model.id=m:B"]).experiment

@@ -44,6 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 ONE_HOT_MOST = 1024  # categories beyond this get a learned vector: a one-hot of them would be mostly zeros to multiply
 EMBEDDING = 64
 WORDS = 4096  # hashed word ids are 1..4095, 0 is padding
+SMALL = 64  # pixels: of larger pictures the first convolution is faster with channels innermost
 NATURE_LEAST = 36  # pixels: below this the third convolution has nothing left to see
 IMPALA_LEAST = 20
 EXACT_MOST = 1024  # widths beyond this start from independent rows, whose angles are right to within 2 degrees
@@ -196,6 +197,7 @@ class Convolutions(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width, self.channels_first = image_shape(spec, name, least)
+        self.small = max(height, width) <= SMALL
         self.activation = activation_named(activation)
         self.layers = nn.ModuleList()
         for out, kernel, stride, padding in layers:
@@ -209,7 +211,7 @@ class Convolutions(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.channels_first and not torch.is_grad_enabled():
+        if self.channels_first and self.small and not torch.is_grad_enabled():
             # Without a backward pass it is cheaper to move what the first convolution leaves than what it takes.
             first = self.activation(self.layers[0](as_numbers(x)))
             x, rest = first.contiguous(memory_format=torch.channels_last), self.layers[1:]

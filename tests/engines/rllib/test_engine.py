@@ -1,7 +1,11 @@
 """The engine's contract on a real Ray: it grows, saves, goes on, ends; losing processes costs their samples only."""
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -160,6 +164,44 @@ def test_a_node_that_is_lost_is_told_and_the_run_goes_on(engine: Make) -> None:
         said += report.events
     assert any(sentence.startswith("node ") and "was lost" in sentence for sentence in said), said
     assert report.progress.env_steps > before
+
+
+SOMEBODYS = """
+import sys, ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
+print(ray.get_runtime_context().gcs_address, flush=True)
+for line in sys.stdin:
+    print(ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+"""
+
+
+def test_a_cluster_of_somebody_elses_is_joined_and_left_as_it_was(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, place = tmp_path / "token", tempfile.mkdtemp(prefix="tyt-", dir="/tmp")
+    token.write_text("5" * 64)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    somebody = subprocess.Popen(
+        [sys.executable, "-c", SOMEBODYS, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert somebody.stdin is not None and somebody.stdout is not None
+    try:
+        address = somebody.stdout.readline().strip()
+        with pytest.raises(UseError) as refused:
+            engine("CartPole-v1", *SMALL, "engine.envs=3", "engine.runners=3", f"engine.address={address}")
+        assert "need 3 CPUs" in refused.value.message and "has 2" in refused.value.message
+        made = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=1", f"engine.address={address}")
+        assert address in "\n".join(made.describe())
+        assert made.step().progress.env_steps == 128
+        made.close()
+        somebody.stdin.write("still there?\n")
+        somebody.stdin.flush()
+        assert somebody.stdout.readline() == "42\n"
+    finally:
+        somebody.stdin.close()
+        somebody.wait(60)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 FAILS = """

@@ -96,7 +96,11 @@ class Cluster:
             import ray
 
             found = ray.cluster_resources()
-            needs.check(found.get("CPU", 0), found.get("GPU", 0), f"the cluster at {engine.address}")
+            try:
+                needs.check(found.get("CPU", 0), found.get("GPU", 0), f"the cluster at {engine.address}")
+            except UseError:
+                self.close()
+                raise
 
     def _connect(self, own: bool) -> None:
         os.environ.update(QUIET)
