@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import Command
 from tiltyard import start
+from tiltyard.config.combinations import RLLIBS
 from tiltyard.config.load import describe, load
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events
@@ -225,6 +226,8 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
             }[shape]
             around = [f"algo.lr={whole}"]
             plain = plain.replace("<schedule>", "algo.lr")
+        if plain.removeprefix("engine.") in RLLIBS:
+            around = ["engine.kind=rllib"]
         found.append((plain, kind, around))
     return found
 

@@ -355,7 +355,7 @@ NAMES = {
 
 def _renamed(numbers: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, value in numbers.items():
+    for name, value in sorted(numbers.items(), key=lambda pair: "/" not in pair[0]):  # where both say it, ours
         ours = name if "/" in name else NAMES.get(name)
         if ours is not None:
             try:
