@@ -139,7 +139,17 @@ def check_video() -> Finding:
 
 
 def check_extras() -> Finding:
-    extras = {"pygame-ce": "classic", "matplotlib": "plot", "wandb": "wandb"}
+    extras = {
+        "ale-py": "atari",
+        "box2d": "box2d",
+        "pygame-ce": "classic",
+        "envpool": "envpool",
+        "pettingzoo": "pettingzoo",
+        "matplotlib": "plot",
+        "ray": "ray",
+        "vizdoom": "vizdoom",
+        "wandb": "wandb",
+    }
     missing = [extra for package, extra in extras.items() if package_version(package) is None]
     present = [extra for extra in extras.values() if extra not in missing]
     found = f"installed: {', '.join(present) or 'none'}"

@@ -59,9 +59,9 @@ class RllibEngine:
         self.cluster: Cluster | None = Cluster(experiment.engine, needs(experiment), logs)
         self.algo: Any = None
         try:
-            from tiltyard.engines.rllib.build import algorithm
+            with self.cluster.hushed(), self.generators.in_place():
+                from tiltyard.engines.rllib.build import algorithm
 
-            with self.generators.in_place():
                 self.algo = _in_words(lambda: algorithm(self.task), "start its processes")
                 self._give_first_weights()
         except BaseException:

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Cluster:
         if own:
             cpus = (engine.cpus or usable_cores()) * engine.nodes
             needs.check(cpus, _gpus(), "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
-        with _signals_kept():
+        with _signals_kept(), self.hushed():
             self._connect(own)
         if not own:
             import ray
@@ -112,7 +113,6 @@ class Cluster:
         import ray
 
         _look_again()
-        logging.getLogger("ray").setLevel(logging.ERROR)
         how = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         try:
             if not own:
@@ -153,6 +153,28 @@ class Cluster:
         for _ in range(self.engine.nodes):
             self._own.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
         ray.init(address=self._own.address, **how)
+
+    @contextlib.contextmanager
+    def hushed(self) -> Iterator[None]:
+        """What Ray says to the terminal goes into driver.log; what it goes on saying later, too."""
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        place = os.devnull if self.logs is None else self.logs / "driver.log"
+        sys.stderr.flush()
+        terminal = os.dup(2)
+        try:
+            with Path(place).open("ab") as log:
+                os.dup2(log.fileno(), 2)
+            yield
+            for name in [each for each in logging.root.manager.loggerDict if each.split(".")[0] == "ray"]:
+                logger = logging.getLogger(name)
+                for handler in [each for each in logger.handlers if isinstance(each, logging.StreamHandler)]:
+                    logger.removeHandler(handler)
+                    logger.addHandler(logging.FileHandler(place))
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
 
     def nodes(self) -> dict[str, bool]:
         """Every node that was seen, by id: whether it is there."""
