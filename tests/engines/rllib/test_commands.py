@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install
 from tests.conftest import in_own_process
 from tests.counts import LONG
 from tests.engines.rllib.conftest import SMALL
+from tests.faults.test_kill import wait_until
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import find
 
@@ -119,7 +119,7 @@ def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None
     place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))  # sockets have short names
     words += ["save.updates=1", f"engine.temp_dir={place}"]
     child = _started("train", "CartPole-v1", *words)
-    _wait(lambda: list(runs.glob("*/0*/checkpoints/0*")))
+    wait_until(lambda: list(runs.glob("*/0*/checkpoints/0*")), 200)
     run = find("last")
     child.send_signal(signal.SIGTERM)
     assert child.wait(120) == 75
@@ -128,14 +128,14 @@ def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None
     assert _rays(place) == []
 
     child = _started("resume", run.id)
-    _wait(lambda: _env_steps(run.folder) > stopped)
+    wait_until(lambda: _env_steps(run.folder) > stopped, 200)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     killed = _env_steps(run.folder)
-    _wait(lambda: _rays(place) == [])  # those of a killed driver notice it themselves
+    wait_until(lambda: _rays(place) == [], 200)  # those of a killed driver notice it themselves
 
     child = _started("resume", run.id)
-    _wait(lambda: _env_steps(run.folder) > killed)
+    wait_until(lambda: _env_steps(run.folder) > killed, 200)
     child.send_signal(signal.SIGTERM)
     assert child.wait(120) == 75
     assert [event["kind"] for event in read_events(run)].count("started") == 3
@@ -184,13 +184,6 @@ def _started(*words: str) -> "subprocess.Popen[bytes]":
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def _wait(condition: object, seconds: float = 200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.1)
 
 
 def _env_steps(folder: Path) -> int:

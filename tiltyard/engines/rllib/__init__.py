@@ -23,7 +23,7 @@ from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, stream_seed
 from tiltyard.engines.rllib.cluster import Cluster, require_ray
-from tiltyard.engines.rllib.task import KEY, Task
+from tiltyard.engines.rllib.task import KEY, SECONDS, UPDATES, Task
 from tiltyard.engines.rllib.translate import envs_each, needs, problems, runners
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.models.policy import save_policy
@@ -97,8 +97,8 @@ class RllibEngine:
         events = self._failures(notes) + self._losses()
         learned = _found(result, "learners") or {}
         count = max(1, self.experiment.engine.learners)
-        updates = round(_number(_found(learned, "__all_modules__", "tiltyard_updates")) / count)
-        seconds = _number(_found(learned, "__all_modules__", "tiltyard_seconds")) / count
+        updates = round(_number(_found(learned, "__all_modules__", UPDATES)) / count)
+        seconds = _number(_found(learned, "__all_modules__", SECONDS)) / count
         ends = [EpisodeEnd(**end) for note in notes for end in note["ends"]]
         self.progress = replace(
             self.progress,

@@ -210,7 +210,7 @@ class Cluster:
         if self._place is not None:
             if self.logs is not None:
                 _keep_logs(self._place, self.logs)
-            shutil.rmtree(self._place, ignore_errors=True)
+            shutil.rmtree(self._place.parent, ignore_errors=True)
             self._place = None
 
 
@@ -273,7 +273,6 @@ def _keep_logs(place: Path, logs: Path) -> None:
                 logs.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(OSError):
                     shutil.copyfile(file, logs / file.name)
-    shutil.rmtree(place.parent, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -31,10 +31,9 @@ from tiltyard.algos.ppo import CHANGEABLE, HOLDS_BACK
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
 from tiltyard.engines.rllib.replay import Replayed
-from tiltyard.engines.rllib.task import KEY, Task
+from tiltyard.engines.rllib.task import KEY, SECONDS, UPDATES, Task
 from tiltyard.types import Tree
 
-SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"
 BEFORE = "state_before"  # column: a row's memory before it acted
 FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out
 
@@ -91,8 +90,10 @@ class _OneAdam(_Ours):
         )
 
 
-class _Observing(_OneAdam):
+class _Observing:
     """Every batch that is learned from is added to the running statistics, after its loss."""
+
+    module: Any
 
     def compute_loss_for_module(self, *, module_id: str, batch: Any, **more: Any) -> Tensor:
         loss: Tensor = super().compute_loss_for_module(module_id=module_id, batch=batch, **more)  # type: ignore[misc]
@@ -100,11 +101,11 @@ class _Observing(_OneAdam):
         return loss
 
 
-class Impala(_Observing, IMPALATorchLearner):  # type: ignore[misc]
+class Impala(_Observing, _OneAdam, IMPALATorchLearner):  # type: ignore[misc]
     pass
 
 
-class Appo(_Observing, APPOTorchLearner):  # type: ignore[misc]
+class Appo(_Observing, _OneAdam, APPOTorchLearner):  # type: ignore[misc]
     pass
 
 
@@ -119,15 +120,12 @@ class _Replaying:
         self._learner_connector.connectors = [Replayed(self._device)]
 
 
-class Dqn(_Replaying, _Observing, DQNTorchLearner):  # type: ignore[misc]
+class Dqn(_Replaying, _Observing, _OneAdam, DQNTorchLearner):  # type: ignore[misc]
     pass
 
 
-class Sac(_Replaying, _Ours, SACTorchLearner):  # type: ignore[misc]
-    def compute_loss_for_module(self, *, module_id: str, batch: Any, **more: Any) -> Tensor:
-        loss: Tensor = super().compute_loss_for_module(module_id=module_id, batch=batch, **more)
-        self.module[module_id].unwrapped().observe(batch)
-        return loss
+class Sac(_Replaying, _Observing, _Ours, SACTorchLearner):  # type: ignore[misc]
+    pass
 
 
 # ------------------------------------------------------------------------------------------------ PPO

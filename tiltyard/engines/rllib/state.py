@@ -2,7 +2,7 @@
 
 RLlib's get_state and set_state do most of it. What they leave out or mix up is done here: counters are set before
 anybody asks for them, the KL coefficient, the temperature, the replay buffer and the learners' random streams are kept,
-and so are the runners' envs. Metrics are not: ours are in metrics.jsonl.
+and so are the runners' envs. Of RLlib's metrics only the algorithm's own are kept, for their counters.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tiltyard.engines.rllib.learners import extra_state, set_extra_state
 from tiltyard.engines.rllib.plain import lively, plain
 from tiltyard.types import Arrays, Tree
 
-DROPPED = "metrics_logger"
+METRICS = "metrics_logger"
 
 
 def engine_state(algo: Any) -> tuple[list[Tree], dict[str, Any]]:
     """Of each runner's envs, and of everything else."""
     state = algo.get_state()
-    state.get("learner_group", {}).get("learner", {}).pop(DROPPED, None)
+    state.get("learner_group", {}).get("learner", {}).pop(METRICS, None)
     tree = {"rllib": plain(state), "learner": plain(_first_learner(algo))}
     buffer = getattr(algo, "local_replay_buffer", None)
     if buffer is not None:
@@ -35,7 +35,7 @@ def engine_state(algo: Any) -> tuple[list[Tree], dict[str, Any]]:
 def set_engine_state(algo: Any, tree: Tree, groups: list[Tree]) -> list[str]:
     """Go on from what `engine_state` gave; sentences about what could not be brought back."""
     state = lively(tree["rllib"])
-    algo.metrics.set_state(state[DROPPED])  # first: set_state tells runners the env steps that it finds here
+    algo.metrics.set_state(state[METRICS])  # first: set_state tells runners the env steps that it finds here
     algo.set_state(state)
     extra = lively(tree["learner"])
     group = algo.learner_group

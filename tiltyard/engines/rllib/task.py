@@ -20,6 +20,7 @@ from tiltyard.models.net import PolicyNet
 from tiltyard.types import EnvSpec
 
 KEY = "tiltyard"  # of ours among the keys that RLlib adds by itself
+SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"  # what a learner tells beside RLlib's metrics
 
 
 @dataclass(frozen=True)
