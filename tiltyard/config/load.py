@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.algos import ONLY_RLLIB
 from tiltyard.config.combinations import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
@@ -81,7 +80,7 @@ def load(
     problems += wrong
     base = tuple(dict.fromkeys([*base, *([source.absolute().parent] if source else []), Path.cwd()]))
     merged = Merged()
-    merged.add({"algo": {"id": "ppo"}, "engine": {"kind": "local"}}, "default")
+    merged.add({"algo": {"id": "ppo"}}, "default")
     used = []
     for name in _uses(from_command, own, problems):
         try:
@@ -103,10 +102,6 @@ def load(
         merged.add(_tiny(merged.values["algo"]), "preset debug")
     merged.add(from_command, COMMAND_LINE)
     merged.drop("use")  # applied
-    algo = merged.values["algo"]
-    asked = algo.get("id") if isinstance(algo, dict) else algo
-    if isinstance(asked, str) and asked in ONLY_RLLIB and merged.origins.get(("engine", "kind")) == "default":
-        merged.add({"engine": {"kind": "rllib"}}, "default")
     for origin, values in used:
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
