@@ -6,7 +6,7 @@ import pytest
 
 from tiltyard.config.load import load
 from tiltyard.config.place import find_site, runs_root
-from tiltyard.config.site import Profile, Site, load_site, pick_profile
+from tiltyard.config.site import Profile, Resources, Site, Slurm, load_site, pick_profile, seconds_of
 from tiltyard.errors import ConfigError, UseError
 
 
@@ -98,7 +98,7 @@ def test_all_problems_of_a_site_file_at_once(home):
     for words in (
         "NOT_SET_ANYWHERE is not set",
         "a profile may set engine, save and track",
-        "must be local",
+        "must be one of local, slurm",
         "did you mean 'runs'?",
     ):
         assert words in caught.value.details
@@ -123,3 +123,78 @@ def test_a_wrong_value_of_a_profile_names_the_profile(home):
         load("CartPole-v1", profile=Profile(name="big", set={"engine.envs": 0, "engine.workrs": 3}))
     assert "engine.envs = 0: must be at least 1 (profile big)" in caught.value.details
     assert "engine.workrs = 3: is no setting (profile big)" in caught.value.details
+
+
+CLUSTER = """
+profiles:
+  cluster:
+    launcher: slurm
+    resources: {nodes: 2, cpus: 4, gpus: 1, memory: 8G, tmp: 10G, time: "4:00:00"}
+    slurm:
+      partition: short
+      account: ${ACCOUNT}
+      extra: ["--mail-type=END"]
+      setup: ["module load anaconda3"]
+      container: "apptainer exec img.sif"
+      samplers: {nodes: 2, cpus: 8}
+    environment: {WANDB_MODE: offline}
+    set: {engine.kind: rllib}
+"""
+
+
+def test_a_profile_of_slurm(home, monkeypatch):
+    monkeypatch.setenv("ACCOUNT", "abc")
+    site_at(Path("tiltyard.yaml"), CLUSTER)
+    profile = load_site()[0].profiles["cluster"]
+    assert (profile.launcher, profile.name) == ("slurm", "cluster")
+    assert profile.resources == Resources(nodes=2, cpus=4, gpus=1, memory="8G", tmp="10G", time="4:00:00")
+    assert (profile.slurm.partition, profile.slurm.account, profile.slurm.qos) == ("short", "abc", None)
+    assert profile.slurm.extra == ["--mail-type=END"]
+    assert profile.slurm.samplers is not None
+    assert (profile.slurm.samplers.nodes, profile.slurm.samplers.cpus) == (2, 8)
+
+
+def test_what_a_job_needs_is_refused_without_one(home):
+    site_at(Path("tiltyard.yaml"), "profiles:\n  here: {resources: {cpus: 2}, slurm: {partition: x}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_site()
+    assert [problem.setting for problem in caught.value.problems] == ["profiles.here.resources", "profiles.here.slurm"]
+    assert "needs launcher: slurm" in caught.value.details
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("resources", "{memory: lots}", "like 8G"),
+        ("resources", "{time: soon}", "must be a time like 4:00:00"),
+        ("resources", '{time: "0:30"}', "a minute or more"),
+        ("resources", "{nodes: 0}", "at least 1"),
+        ("slurm", "{partition: 'a b'}", "a word without spaces"),
+        ("slurm", '{account: "x\\n#SBATCH --uid=0"}', "a word without spaces"),
+        ("slurm", '{extra: ["--a\\nrm -rf"]}', "must be one line"),
+        ("slurm", "{partitoin: x}", "did you mean 'slurm.partition'?"),
+    ],
+)
+def test_wrong_values_of_a_job(home, setting, value, words):
+    site_at(Path("tiltyard.yaml"), f"profiles:\n  c:\n    launcher: slurm\n    {setting}: {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_site()
+    assert words in caught.value.details.replace("profiles.c.", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("5:30", 330), ("4:00:00", 14400), ("1-12", 129600), ("1-0:30", 88200), ("2-1:2:3", 176523)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+def test_the_lead_is_chosen_from_the_limit():
+    def profile(time: str | None, lead: float | None = None) -> Profile:
+        return Profile(launcher="slurm", name="c", resources=Resources(time=time), slurm=Slurm(lead=lead))
+
+    assert [profile(time).lead for time in (None, "4:00:00", "4:00", "1:00")] == [120, 120, 60, 15]
+    assert profile("4:00:00", 600).lead == 600
+    assert profile("4:00:00", 600).warnings() == []
+    assert "more than a quarter of resources.time = 10:00" in profile("10:00", 600).warnings()[0]

@@ -1,5 +1,8 @@
 """The site file: where runs live and the profiles that say where a run is executed; no part of an experiment.
 
+    profiles.NAME   launcher: local    this machine
+                    launcher: slurm    a job: `resources` say how large, `slurm` how to ask for it
+
 Which file counts is decided in place.py. `${VAR}` is expanded in every string; `$${` stands for a plain `${`.
 """
 
@@ -9,11 +12,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from tiltyard.config.fields import Settings
+from tiltyard.config.fields import Count, CountOrZero, NotNegative, Positive, Settings
 from tiltyard.config.place import FILE, find_site
 from tiltyard.config.problems import validate
 from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
@@ -24,17 +27,158 @@ _SETTABLE = ("engine", "save", "track")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
 
+_DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,6}(?::\d{1,2}){0,2})")
+_SIZE = re.compile(r"\d{1,12}[KMGT]?")
+_BEFORE_LIMIT = 120.0  # Slurm may signal up to a minute early, and saving takes its time
+_LEAST_LEAD = 10.0
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a time limit as Slurm writes them: MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN or DAYS-H:MIN:SEC."""
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ValueError("must be a time like 4:00:00 (hours:minutes:seconds) or 1-12 (days-hours)")
+    parts = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def _duration(text: str) -> str:
+    if seconds_of(text) < 60:
+        raise ValueError("must be a minute or more: Slurm counts in minutes")
+    return text
+
+
+def _size(text: str) -> str:
+    if not _SIZE.fullmatch(text):
+        raise ValueError("must be a whole number with K, M, G or T, like 8G")
+    return text
+
+
+def _word(text: str) -> str:
+    """What follows the = of an #SBATCH line, where Slurm has no quoting that could be relied on."""
+    if not text.isprintable() or re.search(r"[\s'\"\\#]", text) or not text:
+        raise ValueError("must be a word without spaces, quotes, backslashes and #")
+    return text
+
+
+def _line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be one line")
+    return text
+
+
+Duration = Annotated[str, AfterValidator(_duration)]
+Size = Annotated[str, AfterValidator(_size)]
+Word = Annotated[str, AfterValidator(_word)]
+Line = Annotated[str, AfterValidator(_line)]
+
+
+class Nodes(Settings):
+    """Some nodes that are alike, and what is asked for on each of them."""
+
+    nodes: Count = 1
+    """How many nodes."""
+    cpus: Count = 1
+    """CPUs on each node."""
+    gpus: CountOrZero = 0
+    """GPUs on each node."""
+    memory: Size | None = None
+    """Memory on each node, like 8G; the site's default when left out."""
+    tmp: Size | None = None
+    """Room on each node's own disk, like 10G."""
+
+
+class Resources(Nodes):
+    """What a job asks for."""
+
+    time: Duration | None = None
+    """Time limit, like 4:00:00 or 1-12:00:00; the partition's default when left out. A run may take many times that."""
+
+
+class Samplers(Nodes):
+    """The second group of a heterogeneous job: nodes that only sample."""
+
+    partition: Word | None = None
+    """Their partition; that of the job when left out."""
+    constraint: Word | None = None
+    """Features that they must have."""
+
+
+class Slurm(Settings):
+    """How jobs are asked for at this site, and what is needed before anything runs."""
+
+    partition: Word | None = None
+    """Partition; the site's default when left out."""
+    account: Word | None = None
+    """Account that the time is booked on."""
+    qos: Word | None = None
+    """Quality of service."""
+    constraint: Word | None = None
+    """Features that the nodes must have, like avx512."""
+    exclude: Word | None = None
+    """Nodes that are not wanted, like node[3,7-9]."""
+    extra: list[Line] = []
+    """Further options, written after #SBATCH as they are: --mail-type=END."""
+    setup: list[str] = []
+    """Shell lines before anything runs, on the first node: module load anaconda3."""
+    python: str | None = None
+    """Python interpreter on the nodes; the one that submits when left out."""
+    container: str | None = None
+    """Words put before the interpreter: apptainer exec image.sif."""
+    lead: Positive | None = None
+    """Seconds before the time limit at which the run is told to save; chosen from the limit when left out."""
+    requeues: CountOrZero = 100
+    """How often a run goes back into the queue at its time limit. Preemption does not count."""
+    retry: CountOrZero = 2
+    """How often a trainer that was killed (kill -9, out of memory) is started again inside its job."""
+    wait: NotNegative = 300.0
+    """Seconds for all nodes of a job to come up."""
+    samplers: Samplers | None = None
+    """Nodes that only sample, beside those of `resources`, which then learn: a heterogeneous job."""
+    keep_ld_preload: bool = False
+    """Whether LD_PRELOAD of the site stays set. It breaks Ray at many sites."""
+    exclude_failed: bool = False
+    """Whether nodes that `tiltyard doctor --on` found bad are left out."""
+
+
 class Profile(Settings):
     """Where and how a run is executed."""
 
-    launcher: Literal["local"] = "local"
-    """What starts the run."""
+    launcher: Literal["local", "slurm"] = "local"
+    """What starts the run: this process, or Slurm."""
+    resources: Resources = Resources()
+    """What a job asks for; with launcher slurm."""
+    slurm: Slurm = Slurm()
+    """How jobs are asked for; with launcher slurm."""
     set: dict[str, Any] = {}
     """Settings of engine, save and track for this place, by dotted name."""
     environment: dict[str, str] = {}
     """Environment variables of the run's processes."""
     name: str = Field(default="", exclude=True)
     """Filled in from the profile's key."""
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the time limit at which the run is told to save."""
+        if self.slurm.lead is not None:
+            return self.slurm.lead
+        if self.resources.time is None:
+            return _BEFORE_LIMIT
+        return max(_LEAST_LEAD, min(_BEFORE_LIMIT, seconds_of(self.resources.time) / 4))
+
+    def warnings(self) -> list[str]:
+        """What is allowed and hardly meant."""
+        time = self.resources.time
+        if self.slurm.lead is None or time is None or self.slurm.lead <= seconds_of(time) / 4:
+            return []
+        return [
+            f"slurm.lead = {self.slurm.lead:g} s of profile {self.name} is more than a quarter of resources.time = "
+            f"{time}: a large part of every job is spent waiting"
+        ]
 
 
 class Site(Settings):
@@ -66,6 +210,7 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
                     )
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")
+                problems += _check_launcher(profile, f"profiles.{name}")
     site, wrong = validate(Site, expanded)
     problems += [problem for _, problem in wrong]
     if problems or site is None:
@@ -114,6 +259,17 @@ def _check_set(values: Any, setting: str) -> list[Problem]:
         Problem(f"{setting}.{key}", short(value), "is no setting of a profile", hint)
         for key, value in values.items()
         if str(key).split(".")[0] not in _SETTABLE
+    ]
+
+
+def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
+    """What only a job has is no part of a profile that starts none."""
+    if profile.get("launcher", "local") != "local":
+        return []
+    return [
+        Problem(f"{setting}.{key}", short(profile[key]), "needs launcher: slurm", "add launcher: slurm to the profile")
+        for key in ("resources", "slurm")
+        if key in profile
     ]
 
 
