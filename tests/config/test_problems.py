@@ -91,7 +91,12 @@ WRONG = [
     ("name=3", "name = 3: must be text"),
     ("algo=a3c", "algo.id = 'a3c': is not offered: use a2c"),
     ("algo={id: A3C, workers: 3}", "algo.id = 'A3C': is not offered: use a2c"),
-    ("algo=td3", "algo.id = 'td3': is not in this version\n   hint: known: ppo, a2c, impala, appo, dqn, sac"),
+    (
+        "algo=td3",
+        "algo.id = 'td3': is not in this version\n   hint: known: ppo, a2c, impala, appo, dqn, sac, rllib:PPO",
+    ),
+    ("algo=tqc", "algo.id = 'tqc': is no algorithm of Tiltyard\n   hint: did you mean rllib:TQC?"),
+    ("algo=rllib:MARWIL", "algo.id = 'rllib:MARWIL': cannot be had: RLlib's MARWIL learns from recorded data"),
     ("algo=rainbow", "algo.id = 'rainbow': is not in this version"),
     ("algo=ppoo", "algo.id = 'ppoo': is no algorithm of Tiltyard\n   hint: did you mean 'ppo'?"),
     ("algo=PPO", "algo.id = 'PPO': is no algorithm of Tiltyard"),

@@ -2,11 +2,12 @@
 
 ppo, a2c                  ours, on every engine (a2c: not on rllib)
 appo, impala, dqn, sac    RLlib's: they choose engine.kind = rllib by themselves
+rllib:NAME                RLlib's as RLlib has them, with its own names and defaults
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -276,11 +277,42 @@ class Sac(Settings):
     """Gradients are scaled down to this norm; off with null."""
 
 
-Own = Ppo | A2c
-OnlyRllib = Impala | Appo | Dqn | Sac
-Algo = Own | OnlyRllib
+class NamedSampling(Settings):
+    """An algorithm as RLlib has it: its defaults, its loss and its names for numbers."""
 
-ONLY_RLLIB = ("impala", "appo", "dqn", "sac")
+    id: Literal["rllib:PPO", "rllib:APPO", "rllib:IMPALA"]
+    rollout: Whole = Field(default=50, ge=1, le=1_000_000)
+    """Env steps of each row that are sent to the learner at a time."""
+    options: dict[str, Any] = {}
+    """What RLlib's `training()` of that algorithm takes, by RLlib's names."""
+
+
+class NamedReplaying(Settings):
+    """An algorithm with a replay buffer as RLlib has it: its defaults, its loss and its names for numbers."""
+
+    id: Literal["rllib:DQN", "rllib:SAC", "rllib:TQC"]
+    rollout: Whole = Field(default=1, ge=1, le=1_000_000)
+    """Env steps of each row between updates."""
+    options: dict[str, Any] = {}
+    """What RLlib's `training()` of that algorithm takes, by RLlib's names."""
+
+
+Own = Ppo | A2c
+Named = NamedSampling | NamedReplaying
+Algo = Own | Impala | Appo | Dqn | Sac | Named
+
+NAMED = tuple(f"rllib:{name}" for name in ("PPO", "APPO", "IMPALA", "DQN", "SAC", "TQC"))
+ONLY_RLLIB = ("impala", "appo", "dqn", "sac", *NAMED)
+NOT_NAMED = {  # what else RLlib has, and why it cannot be had here
+    **dict.fromkeys(("BC", "MARWIL", "CQL", "IQL"), "learns from recorded data, which an experiment cannot name"),
+    "DreamerV3": "brings a network and runners of its own, and its policy could not act without them",
+}
+
+
+def family(algo: Algo) -> str:
+    """Which of ppo, a2c, impala, appo, dqn and sac it is, under whatever name."""
+    word = algo.id.removeprefix("rllib:").lower()
+    return "sac" if word == "tqc" else word
 
 
 # ------------------------------------------------------------------------------------------------ of one policy

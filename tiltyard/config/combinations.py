@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from tiltyard.config.algos import ONLY_RLLIB, KlAdaptive, Linear, Piecewise, Ppo
+from tiltyard.config.algos import ONLY_RLLIB, KlAdaptive, Linear, Piecewise, Ppo, family
 from tiltyard.config.experiment import NAME, Experiment, Model, Stop
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import kind_of, short
@@ -167,7 +167,7 @@ def _rllib(experiment: Experiment) -> Iterator[Problem]:
         near = max(1, round(engine.envs / runners)) * runners
         message = f"cannot be shared evenly by engine.runners = {runners}"
         yield Problem("engine.envs", str(engine.envs), message, f"set engine.envs={near}, or change engine.runners")
-    if runners == 0 and algo.id in ("appo", "impala"):
+    if runners == 0 and family(algo) in ("appo", "impala"):
         message = f"leaves nobody who acts while the learner learns, which is what algo.id = {algo.id} is for"
         yield Problem("engine.runners", "0", message, "set engine.runners=1 or more")
     if engine.address is not None and engine.nodes > 1:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tiltyard.config.algos import ONLY_RLLIB, Algo, Changes, Ppo
+from tiltyard.config.algos import ONLY_RLLIB, Algo, Changes, Ppo, family
 from tiltyard.config.fields import (
     Count,
     CountOrZero,
@@ -385,7 +385,7 @@ class Experiment(Settings):
     @property
     def squashed(self) -> bool:
         """Whether actions are drawn before they are squashed into their bounds, each with a spread of its own."""
-        return self.algo.id == "sac"
+        return family(self.algo) == "sac"
 
     @property
     def envs(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tiltyard.config.algos import ONLY_RLLIB
+from tiltyard.config.algos import NAMED, NOT_NAMED, ONLY_RLLIB
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.fields import Settings
 from tiltyard.config.shape import Free, Section, fields, inside
@@ -60,7 +60,7 @@ _ALSO = {
 }
 ELSEWHERE = {word: setting for setting, words in _ALSO.items() for word in words.split()}
 
-_NOT_YET = ("td3", "ddpg", "rainbow", "tqc")
+_NOT_YET = ("td3", "ddpg", "rainbow")
 _KNOWN = ("ppo", "a2c", *ONLY_RLLIB)
 
 
@@ -90,6 +90,12 @@ def _algorithm(word: str) -> tuple[str, str]:
     """What to say to the name of an algorithm that is not here."""
     if word.lower() == "a3c":
         return "is not offered: use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
+    bare = word.lower().removeprefix("rllib:")
+    name = next((each for each in (*NAMED, *NOT_NAMED) if each.lower().removeprefix("rllib:") == bare), "")
+    if name in NAMED:
+        return "is no algorithm of Tiltyard", f"did you mean {name}?"
+    if name in NOT_NAMED:
+        return f"cannot be had: RLlib's {name} {NOT_NAMED[name]}", f"known: {', '.join(_KNOWN)}"
     if word.lower() in _NOT_YET:
         return "is not in this version", f"known: {', '.join(_KNOWN)}"
     return "is no algorithm of Tiltyard", did_you_mean(word, _KNOWN)

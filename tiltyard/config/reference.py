@@ -104,7 +104,8 @@ def _rows(model: type[Settings], prefix: str, suffix: str) -> Iterator[Row]:
             meaning = info.description or " Or: ".join(inner.__doc__ or "" for inner in shape.models)
             yield f"{prefix}{name}{suffix}", f"mapping{short}", "", meaning
             for i, inner in enumerate(shape.models):
-                chosen = f" ({shape.tag}: {list(shape.tags)[i]})" if i else suffix
+                words = " or ".join(word for word, model in shape.tags.items() if model is inner)
+                chosen = f" ({shape.tag}: {words})" if i else suffix
                 yield from _rows(inner, f"{prefix}{name}.", chosen)
             continue
         default = "required" if info.is_required() else inline(info.get_default(call_default_factory=True))

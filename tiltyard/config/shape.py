@@ -28,7 +28,7 @@ class Section:
 
     @property
     def tag(self) -> str | None:
-        """The key whose change makes it another section: a `kind` or `id` that each model fixes to one word."""
+        """The key whose change makes it another section: a `kind` or `id` that chooses the model."""
         for name in ("id", "kind"):
             annotation = self.models[0].model_fields[name].annotation if name in self.models[0].model_fields else None
             if get_origin(annotation) is Literal and len(get_args(annotation)) == 1:
@@ -46,7 +46,8 @@ class Section:
         """Model by the word that chooses it."""
         if self.tag is None:
             return {}
-        return {get_args(model.model_fields[self.tag].annotation)[0]: model for model in self.models}
+        tag = self.tag
+        return {word: model for model in self.models for word in get_args(model.model_fields[tag].annotation)}
 
     def chosen(self, values: Any) -> type[Settings]:
         """The model that `values` ask for, else the first."""

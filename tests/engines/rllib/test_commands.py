@@ -53,6 +53,15 @@ GOALS = {
     "appo": ("CartPole-v1", 400, []),
     "dqn": ("CartPole-v1", 450, ["engine.runners=0", "engine.envs=4"]),
     "sac": ("Pendulum-v1", -200, ["engine.runners=0", "engine.envs=1", "eval.every=1000"]),
+    "rllib:PPO": (
+        "CartPole-v1",
+        450,
+        [
+            "engine.runners=0",
+            "algo.options={lr: 1e-3, train_batch_size_per_learner: 1024, minibatch_size: 256, num_epochs: 6}",
+        ],
+    ),
+    "rllib:TQC": ("Pendulum-v1", -200, ["engine.runners=0", "engine.envs=1", "eval.every=1000"]),
 }
 QUICK = ("ppo", "impala")
 

@@ -116,6 +116,64 @@ def test_sac_keeps_its_temperature(engine: Make, tmp_path: Path) -> None:
     assert again == pytest.approx(log_alpha)
 
 
+NAMED = {
+    "rllib:PPO": ("CartPole-v1", "{lr: 0.002, train_batch_size_per_learner: 64, minibatch_size: 32, num_epochs: 2}"),
+    "rllib:DQN": (
+        "CartPole-v1",
+        "{lr: 0.002, num_steps_sampled_before_learning_starts: 32, epsilon: [[0, 1.0], [9, 0.0]]}",
+    ),
+    "rllib:TQC": ("Pendulum-v1", "{actor_lr: 0.002, num_steps_sampled_before_learning_starts: 32, n_critics: 3}"),
+}
+
+
+@pytest.mark.parametrize("algo", NAMED)
+def test_an_algorithm_as_rllib_has_it(engine: Make, tmp_path: Path, algo: str) -> None:
+    """Its options reach it, and it is saved and goes on like the others."""
+    env, options = NAMED[algo]
+    words = [f"algo.id={algo}", f"algo.options={options}", "algo.rollout=8", "engine.envs=4", "engine.runners=0"]
+    first = engine(env, *words)
+    assert f"algo    {algo} of RLlib" in "\n".join(first.describe())
+    while (report := first.step()).progress.updates == 0:
+        pass
+    report = first.step()
+    assert report.metrics["setting/lr"] == pytest.approx(0.002)
+    if algo == "rllib:TQC":
+        learner = first.algo.learner_group._learner  # type: ignore[attr-defined]
+        assert len(learner.module["default_policy"].unwrapped().qf_encoders) == 3
+    first.save(tmp_path)
+    kept = first.snapshot().weights
+    first.close()
+    second = engine(env, *words, continues=tmp_path)
+    assert second.load(tmp_path) == []
+    for name, array in second.snapshot().weights.items():
+        np.testing.assert_array_equal(array, kept[name])
+    assert second.step().progress.env_steps > report.progress.env_steps
+
+
+def test_several_learners_share_the_work_and_agree(engine: Make, tmp_path: Path) -> None:
+    words = [*SMALL, "engine.envs=4", "engine.runners=1", "engine.learners=2", "engine.cpus=3"]
+    first = engine("CartPole-v1", *words)
+    assert "2 learners" in "\n".join(first.describe())
+    before = first.snapshot().weights
+    report = first.step()
+    assert report.progress.env_steps == 128 and report.progress.updates == 1
+    weights = [
+        result.get()
+        for result in first.algo.learner_group.foreach_learner(  # type: ignore[attr-defined]
+            lambda learner: learner.module["default_policy"].get_state()
+        )
+    ]
+    assert len(weights) == 2
+    for name, array in weights[0].items():
+        np.testing.assert_allclose(array, weights[1][name], atol=1e-6)
+    assert any((before[name] != array).any() for name, array in first.snapshot().weights.items())
+    first.save(tmp_path)
+    first.close()
+    second = engine("CartPole-v1", *words, continues=tmp_path)
+    assert second.load(tmp_path) == []
+    assert second.step().progress.env_steps == 256
+
+
 def test_several_policies_learn_what_they_decided(engine: Make) -> None:
     """Matching pennies: the one that holds even learns from its rows, the other from its own."""
     words = [*SMALL, "engine.envs=4", "engine.runners=1", "policies={even: {}, odd: {algo: {lr: 0.0}}}"]

@@ -4,6 +4,7 @@ from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.engines.rllib.cluster import Needs
+from tiltyard.engines.rllib.options import option_problems
 from tiltyard.engines.rllib.translate import (
     REFUSED,
     TRANSLATED,
@@ -16,7 +17,7 @@ from tiltyard.engines.rllib.translate import (
 )
 from tiltyard.errors import ConfigError, UseError
 
-ALGOS = ("ppo", "impala", "appo", "dqn", "sac")
+ALGOS = ("ppo", "impala", "appo", "dqn", "sac", "rllib:PPO", "rllib:TQC")
 
 
 def experiment(algo: str = "ppo", **engine: object) -> Experiment:
@@ -61,6 +62,20 @@ def test_what_is_refused_is_named_with_its_reason(algo, override, named):
     loaded = load("CartPole-v1", [f"algo.id={algo}", "engine.kind=rllib", override])
     (problem,) = problems(loaded.experiment)
     assert problem.setting == named and problem.message and problem.hint
+
+
+def test_options_of_rllibs_own_are_judged_before_anything_starts():
+    def said(algo: str, **options: object) -> list[str]:
+        settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}).algo
+        return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(settings)]
+
+    assert said("rllib:PPO", lr=1e-4, num_epochs=3) == []
+    assert said("rllib:DQN", num_epoch=3, model={}) == [
+        "algo.options.num_epoch: is no option of rllib:DQN did you mean 'num_epochs'?",
+        "algo.options.model: cannot be set: the net is `model`'s leave it out",
+    ]
+    (refused,) = said("rllib:PPO", train_batch_size_per_learner=64, minibatch_size=128)
+    assert refused.startswith("algo.options: RLlib refuses them: ") and "minibatch_size" in refused
 
 
 def test_a2c_is_refused():

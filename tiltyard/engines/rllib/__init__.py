@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from tiltyard.algos.randomness import Generators
+from tiltyard.config.algos import Named
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, stream_seed
 from tiltyard.engines.rllib.cluster import Cluster, require_ray
@@ -40,6 +41,10 @@ def check_rllib(experiment: Experiment, spec: EnvSpec) -> None:
     """Everything that can be known before a run exists."""
     require_ray()
     found = list(problems(experiment, spec))
+    if isinstance(experiment.algo, Named):
+        from tiltyard.engines.rllib.options import option_problems
+
+        found += option_problems(experiment.algo)
     if found:
         raise ConfigError(found)
 
@@ -78,7 +83,7 @@ class RllibEngine:
         learning = f"{engine.learners} learners" if engine.learners > 1 else "a learner in this process"
         assert self.cluster is not None
         net = self.nets[self.experiment.learning[0]]
-        size = getattr(algo, "batch", self.experiment.batch)
+        size = self.algo.config.total_train_batch_size
         return [
             f"model   {net.describe()}",
             f"algo    {algo.id} of RLlib: a batch of {size:,} env steps per update",

@@ -10,10 +10,12 @@ from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.sac import SACConfig
+from ray.rllib.algorithms.tqc import TQCConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from tiltyard.config.algos import Appo, Dqn, Impala, Ppo, Sac
+from tiltyard.config.algos import Appo, Dqn, Impala, Named, Ppo, Sac, family
+from tiltyard.config.algos import Replay as ReplaySettings
 from tiltyard.engines.collect import LEARN, stream_seed
 from tiltyard.engines.rllib import learners, modules
 from tiltyard.engines.rllib.replay import Replay
@@ -27,6 +29,7 @@ CONFIGS: dict[str, Any] = {
     "appo": APPOConfig,
     "dqn": DQNConfig,
     "sac": SACConfig,
+    "tqc": TQCConfig,
 }
 LEARNERS: dict[str, type[Any]] = {
     "ppo": learners.Ppo,
@@ -34,8 +37,10 @@ LEARNERS: dict[str, type[Any]] = {
     "appo": learners.Appo,
     "dqn": learners.Dqn,
     "sac": learners.Sac,
+    "tqc": learners.Tqc,
+    "rllib:PPO": learners.TheirPpo,
 }
-MODULES: dict[str, type[Any]] = {"dqn": modules.Dueling, "sac": modules.Squashed}
+MODULES: dict[str, type[Any]] = {"dqn": modules.Dueling, "sac": modules.Squashed, "tqc": modules.Quantiles}
 SECONDS_EACH = 1.0  # of an iteration, for algorithms whose iterations have no length of their own
 PATIENCE = 10.0  # times as long as a step may take, for a whole round of samples
 
@@ -43,11 +48,29 @@ PATIENCE = 10.0  # times as long as a step may take, for a whole round of sample
 def algorithm(task: Task) -> Algorithm:
     """Built, with its runners and learners started."""
     algo = configured(task).build_algo()
-    settings = task.experiment.algo
-    if isinstance(settings, Dqn | Sac):
+    settings, config = task.experiment.algo, algo.config
+    if family(settings) in ("dqn", "sac"):
         seed = stream_seed(task.experiment.seed, LEARN)
-        algo.local_replay_buffer = Replay(settings.replay, gamma=settings.gamma, n_step=settings.n_step, seed=seed)
+        kept = _replay(settings, config)
+        algo.local_replay_buffer = Replay(kept, gamma=config.gamma, n_step=config.n_step, seed=seed)
     return algo
+
+
+def _replay(settings: Any, config: Any) -> ReplaySettings:
+    if isinstance(settings, Dqn | Sac):
+        return settings.replay
+    theirs = config.replay_buffer_config
+    return ReplaySettings(
+        size=int(theirs["capacity"]),
+        prioritised="Prioritized" in str(theirs["type"]),
+        alpha=theirs.get("alpha", 0.6),
+        beta=theirs.get("beta", 0.4),
+    )
+
+
+def rllibs_name(algo: Any) -> str:
+    """RLlib's, in small letters."""
+    return str(algo.id).removeprefix("rllib:").lower()
 
 
 def configured(task: Task) -> Any:
@@ -55,7 +78,9 @@ def configured(task: Task) -> Any:
     experiment, told = task.experiment, task.told()
     algo, engine = experiment.algo, experiment.engine
     asked = needs(experiment)
-    config = CONFIGS[algo.id]()
+    name = rllibs_name(algo)
+    config = CONFIGS[name]()
+    _TRAINING["rllib" if isinstance(algo, Named) else name](config, task, max(1, engine.learners))
     config.environment(
         NoEnv,
         env_config=told,
@@ -64,7 +89,7 @@ def configured(task: Task) -> Any:
         disable_env_checking=True,
     )
     config.framework("torch")
-    rollout = max(algo.rollout, getattr(algo, "n_step", 1))
+    rollout = max(algo.rollout, getattr(config, "n_step", 1))
     config.env_runners(
         env_runner_cls=Runner,
         num_env_runners=runners(experiment),
@@ -81,7 +106,7 @@ def configured(task: Task) -> Any:
         num_learners=remote,
         num_cpus_per_learner=1 if remote else 0,
         num_gpus_per_learner=asked.gpus / max(1, engine.learners),
-        learner_class=LEARNERS[algo.id],
+        learner_class=LEARNERS.get(algo.id, LEARNERS[name]),
         learner_config_dict=told,
     )
     config.fault_tolerance(
@@ -94,15 +119,18 @@ def configured(task: Task) -> Any:
     )
     config.debugging(log_level="ERROR")
     config.reporting(metrics_num_episodes_for_smoothing=100)
-    config.rl_module(rl_module_spec=_modules(task, told))
-    _TRAINING[algo.id](config, task, max(1, engine.learners))
+    config.rl_module(rl_module_spec=_modules(task, told, config))
     return config
 
 
-def _modules(task: Task, told: dict[str, Any]) -> Any:
+SHAPES = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net")  # of a module, from the algorithm
+
+
+def _modules(task: Task, told: dict[str, Any], config: Any) -> Any:
     experiment = task.experiment
-    kind = MODULES.get(experiment.algo.id, modules.ActorCritic)
+    kind = MODULES.get(rllibs_name(experiment.algo), modules.ActorCritic)
     length = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
+    length |= {name: getattr(config, name) for name in SHAPES if hasattr(config, name)}
 
     def spec(policy: str) -> RLModuleSpec:
         own = {KEY: {**told[KEY], "policy": policy}}
@@ -224,4 +252,13 @@ def _sac(config: Any, task: Task, learners_: int) -> None:
     )
 
 
-_TRAINING = {"ppo": _ppo, "impala": _impala, "appo": _appo, "dqn": _dqn, "sac": _sac}
+def _named(config: Any, task: Task, learners_: int) -> None:
+    algo = task.experiment.algo
+    assert isinstance(algo, Named)
+    config.training(**algo.options)
+    config.reporting(min_time_s_per_iteration=0 if family(algo) == "ppo" else SECONDS_EACH)
+    if family(algo) in ("dqn", "sac"):
+        config.reporting(min_sample_timesteps_per_iteration=0)
+
+
+_TRAINING = {"ppo": _ppo, "impala": _impala, "appo": _appo, "dqn": _dqn, "sac": _sac, "rllib": _named}

@@ -1,13 +1,14 @@
 """RLlib's learners with what they lack: our PPO loss, schedules that they do not know, statistics, and times.
 
     Ppo      our loss on RLlib's minibatches: the same number as on the local engine for the same samples
-    Impala, Appo, Dqn, Sac    RLlib's own losses
+    Impala, Appo, Dqn, Sac, TheirPpo, Tqc    RLlib's own losses
 
 What a learner keeps beside weights and optimiser, and RLlib forgets to save, is `extra_state`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
@@ -19,6 +20,7 @@ from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
 from ray.rllib.algorithms.impala.torch.impala_torch_learner import IMPALATorchLearner
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
 from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
+from ray.rllib.algorithms.tqc.torch.tqc_torch_learner import TQCTorchLearner
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.learner import AddStatesFromEpisodesToBatch, GeneralAdvantageEstimation
 from ray.rllib.core.columns import Columns
@@ -80,11 +82,12 @@ class _Ours:
 
 
 class _OneAdam(_Ours):
-    """A single Adam for everything that learns, with the epsilon of the settings."""
+    """A single Adam for everything that learns, with the epsilon of the settings where they have one."""
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         params = self.get_parameters(self.module[module_id])
-        adam = torch.optim.Adam(params, eps=self.task.experiment.algo.adam_eps)  # type: ignore[union-attr]
+        eps = getattr(self.task.experiment.algo, "adam_eps", 1e-8)
+        adam = torch.optim.Adam(params, eps=eps)
         self.register_optimizer(  # type: ignore[attr-defined]
             module_id=module_id, optimizer=adam, params=params, lr_or_lr_schedule=config.lr
         )
@@ -126,6 +129,29 @@ class Dqn(_Replaying, _Observing, _OneAdam, DQNTorchLearner):  # type: ignore[mi
 
 class Sac(_Replaying, _Observing, _Ours, SACTorchLearner):  # type: ignore[misc]
     pass
+
+
+class _Counted:
+    """RLlib's TQC counts the rows of a batch by its observations, taking them for one tensor."""
+
+    def compute_loss_for_module(self, *, batch: Any, **more: Any) -> Tensor:
+        told = {**batch, Columns.OBS: batch[Columns.REWARDS]}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using a target size")  # each quantile meets each of the target's
+            loss: Tensor = super().compute_loss_for_module(batch=told, **more)  # type: ignore[misc]
+        return loss
+
+
+class Tqc(_Replaying, _Observing, _Counted, _Ours, TQCTorchLearner):  # type: ignore[misc]
+    pass
+
+
+class TheirPpo(_Observing, _OneAdam, PPOTorchLearner):  # type: ignore[misc]
+    def build(self) -> None:
+        super().build()
+        for place, part in enumerate(self._learner_connector.connectors):
+            if isinstance(part, GeneralAdvantageEstimation):
+                self._learner_connector.connectors[place] = WithOldPolicy(gamma=part.gamma, lambda_=part.lambda_)
 
 
 # ------------------------------------------------------------------------------------------------ PPO
@@ -302,6 +328,18 @@ class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
                 tensor = torch.as_tensor(padded(array, lengths, shape), dtype=torch.float32, device=outputs.device)
                 data[name] = tensor
             self.learner.seen[module_id] = data
+        return batch
+
+
+class WithOldPolicy(GeneralAdvantageEstimation):  # type: ignore[misc]
+    """And what the policy that acted thought of its actions, which the KL divergence is measured from."""
+
+    def __call__(self, *, rl_module: Any, batch: dict[str, Any], **more: Any) -> dict[str, Any]:
+        batch = super().__call__(rl_module=rl_module, batch=batch, **more)
+        for name, data in batch.items():
+            with torch.no_grad():
+                found = rl_module[name].unwrapped()._forward(data)[Columns.ACTION_DIST_INPUTS]
+            data[Columns.ACTION_DIST_INPUTS] = found
         return batch
 
 

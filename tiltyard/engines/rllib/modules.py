@@ -3,6 +3,7 @@
     ActorCritic   ppo, impala, appo   the whole model, with memory: parameters of the actions' distribution, and values
     Dueling       dqn                 Q-values: the model's outputs are the advantages, its value the value stream
     Squashed      sac                 an actor with a mean and a spread for each column, and two critics
+    Quantiles     rllib:TQC           the same actor, and critics that put out several numbers each
 
 Acting is not theirs: runners ask the net itself, which is why a policy needs no Ray.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from ray.rllib.algorithms.dqn.dqn_learner import QF_NEXT_PREDS, QF_PREDS, QF_TARGET_NEXT_PREDS
 from ray.rllib.algorithms.sac.torch.default_sac_torch_rl_module import DefaultSACTorchRLModule
+from ray.rllib.algorithms.tqc.torch.default_tqc_torch_rl_module import DefaultTQCTorchRLModule
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.distribution.torch.torch_distribution import TorchSquashedGaussian
 from ray.rllib.core.learner.utils import make_target_network
@@ -32,7 +34,6 @@ from ray.rllib.core.rl_module.apis import (
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor, nn
 
-from tiltyard.config.algos import Dqn
 from tiltyard.config.experiment import Model
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
 from tiltyard.engines.rllib.task import KEY, Task
@@ -55,6 +56,8 @@ class _Ours(TorchRLModule):  # type: ignore[misc]
     def setup(self) -> None:
         self.task = Task.heard(self.model_config)
         self.net = self.task.net(self.model_config[KEY].get("policy"))
+        for parameter in self.net.parameters():
+            parameter.requires_grad_(parameter.numel() > 0)  # several learners wait for a gradient of each
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
@@ -136,8 +139,7 @@ class Dueling(_Ours, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: igno
 
     def setup(self) -> None:
         super().setup()
-        algo = self.task.experiment.algo
-        self.dueling = isinstance(algo, Dqn) and algo.dueling
+        self.dueling = bool(self.model_config["dueling"])
         if not self.dueling:
             _freeze_values(self.net)
 
@@ -177,16 +179,44 @@ class Squashed(_Ours, DefaultSACTorchRLModule):  # type: ignore[misc]
         self.twin_q = True
         self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
         if not self.inference_only:
-            model, spec, base = self.task.experiment.model, self.net.spec, self.task.base
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.task.experiment.seed)
-                self.qf_encoder, self.qf = _Critic(self.net, spec, model, base), nn.Identity()
-                self.qf_twin_encoder, self.qf_twin = _Critic(self.net, spec, model, base), nn.Identity()
+            first, second = _critics(self.task, self.net, 2)
+            self.qf_encoder, self.qf = first, nn.Identity()
+            self.qf_twin_encoder, self.qf_twin = second, nn.Identity()
 
     def get_train_action_dist_cls(self) -> Any:
         return TorchSquashedGaussian
 
     get_exploration_action_dist_cls = get_inference_action_dist_cls = get_train_action_dist_cls
+
+
+class Quantiles(_Ours, DefaultTQCTorchRLModule):  # type: ignore[misc]
+    """As Squashed, with critics that tell how Q is distributed."""
+
+    def setup(self) -> None:
+        super().setup()
+        settings = self.model_config
+        self.n_critics, self.n_quantiles = settings["n_critics"], settings["n_quantiles"]
+        self.top_quantiles_to_drop_per_net = settings["top_quantiles_to_drop_per_net"]
+        self.quantiles_total = self.n_critics * self.n_quantiles
+        self.catalog = _Catalog()
+        self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
+        if not self.inference_only:
+            self.qf_encoders = nn.ModuleList(_critics(self.task, self.net, self.n_critics, self.n_quantiles))
+            self.qf_heads = nn.ModuleList(nn.Identity() for _ in range(self.n_critics))
+
+
+class _Catalog:
+    """Whom RLlib's TQC asks for the distribution of actions."""
+
+    def get_action_dist_cls(self, framework: str) -> Any:
+        return TorchSquashedGaussian
+
+
+def _critics(task: Task, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
+    """Each with first weights of its own, which the run's seed decides."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(task.experiment.seed)
+        return [_Critic(actor, actor.spec, task.experiment.model, task.base, outputs) for _ in range(count)]
 
 
 class _Actor(nn.Module):
@@ -202,12 +232,12 @@ class _Actor(nn.Module):
 class _Critic(nn.Module):
     """Q of observations and an action, which is one more of them. It sees what the actor sees, statistics applied."""
 
-    def __init__(self, actor: PolicyNet, spec: EnvSpec, model: Model, base: Sequence[Path]) -> None:
+    def __init__(self, actor: PolicyNet, spec: EnvSpec, model: Model, base: Sequence[Path], outputs: int) -> None:
         super().__init__()
         self._actor = [actor]  # in a list: not a part of this module
         more = {**spec.obs, ACTION: ArraySpec("box", (spec.action.columns,), "float32")}
         self.tower = Tower(replace(spec, obs=more), model, base)
-        self.head = Mlp([self.tower.size, 1], "tanh", last_gain=VALUE_GAIN)
+        self.head = Mlp([self.tower.size, outputs], "tanh", last_gain=VALUE_GAIN)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         seen = self._actor[0].prepare(batch[Columns.OBS])

@@ -18,6 +18,7 @@ import torch
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 
+from tiltyard.config.algos import family
 from tiltyard.engines.collect import Collector
 from tiltyard.engines.players import Players
 from tiltyard.engines.rllib.learners import BEFORE
@@ -37,7 +38,7 @@ class Rows(Collector):
     def __init__(self, task: Task, net: PolicyNet | Players, envs: int, group: int, life: str) -> None:
         super().__init__(task.experiment, task.spec, task.base, net, envs, group)
         self.life = life
-        self.scalar = task.experiment.algo.id == "dqn"  # RLlib takes one choice as a number, not as a row of one
+        self.scalar = family(task.experiment.algo) == "dqn"  # RLlib takes one choice as a number, not as a row of one
         self.obs_space, self.action_space = observation_space(task.spec), action_space(task)
         self.taken = np.zeros(self.rows, np.int64)  # decisions of the running episode that are in earlier pieces
         self.spent = {"env": 0.0, "inference": 0.0}

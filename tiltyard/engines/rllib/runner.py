@@ -36,11 +36,11 @@ from ray.rllib.utils.metrics import (
 )
 
 from tiltyard.algos.schedules import ScheduledValue
-from tiltyard.config.algos import Dqn
 from tiltyard.engines.freeze import frozen_nets
 from tiltyard.engines.players import acting
 from tiltyard.engines.rllib.rows import Decided, Rows
 from tiltyard.engines.rllib.task import KEY, Task, action_space, observation_space
+from tiltyard.engines.rllib.translate import epsilon
 from tiltyard.errors import TiltyardError
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, EpisodeEnd, Tree
@@ -64,10 +64,8 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         self.make_module()
         if self.worker_index or config.num_env_runners == 0:
             self.make_env(anew=_born_again())
-        algo = self.task.experiment.algo
-        self.epsilon = (
-            ScheduledValue(algo.epsilon, self.task.experiment.stop.env_steps) if isinstance(algo, Dqn) else None
-        )
+        wanted = epsilon(self.task.experiment.algo, config)
+        self.epsilon = None if wanted is None else ScheduledValue(wanted, self.task.experiment.stop.env_steps)
 
     # ------------------------------------------------------------------------------------------ what RLlib asks for
 

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from tiltyard.config.algos import family
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import INIT, stream_seed
 from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
@@ -73,7 +74,7 @@ def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
 
 def action_space(task: Task) -> gymnasium.Space[Any]:
     """The flat action, as the algorithm wants to see it."""
-    action, algo = task.spec.action, task.experiment.algo.id
+    action, algo = task.spec.action, family(task.experiment.algo)
     if algo == "dqn":
         return gymnasium.spaces.Discrete(action.parts[0].options)
     bound = 1.0 if algo == "sac" else np.inf

@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tiltyard.config.algos import Appo, Dqn, Impala, KlAdaptive, Linear, Piecewise, Ppo, Sac
+from tiltyard.config.algos import (
+    Algo,
+    Appo,
+    Dqn,
+    Impala,
+    KlAdaptive,
+    Linear,
+    Named,
+    Piecewise,
+    Ppo,
+    Sac,
+    Scheduled,
+    family,
+)
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.errors import Problem
@@ -99,6 +112,9 @@ TRANSLATED |= {
     "sac.alpha_lr": "alpha_lr",
     "sac.alpha": "initial_alpha",
     "sac.target_entropy": "target_entropy",
+    "rllib.id": "the algorithm of that name",
+    "rllib.rollout": "rollout_fragment_length",
+    "rllib.options": "training()",
 }
 
 # Setting -> (values that are fine, why the others are not)
@@ -118,7 +134,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Problem]:
     """What this experiment asks for and cannot have; with the env's spec, also what its actions do not allow."""
     algo = experiment.algo
-    if not isinstance(algo, Ppo | Impala | Appo | Dqn | Sac):
+    if not isinstance(algo, Ppo | Impala | Appo | Dqn | Sac | Named):
         yield Problem(
             "algo.id", repr(algo.id), "is not on engine.kind = rllib", "set algo.id=ppo, or engine.kind=local"
         )
@@ -149,11 +165,11 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
 
 def _models(experiment: Experiment) -> Iterator[Problem]:
     model, algo = experiment.model, experiment.algo
-    if isinstance(algo, Dqn | Sac):
+    if family(algo) in ("dqn", "sac"):
         if model.memory.kind != "none":
             message = f"needs whole sequences, and algo.id = {algo.id} replays single steps"
             yield Problem("model.memory.kind", repr(model.memory.kind), message, "set algo.id=ppo, appo or impala")
-        if isinstance(algo, Sac) and model.id != "actor_critic":
+        if family(algo) == "sac" and model.id != "actor_critic":
             message = "is a whole model, and sac needs critics that judge actions"
             hint = "write an encoder and name it in model.encoder; heads and critics are built around it"
             yield Problem("model.id", repr(model.id), message, hint)
@@ -168,12 +184,12 @@ def _models(experiment: Experiment) -> Iterator[Problem]:
 
 def _actions(experiment: Experiment, spec: EnvSpec) -> Iterator[Problem]:
     parts, algo = spec.action.parts, experiment.algo
-    if isinstance(algo, Dqn) and (len(parts) != 1 or parts[0].kind != "categorical"):
+    if family(algo) == "dqn" and (len(parts) != 1 or parts[0].kind != "categorical"):
         message = f"chooses among options, and {experiment.env.id} has other actions"
-        yield Problem("algo.id", "'dqn'", message, "use ppo, appo, impala or sac")
-    if isinstance(algo, Sac) and not heads.squashes(spec.action):
+        yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or sac")
+    if family(algo) == "sac" and not heads.squashes(spec.action):
         message = f"needs actions that are bounded numbers, and {experiment.env.id} has others"
-        yield Problem("algo.id", "'sac'", message, "use ppo, appo, impala or dqn")
+        yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or dqn")
 
 
 # ------------------------------------------------------------------------------------------------ sizes
@@ -214,8 +230,21 @@ def schedule(value: Any, total: int | None) -> Any:
     return float(value.start if isinstance(value, KlAdaptive) else value)
 
 
+def epsilon(algo: Algo, config: Any) -> Scheduled | None:
+    """Share of actions drawn at random, where an algorithm wants some; `config` is RLlib's."""
+    if isinstance(algo, Dqn):
+        return algo.epsilon
+    if family(algo) != "dqn":
+        return None
+    points = config.epsilon
+    if isinstance(points, int | float):
+        return float(points)
+    return Piecewise(kind="piecewise", points=[[float(step), float(share)] for step, share in points])
+
+
 def all_settings(experiment: Experiment) -> list[str]:
     """Names as in the two tables, of every setting that this experiment has."""
-    own = [f"{experiment.algo.id}.{name}" for name in type(experiment.algo).model_fields]
+    word = "rllib" if isinstance(experiment.algo, Named) else experiment.algo.id
+    own = [f"{word}.{name}" for name in type(experiment.algo).model_fields]
     engine = [f"engine.{name}" for name in type(experiment.engine).model_fields]
     return [*own, *engine, "env", "model", "policies", "match", "stop", "eval", "save", "track", "seed"]
