@@ -26,7 +26,7 @@ from tiltyard.config.combinations import ignored_settings
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets, texts
 from tiltyard.config.place import runs_root
-from tiltyard.config.site import apply_profile
+from tiltyard.config.site import apply_profile, load_site, pick_profile
 from tiltyard.engines import check_engine, has_workers, nursery
 from tiltyard.engines.freeze import freeze
 from tiltyard.engines.tuning import BEFORE_TRAINING, tune
@@ -89,7 +89,12 @@ def train(
     profile: str | None = None,
     live: bool | None = None,
 ) -> Run:
-    """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run."""
+    """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run.
+
+    A profile whose launcher is slurm is refused: this trains in this process.
+    """
+    if profile is not None and pick_profile(load_site()[0], profile).launcher != "local":
+        raise UseError(f"profile {profile!r} starts a job, and this trains here", f"tiltyard train ... --on {profile}")
     prepared = prepare(target, overrides, profile=profile)
     run = begin(prepared)
     carry_out(run, as_it_is(run, prepared.spec), live=live)

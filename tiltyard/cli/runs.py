@@ -3,6 +3,7 @@
 ls, show, diff   read status.json, manifests and experiment.yaml; no plug-in is ever imported
 logs             logs/attempt-N.log, one after another
 stop             SIGTERM to the owner named in lock.json, which saves and exits
+                 runs that are jobs: what Slurm says counts too, see jobs.py
 rm               asks first, and refuses live runs
 """
 
@@ -14,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from tiltyard.cli import text
 from tiltyard.config.place import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
 from tiltyard.run import disk
-from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove
+from tiltyard.run.folder import find, list_runs, read_events, read_owner, remove
 from tiltyard.run.lock import life
+from tiltyard.run.logs import new_text
 from tiltyard.run.status import STATES
 
 SEEN_STATES = (*STATES, "lost", "broken")
@@ -68,6 +69,11 @@ def run_ls(args: argparse.Namespace) -> int:
     if args.root is not None and not root.is_dir():
         raise UseError(f"--root {root} is no folder", "name the folder that holds the runs")
     every = list_runs(root)
+    if any(row["job"] for row in every):
+        from tiltyard.cli import jobs
+
+        if not jobs.overlay(every):
+            sys.stderr.write("Slurm gives no answer here: states of jobs are those that their folders tell\n")
     rows = [row for row in every if _matches(row, args)]
     if args.json:
         _write_json(rows)
@@ -159,12 +165,17 @@ def configure_logs(parser: argparse.ArgumentParser) -> None:
 def run_logs(args: argparse.Namespace) -> int:
     """Print every attempt's log, and with -f whatever comes, until nobody writes the run any more."""
     run = find(args.run, _root(args))
+    if args.follow and run.status().get("job"):
+        from tiltyard.cli import jobs
+
+        jobs.follow(run, sys.stdout)
+        return EXIT_DONE
     read: dict[Path, int] = {}
     empty = True
     while True:
         # Asked before reading: what was written before the end is then surely read.
         running = run.state == "running"
-        for chunk in _new_log_text(run, read):
+        for chunk in new_text(run, read):
             empty = False
             sys.stdout.write(chunk)
         sys.stdout.flush()
@@ -174,18 +185,6 @@ def run_logs(args: argparse.Namespace) -> int:
     if empty:
         sys.stderr.write(f"run {run.id} has written no log yet\n")
     return EXIT_DONE
-
-
-def _new_log_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
-    for path in sorted((run.folder / "logs").glob("*.log")):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(read.get(path, 0))
-            data = file.read()
-            if data:
-                # A character may be half written: keep its bytes for the next look.
-                whole = data if data.endswith(b"\n") else data[: data.rfind(b"\n") + 1] or data
-                read[path] = read.get(path, 0) + len(whole)
-                yield whole.decode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------------------------------------- stop
@@ -202,6 +201,10 @@ def run_stop(args: argparse.Namespace) -> int:
     """Ask the run's owner to save and exit, and wait until it has."""
     run = find(args.run, _root(args))
     owner = read_owner(run.folder)
+    if run.status().get("job") and (owner is None or owner.get("job")):
+        from tiltyard.cli import jobs
+
+        return jobs.stop(run, args.wait)
     if owner is None or life(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
     pid, host = owner.get("pid"), owner.get("host")
@@ -250,7 +253,10 @@ def run_rm(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             sys.stderr.write("nothing was deleted\n")
             return EXIT_FAILED
+    from tiltyard.launch.queue import refuse_queued
+
     for run in runs:
+        refuse_queued(run)
         remove(run, root)
         sys.stderr.write(f"deleted {run.id}\n")
     return EXIT_DONE

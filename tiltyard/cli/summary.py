@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
+from tiltyard.launch.queue import look
 from tiltyard.run import bounds, checkpoint, disk, metrics
 from tiltyard.track.verdict import verdict
 
@@ -24,10 +25,11 @@ def facts_of(run: Run) -> dict[str, Any]:
     """status.json, and beside it the newest metrics, checkpoints, the time split, damage and what to type next."""
     records = metrics.read(run)
     steps, _ = metrics.series(records, "eval/return")
-    state = run.state
+    state, said = look(run)
     return {
         **run.status(),
         "state": state,
+        "job_says": said,
         "folder": str(run.folder),
         "metrics": {name: value for record in records for name, value in record["metrics"].items()},
         "evaluated_at": steps[-1] if steps else None,
@@ -46,7 +48,7 @@ def facts_of(run: Run) -> dict[str, Any]:
 
 
 def _next_commands(run: str, state: str) -> list[str]:
-    if state == "running":
+    if state in ("running", "queued"):
         return [f"tiltyard logs -f {run}", f"tiltyard stop {run}"]
     if state == "finished":
         return [f"tiltyard eval {run}", f"tiltyard show {run} --plot curve.png"]
@@ -60,6 +62,7 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
     rows = [
         ("run", run.id),
         ("state", facts["state"] + (f": {facts['reason']}" if facts["reason"] else "")),
+        ("job", facts["job_says"]),
         ("env", f"{experiment.env.id}, {experiment.algo.id}, {experiment.engine.kind} engine, seed {experiment.seed}"),
         ("progress", _progress(facts, experiment.stop)),
         ("return", _returns(facts["metrics"], experiment.stop.train_return)),

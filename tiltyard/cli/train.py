@@ -1,4 +1,7 @@
-"""`train`, `resume` and `fork`: thin faces of tiltyard.start, plus seeds, expectations and the debugger."""
+"""`train`, `resume` and `fork`: thin faces of tiltyard.start, plus seeds, expectations and the debugger.
+
+A profile whose launcher is slurm makes a job of the run; what happens then is in jobs.py.
+"""
 
 from __future__ import annotations
 
@@ -109,10 +112,12 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pdb", action="store_true", help="open the debugger where it crashed")
     parser.add_argument("--plain", action="store_true", help="lines instead of the live screen")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout")
+    parser.add_argument("--detach", action="store_true", help="a job: submit it and return, do not follow it")
 
 
 def _trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
+    parser.add_argument("--here", action="store_true", help="on this machine, whatever the run's profile says")
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +128,7 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--debug", action="store_true", help="everything in one process with tiny batches, over in seconds"
     )
+    parser.add_argument("--dry-run", action="store_true", help="a job: print its script, and make nothing")
     _common(parser)
 
 
@@ -130,12 +136,17 @@ def run_train(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     seeds = parse_seeds(args.seeds) if args.seeds else [None]
     from tiltyard import start
+    from tiltyard.cli import jobs
 
+    profile = jobs.job_profile(args.on)
+    jobs.check_words(args, profile, expectation)
     code = EXIT_DONE
     with data_stdout() as data:
         prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
         if expectation is not None:
             expectation.check(prepared.experiment)
+        if profile is not None:
+            return jobs.train(prepared, profile, seeds, args, expectation, data)
         for seed in seeds:
             run = start.begin(prepared, seed=seed)
             try:
@@ -161,11 +172,20 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     from tiltyard import start
+    from tiltyard.cli import jobs
+    from tiltyard.launch.queue import refuse_queued
+    from tiltyard.run.folder import find
 
     with data_stdout() as data:
-        run, plan = start.plan_resume(args.run, args.overrides, trust_code=args.trust_code)
+        meant = find(args.run)
+        refuse_queued(meant)
+        profile = None if args.here else jobs.profile_of(meant)
+        jobs.check_words(args, profile, expectation)
+        run, plan = start.plan_resume(meant, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(plan.settings)
+        if profile is not None:
+            return jobs.hand_over(run, profile, plan.settings, args, expectation, data)
         return _train_here(run, plan, args, expectation, data)
 
 
@@ -180,11 +200,17 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
 def run_fork(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     from tiltyard import start
+    from tiltyard.cli import jobs
+    from tiltyard.run.folder import find
 
     with data_stdout() as data:
+        profile = None if args.here else jobs.profile_of(find(args.run))
+        jobs.check_words(args, profile, expectation)
         prepared = start.prepare_fork(args.run, args.overrides, at=parse_at(args.at), trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(prepared.experiment)
+        if profile is not None:
+            return jobs.train(prepared, profile, [None], args, expectation, data)
         run = start.begin(prepared)
         return _train_here(run, start.as_it_is(run, prepared.spec), args, expectation, data)
 

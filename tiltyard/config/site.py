@@ -211,6 +211,7 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")
                 problems += _check_launcher(profile, f"profiles.{name}")
+                problems += _check_names(profile.get("environment"), f"profiles.{name}.environment")
     site, wrong = validate(Site, expanded)
     problems += [problem for _, problem in wrong]
     if problems or site is None:
@@ -270,6 +271,18 @@ def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
         Problem(f"{setting}.{key}", short(profile[key]), "needs launcher: slurm", "add launcher: slurm to the profile")
         for key in ("resources", "slurm")
         if key in profile
+    ]
+
+
+def _check_names(variables: Any, setting: str) -> list[Problem]:
+    """A variable's name is never quoted, in no shell."""
+    if not isinstance(variables, Mapping):
+        return []
+    hint = "letters, digits and _, and no digit first"
+    return [
+        Problem(f"{setting}.{name}", "", "is no name of an environment variable", hint)
+        for name in variables
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", str(name))
     ]
 
 

@@ -1,6 +1,6 @@
 """events.jsonl: what happened to a run, one sentence per line, append only. What it measured is in metrics.jsonl.
 
-created  started  saved  evaluated  stopped  finished  failed  resumed  recovered  forked  warning
+created  submitted  started  saved  evaluated  stopped  requeued  finished  failed  resumed  recovered  forked  warning
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 KINDS = (
     "created",
+    "submitted",
     "started",
     "saved",
     "evaluated",
     "stopped",
+    "requeued",
     "finished",
     "failed",
     "resumed",

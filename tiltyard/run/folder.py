@@ -130,14 +130,17 @@ class Run:
             sys.stderr.write(f"warning: run {self.id} goes on without the environment of its profile: {reason}\n")
 
         name = self.status().get("profile")
-        if isinstance(name, str):
+        if not isinstance(name, str):
+            return None
+        if (
+            os.environ.get("TILTYARD_PROFILE") != name
+        ):  # a job's script has set them, as they were when it was submitted
             apply_profile(name, gone=gone)
-            return name
-        return None
+        return name
 
     @property
     def state(self) -> str:
-        """created, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
+        """created, queued, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
         return observed_state(self.folder, self.status())
 
 

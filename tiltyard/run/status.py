@@ -1,7 +1,7 @@
 """status.json: where a run stands, replaced as a whole on every change; and the listing made of nothing else.
 
-created -> running -> stopped | finished | failed        as its owner wrote it
-lost                                                     seen from outside: running, but nobody holds the lock
+created -> queued -> running -> stopped | finished | failed     as its owner wrote it; queued: a job was submitted
+lost                                                            seen from outside: running, but nobody holds the lock
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 STATUS = "status.json"
-STATES = ("created", "running", "stopped", "finished", "failed")
+STATES = ("created", "queued", "running", "stopped", "finished", "failed")
 RUN_FOLDER = re.compile(r"\d{4,}-[a-z]+-[a-z]+")
 
 
@@ -52,6 +52,7 @@ def first_status(
         "pid": 0,
         "lineage": lineage,
         "profile": profile,
+        "job": None,
     }
 
 
@@ -59,6 +60,7 @@ def first_status(
 FIELDS = frozenset((
     "schema", "id", "name", "env", "tags", "notes", "state", "reason", "progress", "target_env_steps", "return",
     "eval_return", "best", "attempt", "heartbeat", "updated", "created", "host", "pid", "lineage", "profile",
+    "job",
 ))
 # fmt: on
 
@@ -137,5 +139,6 @@ def _row(folder: Path) -> dict[str, Any]:
         "seconds": progress.get("seconds"),
         "updated": status.get("updated"),
         "created": status.get("created"),
+        "job": status.get("job"),
         "folder": str(folder),
     }

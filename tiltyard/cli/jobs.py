@@ -1,0 +1,251 @@
+"""Runs that are jobs of Slurm: `train --on PROFILE` and its kin submit and follow; `ls`, `show`, `stop` ask Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tiltyard.cli import report
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, TiltyardError, UseError
+from tiltyard.launch import FOLDER, STOP, queue
+from tiltyard.launch.commands import cancel
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import write_status
+
+if TYPE_CHECKING:
+    from tiltyard.cli.train import Expectation
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.config.site import Profile
+    from tiltyard.start import Prepared
+
+EXIT = {"finished": EXIT_DONE, "stopped": EXIT_RESUMABLE}
+LOOK = 0.5  # seconds between questions while a job is being stopped
+
+
+# ------------------------------------------------------------------------------------------------ submitting
+
+
+def job_profile(name: str | None) -> Profile | None:
+    """The profile called `name` if runs with it are jobs."""
+    from tiltyard.config.site import load_site, pick_profile
+
+    if name is None:
+        return None
+    site, path = load_site()
+    profile = pick_profile(site, name, path)
+    return profile if profile.launcher == "slurm" else None
+
+
+def profile_of(run: Run) -> Profile | None:
+    """The profile that the run goes on with if it is a job."""
+    status = run.status()
+    try:
+        return job_profile(status.get("profile"))
+    except UseError as error:
+        if status.get("job") is None:  # it never was one; that its profile is gone is told later
+            return None
+        raise UseError(f"run {run.id} was a job: {error.message}", "write the profile again, or add --here") from error
+
+
+def check_words(args: argparse.Namespace, profile: Profile | None, expectation: Expectation | None) -> None:
+    """UseError for options that do not go with where the run is executed."""
+    if profile is None:
+        for word in ("detach", "dry_run"):
+            if getattr(args, word, False):
+                raise UseError(f"--{word.replace('_', '-')} is for jobs", "name a profile with launcher: slurm by --on")
+    elif args.pdb:
+        raise UseError("--pdb needs a terminal, and a job has none", "leave it out, or train here")
+    elif expectation is not None and args.detach:
+        raise UseError("--expect waits for the end, and --detach does not", "leave one of them out")
+
+
+def train(
+    prepared: Prepared,
+    profile: Profile,
+    seeds: Sequence[int | None],
+    args: argparse.Namespace,
+    expectation: Expectation | None,
+    data: TextIO,
+) -> int:
+    """One job per seed: all submitted, then followed one after another."""
+    from tiltyard import start
+    from tiltyard.launch import slurm
+
+    slurm.check(profile, prepared.experiment)
+    _leave_nothing()
+    if getattr(args, "dry_run", False):
+        folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
+        data.write(slurm.script(slurm.Job(f"{folder.parent.name}/{folder.name}", folder, profile)))
+        return EXIT_DONE
+    code, runs = EXIT_DONE, []
+    for seed in seeds:
+        run = start.begin(prepared, seed=seed)
+        try:
+            _submit(run, profile, (), args)
+            runs.append(run)
+        except TiltyardError as error:
+            if len(seeds) == 1:
+                raise
+            report(error)  # one that is refused does not take the others with it
+            code = error.exit_code
+    for run in runs:
+        code = _follow(run, args, expectation, data) or code
+    return code
+
+
+def hand_over(
+    run: Run,
+    profile: Profile,
+    settings: Experiment,
+    args: argparse.Namespace,
+    expectation: Expectation | None,
+    data: TextIO,
+) -> int:
+    """A run that was checked here goes on as a job, with the settings that `resume` was given."""
+    from tiltyard.launch import slurm
+
+    slurm.check(profile, settings)
+    _leave_nothing()
+    _submit(run, profile, args.overrides, args)
+    return _follow(run, args, expectation, data)
+
+
+def _leave_nothing() -> None:
+    """End what the checks started for a training in this process."""
+    from tiltyard.engines import nursery
+
+    nursery.early.end()
+
+
+def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse.Namespace) -> None:
+    from tiltyard.launch import slurm
+
+    for warning in profile.warnings():
+        sys.stderr.write(f"warning: {warning}\n")
+    number = slurm.submit(run, profile, overrides, trust_code=getattr(args, "trust_code", False))
+    lines = [
+        f"job         {number}",
+        f"run folder  {os.path.relpath(run.folder)}",
+        f"next        tiltyard logs -f {run.typed}",
+        f"            tiltyard show {run.typed}",
+        f"            tiltyard stop {run.typed}",
+    ]
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _follow(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
+    """Follow the job unless told not to; returns the exit code."""
+    if args.detach:
+        _print_outcome(run, run.state, args, data)
+        return EXIT_DONE
+    try:
+        state = follow(run, sys.stderr)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nthe job goes on; follow it again with: tiltyard logs -f {run.typed}\n")
+        return EXIT_INTERRUPTED
+    _print_outcome(run, state, args, data)
+    missed = expectation.missed(run, {}) if expectation and state == "finished" else None
+    if missed:
+        sys.stderr.write(f"error: {missed}\n")
+        return EXIT_FAILED
+    return EXIT.get(state, EXIT_FAILED)
+
+
+def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO) -> None:
+    if args.json:
+        status = run.status()
+        whole = {
+            "run": run.id,
+            "folder": str(run.folder),
+            "job": queue.job_of(run),
+            "state": state,
+            "reason": status["reason"],
+            "progress": status["progress"],
+        }
+        data.write(json.dumps(whole) + "\n")
+    else:
+        data.write(f"{os.path.relpath(run.folder)}\n")
+    data.flush()
+
+
+# ------------------------------------------------------------------------------------------------ looking
+
+
+def follow(run: Run, output: TextIO) -> str:
+    """Write the run's log, and on stderr what becomes of its job, until it has ended; returns its state."""
+    from tiltyard.launch.following import Follower, last_output
+
+    def write(text: str) -> None:
+        output.write(text)
+        output.flush()
+
+    state = Follower(run, write, lambda sentence: sys.stderr.write(f"{sentence}\n")).follow()
+    if state in ("lost", "failed"):
+        reason = run.status()["reason"] or queue.look(run)[1]
+        sys.stderr.write(f"run {run.id} is {state}: {reason}\n")
+    if state == "lost" and (output_of_job := last_output(run)):
+        sys.stderr.write(f"the job's own output ends with:\n{output_of_job}\n")
+    return state
+
+
+def overlay(rows: list[dict[str, Any]]) -> bool:
+    """Correct the states of listed runs by what Slurm says of their jobs; False when it has no answer."""
+    open_rows = [(row, job) for row in rows if (job := _open_job(row)) is not None]
+    answers = queue.ask(job for _, job in open_rows)
+    if answers is None:
+        return False
+    for row, job in open_rows:
+        state = queue.seen(row["state"], answers[job])
+        # It may have written its end after it was listed and before Slurm was asked.
+        row["state"] = queue.seen(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
+    return True
+
+
+def _open_job(row: dict[str, Any]) -> str | None:
+    if row["state"] in ("finished", "failed", "broken") or not isinstance(row["job"], dict):
+        return None
+    return queue.job_of(Run(Path(row["folder"])), row)
+
+
+# ------------------------------------------------------------------------------------------------ stopping
+
+
+def stop(run: Run, wait: float) -> int:
+    """Take the run's job out of the queue, or ask it to save and end, and wait until it has."""
+    job = queue.job_of(run)
+    assert job is not None
+    told = (queue.ask([job]) or {}).get(job)
+    if told is None:
+        raise UseError(f"Slurm gives no answer about job {job} of run {run.id} here", "stop it where Slurm answers")
+    if not (told.waits or told.runs):
+        raise UseError(
+            f"run {run.id} is not running ({told.sentence(job)})", f"go on with: tiltyard resume {run.typed}"
+        )
+    (run.folder / FOLDER / STOP).touch()
+    if told.waits:
+        cancel(job)
+    else:
+        cancel(job, signal="TERM")
+        sys.stderr.write(f"asked job {job} to save run {run.id} and stop\n")
+    deadline = time.monotonic() + wait
+    while (now := (queue.ask([job]) or {}).get(job)) is not None and (now.waits or now.runs):
+        if time.monotonic() >= deadline:
+            sys.stderr.write(f"{now.sentence(job)}; it will save and stop after its update\n")
+            return EXIT_FAILED
+        time.sleep(LOOK)
+    if run.status()["state"] in ("created", "queued"):
+        with Lock.acquire(run):
+            write_status(run, state="stopped", reason=f"job {job} was taken out of the queue")
+            log_event(run, "stopped", f"job {job} was taken out of the queue before it ran")
+    reason = run.status()["reason"]
+    sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
+    sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
+    return EXIT_DONE

@@ -1,0 +1,81 @@
+"""Slurm's commands that change something: submit and cancel. What is asked of Slurm is in queue.py."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiltyard.errors import TiltyardError
+
+PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
+
+
+def sbatch(path: Path, name: str, *, patience: float = PATIENCE) -> str:
+    """Submit a script and return the job's id. Whatever goes wrong, nothing called `name` is left in the queue."""
+    try:
+        with _cancelled_unless_done(name):
+            done = subprocess.run(
+                ["sbatch", "--parsable", str(path)],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=patience,
+                start_new_session=True,  # a Ctrl-C is for us, who then take back what was submitted
+            )
+            if done.returncode == 0 and (found := re.match(r"\d+", done.stdout.strip())):
+                return found[0]
+    except FileNotFoundError as error:
+        raise TiltyardError(
+            "there is no sbatch here, which submits jobs to Slurm", f"log in where it is; the script is {path}"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise TiltyardError(
+            f"sbatch gave no answer for {patience:.0f} s: Slurm's controller is down or busy",
+            f"try again later; the script is {path}",
+        ) from error
+    said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").removeprefix(
+        "sbatch: error: "
+    )
+    lines = said.splitlines()
+    raise TiltyardError(f"Slurm refused the job: {lines[0]}", f"the script is {path}", "\n".join(lines[1:]))
+
+
+@contextlib.contextmanager
+def _cancelled_unless_done(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            _scancel(["--user", getpass.getuser(), "--name", name])
+        raise
+
+
+def environment() -> dict[str, str]:
+    """This process's variables without those of a job that it may be part of, which sbatch and srun would obey."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_"))
+    }
+
+
+def cancel(job: str, *, signal: str | None = None) -> None:
+    """End a job; with a signal, send that to what runs on its nodes and leave the rest to them."""
+    done = _scancel([f"--signal={signal}", job] if signal else [job])
+    if done.returncode != 0 and not signal:
+        raise TiltyardError(f"job {job} could not be cancelled: {done.stderr.strip()}", f"try by hand: scancel {job}")
+
+
+def _scancel(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["scancel", *words], env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
+    )

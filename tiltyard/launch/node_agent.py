@@ -1,0 +1,250 @@
+"""What runs on every node of a job: `python -m tiltyard.launch.node_agent RUN_FOLDER`.
+
+On the first node it starts the trainer, hands on what Slurm signals, and says at the end what becomes of the job:
+
+    trainer ended with             verdict
+    0                              done
+    75 after SIGUSR2 (limit near)  requeue; unless nothing was learned twice, it was often enough, or somebody said stop
+    75 after SIGTERM               stopped: cancelled, or preempted, and then Slurm itself queues the job again
+    killed by a signal             the trainer is started again inside the job, `slurm.retry` times; then failed
+    anything else                  failed
+
+The verdict is written to RUN/job/verdict, which the job's script reads: it alone is sure to have Slurm's commands.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from tiltyard.children import die_with, killed_by
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
+from tiltyard.launch import AGAIN, COUNTS, FOLDER, STOP, TASK, VERDICT
+from tiltyard.launch.commands import environment
+from tiltyard.run import checkpoint, disk
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import write_status
+
+TICK = 0.5  # seconds between looks at the clock
+STILL = 2  # jobs in a row without a new checkpoint after which going on is of no use
+Word = Literal["done", "requeue", "stopped", "failed", "again"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is counted from job to job."""
+
+    requeues: int = 0
+    still: int = 0
+    """jobs in a row that ended where they began"""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a trainer ended, and what was asked of it before."""
+
+    code: int
+    asked: str | None
+    stop: bool
+    """whether somebody typed `tiltyard stop`"""
+    began: int
+    ended: int
+    """env steps of the newest checkpoint, at the start and at the end of the job"""
+    tries_left: int
+
+
+def judge(end: End, counts: Counts, requeues: int) -> tuple[Word, str, Counts]:
+    """What becomes of the job, in a word and in a sentence, and the counts from here on."""
+    near_limit = end.asked == "SIGUSR2"
+    if end.code == EXIT_DONE:
+        return "done", "", counts
+    if end.code > 0 and end.code != EXIT_RESUMABLE:
+        return "failed", f"the trainer ended with exit code {end.code}", counts
+    if end.stop or end.asked == "SIGTERM" or (end.code == EXIT_RESUMABLE and not near_limit):
+        return "stopped", "", counts
+    if not near_limit:
+        how = f"the trainer {killed_by(-end.code, explained=True)}"
+        if end.tries_left > 0:
+            return "again", f"{how}; it is started again inside the job", counts
+        return "failed", f"{how}, and was started again often enough", counts
+    counts = replace(counts, still=counts.still + 1 if end.ended <= end.began else 0)
+    if counts.still >= STILL:
+        return "failed", f"no progress: {counts.still} jobs in a row ended at env step {end.ended:,}", counts
+    if counts.requeues >= requeues:
+        return "stopped", f"the time limit was reached, and slurm.requeues = {requeues} are used up", counts
+    counts = replace(counts, requeues=counts.requeues + 1)
+    said = f"the time limit is near: saved at env step {end.ended:,}, back into the queue"
+    return "requeue", f"{said} ({counts.requeues} of at most {requeues} times)", counts
+
+
+class Agent:
+    """The first node's agent: one start of one job."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.folder = run, run.folder / FOLDER
+        self.task = disk.read_json(self.folder / TASK)
+        self.job = os.environ.get("SLURM_JOB_ID", "")
+        self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.asked: str | None = None
+        self._limit = _end_time()
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked != "SIGTERM":  # which leaves less time, and comes after the other if both come
+            self.asked = "SIGUSR2" if number == signal.SIGUSR2 else "SIGTERM"
+
+    # -- the whole of it
+
+    def work(self) -> int:
+        """See the run through this start of the job; returns the exit code."""
+        began, tries, code = _saved(self.run), int(self.task["retry"]), EXIT_FAILED
+        self._take_up()
+        while True:
+            if self._stop_wanted() or self.asked == "SIGTERM":
+                code = EXIT_RESUMABLE  # before it began
+            else:
+                code = self._train()
+            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries)
+            word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]))
+            if word != "again":
+                break
+            tries -= 1
+            self._tell("warning", sentence)
+        self._conclude(word, sentence, counts)
+        return {"done": EXIT_DONE, "requeue": EXIT_DONE, "stopped": EXIT_RESUMABLE}.get(word, max(code, EXIT_FAILED))
+
+    def _take_up(self) -> None:
+        """Say in the folder which job has the run now: a script that was submitted by hand or again has another id."""
+        where = f"job {self.job} started on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+        self._tell("started", f"{where}, restart {self.restart}" if self.restart else where)
+        job = self.run.status().get("job") or {}
+        if job.get("id") != self.job:
+            self._write_status(job={**job, "id": self.job})
+        (self.folder / AGAIN).unlink(missing_ok=True)
+
+    def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:
+        state = self.run.status()["state"]
+        if word == "requeue":
+            disk.write_json(self.folder / COUNTS, {"requeues": counts.requeues, "still": counts.still})
+            self._write_status(state="queued", reason="")
+            self._tell("requeued", sentence)
+        elif word == "failed" and state != "failed":
+            self._write_status(state="failed", reason=f"{sentence}; see logs/job-{self.job}.out")
+            self._tell("failed", sentence)
+        elif word == "stopped" and (sentence or state != "stopped"):
+            said = sentence or ("asked to stop" if self._stop_wanted() else f"job {self.job} was ended from outside")
+            self._write_status(state="stopped", reason=said)
+            self._tell("stopped", said)
+        disk.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {word}\n")
+
+    # -- the trainer
+
+    def _train(self) -> int:
+        """One trainer from its start to its end. First or later, it goes on from what is there."""
+        attempt = self.run.status()["attempt"]
+        words = [*(["--trust-code"] if self.task["trust_code"] else []), *self.task["overrides"]]
+        parent = os.getpid()
+
+        def prepare() -> None:
+            # Some sites signal every process of a step, and one that does not listen yet would be ended by it.
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            die_with(parent)
+
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words],
+            preexec_fn=prepare,
+            stdin=subprocess.DEVNULL,
+        )
+        code = self._wait_for(trainer)
+        if self.task["overrides"] and self.run.status()["attempt"] != attempt:
+            self.task = {**self.task, "overrides": []}  # they are part of the run's own settings now
+            disk.write_json(self.folder / TASK, self.task)
+        return code
+
+    def _wait_for(self, trainer: subprocess.Popen[bytes]) -> int:
+        """Hand on what is asked until the trainer has ended. SIGUSR2 again and again: a trainer that starts is deaf."""
+        handed = None
+        while True:
+            if self.asked is None and self._limit_near():
+                self.asked = "SIGUSR2"
+                self._tell("warning", "no signal came before the time limit; the agent asks for the last save itself")
+            if self.asked == "SIGUSR2" or self.asked != handed:
+                trainer.send_signal(signal.SIGUSR2 if self.asked == "SIGUSR2" else signal.SIGTERM)
+                handed = self.asked
+            try:
+                return trainer.wait(TICK)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def _limit_near(self) -> bool:
+        """Whether half of the lead is gone and nobody has said so. A limit may have been moved: Slurm is asked then."""
+        margin = float(self.task["lead"]) / 2
+        if self._limit is not None and time.time() > self._limit - margin:
+            self._limit = _end_time(ask=self.job) or self._limit
+            return time.time() > self._limit - margin
+        return False
+
+    # -- words on disk
+
+    def _counts(self) -> Counts:
+        try:
+            found = disk.read_json(self.folder / COUNTS)
+            return Counts(int(found["requeues"]), int(found["still"]))
+        except (OSError, ValueError, KeyError):
+            return Counts()
+
+    def _stop_wanted(self) -> bool:
+        return (self.folder / STOP).exists()
+
+    def _write_status(self, **changes: Any) -> None:
+        """Change the run's status, unless somebody else holds the run: then it is theirs to say."""
+        try:
+            with Lock.acquire(self.run):
+                write_status(self.run, **changes)
+        except UseError as error:
+            sys.stdout.write(f"{error.message}\n")
+
+    def _tell(self, kind: str, sentence: str) -> None:
+        log_event(self.run, kind, sentence, job=self.job, restart=self.restart)
+        sys.stdout.write(f"{sentence}\n")
+        sys.stdout.flush()
+
+
+def _saved(run: Run) -> int:
+    """Env steps of the newest checkpoint."""
+    return max((each.env_steps for each in checkpoint.list_checkpoints(run)), default=0)
+
+
+def _end_time(ask: str = "") -> float | None:
+    """When the time limit is reached: as Slurm said at the start or, with a job's id, as it says now."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    if ask:
+        try:
+            command = ["squeue", "--noheader", f"--jobs={ask}", "--format=%e"]
+            told = {**environment(), "SLURM_TIME_FORMAT": "%s"}
+            text = subprocess.run(command, env=told, capture_output=True, text=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return float(text) if text.isdecimal() else None
+
+
+def main() -> int:
+    """The exit code of this node's agent."""
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        return EXIT_DONE
+    return Agent(Run(Path(sys.argv[1]))).work()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

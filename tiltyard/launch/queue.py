@@ -1,0 +1,162 @@
+"""What Slurm says of jobs, and what that makes of their runs: one question for many jobs, asked seldom.
+
+squeue knows jobs that wait, run or ended a while ago; sacct, where a site has it, knows older ones. Where there is no
+Slurm, or it gives no answer, a run is what its folder says.
+
+    folder says              Slurm says       seen as
+    finished, failed         anything         the same
+    any other                waits            queued
+    created, queued, lost    runs             running: it is starting, or starting again
+    stopped                  runs             stopped: the job is about to end
+    created, queued, lost    ended, unknown   lost: the job is gone and said nothing
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiltyard.errors import UseError
+from tiltyard.launch import AGAIN, FOLDER
+from tiltyard.launch.commands import environment
+from tiltyard.run.folder import Run
+
+PATIENCE = 20.0  # seconds for an answer: somebody waits for a listing
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What Slurm says of a job: its state in Slurm's own word, why it waits, where it runs."""
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITS
+
+    @property
+    def runs(self) -> bool:
+        return self.state in RUNS
+
+    def sentence(self, job: str) -> str:
+        """job 5 waits: Resources; job 5 runs on node1; job 5 ended: TIMEOUT."""
+        if self.waits:
+            why = self.reason if self.reason not in ("", "None") else "Slurm has not looked at it yet"
+            return f"job {job} waits: {why}"
+        if self.runs:
+            return f"job {job} runs on {self.nodes}" if self.nodes else f"job {job} runs"
+        return (
+            f"job {job} is not known to Slurm any more" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
+        )
+
+
+def job_of(run: Run, status: dict[str, Any] | None = None) -> str | None:
+    """The id of the job that the run was last submitted as; None for a run that never was."""
+    job = (run.status() if status is None else status).get("job")
+    if not isinstance(job, dict) or not job.get("id"):
+        return None
+    try:
+        again = (run.folder / FOLDER / AGAIN).read_text().strip()  # by the job itself, where requeue is forbidden
+    except OSError:
+        again = ""
+    return again if again.isdecimal() else str(job["id"])
+
+
+def ask(jobs: Iterable[str]) -> dict[str, Told] | None:
+    """What Slurm says of each job, in one question; None where there is no Slurm, or no answer."""
+    wanted = sorted({job for job in jobs if job.isdecimal()})
+    if not wanted:
+        return {}
+    lines = _lines(["squeue", "--noheader", "--states=all", f"--jobs={','.join(wanted)}", "--format=%A|%T|%N|%r"])
+    if lines is None:
+        return None
+    found = {}
+    for line in lines:
+        job, state, nodes, reason = line.split("|", 3)
+        found[job] = Told(state, reason, nodes)
+    older = [job for job in wanted if job not in found]
+    return {**{job: Told(UNKNOWN) for job in older}, **_accounted(older), **found}
+
+
+def _accounted(jobs: Sequence[str]) -> dict[str, Told]:
+    """Of jobs that the controller has forgotten; nothing where the site keeps no accounts. The last line counts."""
+    if not jobs:
+        return {}
+    asked = ["sacct", "--noheader", "--parsable2", "--duplicates", "--allocations", "--format=JobIDRaw,State,NodeList"]
+    found = {}
+    for line in _lines([*asked, f"--jobs={','.join(jobs)}"]) or []:
+        job, state, nodes = line.split("|", 2)
+        found[job] = Told(state.partition(" ")[0], "", nodes)  # CANCELLED by 1000
+    return found
+
+
+def _lines(command: list[str]) -> list[str] | None:
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        return None
+    return [line.strip() for line in done.stdout.splitlines() if "|" in line]
+
+
+def seen(state: str, told: Told | None) -> str:
+    """The run's state by its folder and by Slurm together: see the table above. `told` is None where nobody knows."""
+    if told is None or state in ("finished", "failed", "broken"):
+        return state
+    if told.waits:
+        return "queued"
+    if told.runs:
+        return "stopped" if state == "stopped" else "running"
+    return "lost" if state in ("created", "queued", "lost") else state
+
+
+def look(run: Run) -> tuple[str, str]:
+    """The run's state, and a sentence about its job; empty for a run that has none."""
+    job = job_of(run)
+    if job is None:
+        return run.state, ""
+    answers = ask([job])  # before the state is read: a job writes it before it ends
+    if answers is None:
+        return run.state, f"job {job}, of which nothing is known here: Slurm does not answer on this machine"
+    return seen(run.state, answers[job]), answers[job].sentence(job)
+
+
+def refuse_queued(run: Run) -> None:
+    """UseError when the run's job waits or runs: whoever goes on with the run, or deletes it, stops that first."""
+    try:
+        job = job_of(run)
+    except UseError:  # half a folder, which is nobody's job
+        return
+    if job is None or job == os.environ.get("SLURM_JOB_ID"):  # that job is us
+        return
+    told = (ask([job]) or {}).get(job)
+    if told is not None and (told.waits or told.runs):
+        raise UseError(f"run {run.id} is in Slurm's hands: {told.sentence(job)}", f"first: tiltyard stop {run.typed}")
+
+
+class Pace:
+    """Seconds between questions: the longer nothing changes, the longer the pause."""
+
+    FIRST, LONGEST, GROWTH = 1.0, 30.0, 1.4
+
+    def __init__(self) -> None:
+        self._pause = self.FIRST
+
+    def changed(self) -> None:
+        self._pause = self.FIRST
+
+    def pause(self) -> float:
+        """The next pause."""
+        now, self._pause = self._pause, min(self.LONGEST, self._pause * self.GROWTH)
+        return now

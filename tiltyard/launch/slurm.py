@@ -1,0 +1,272 @@
+"""A run as a Slurm job: the script that is submitted, and what it finds in the run folder.
+
+    script(job)   what `sbatch` gets, as text: #SBATCH lines, the profile's set-up, one agent per node, and what follows
+    submit(...)   the run's script written and submitted; its status says `queued`
+    head, set_up, step      the script's parts, for short jobs that are no runs
+
+Everything that a user named goes through a file or is quoted; nothing of it is ever run by a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.site import Nodes, Profile
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.launch import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
+from tiltyard.launch.commands import sbatch
+from tiltyard.run import disk
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.masking import looks_secret
+from tiltyard.run.status import write_status
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and the profile that it is submitted with."""
+
+    name: str
+    folder: Path
+    profile: Profile
+    python: str = sys.executable
+    avoided: tuple[str, ...] = ()
+    """nodes that are left out beside those of the profile"""
+
+
+# ------------------------------------------------------------------------------------------------ the script
+
+
+def script(job: Job) -> str:
+    """The whole script of a run's job."""
+    profile, run = job.profile, job.folder
+    output = str(run / "logs" / "job-").replace("%", "%%") + "%j.out"
+    named = _can_be_escaped(str(run))
+    lines = [
+        *head(profile, job.name, output if named else "/dev/null", avoided=job.avoided),
+        "",
+        f"# Run {_one_line(job.name)}, profile {_one_line(profile.name)}. It may be submitted by hand, too.",
+        "set -uo pipefail",
+        f"run={shlex.quote(str(run))}",
+        *([] if named else ['exec >>"$run/logs/job-$SLURM_JOB_ID.out" 2>&1']),
+        "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+        "id=${id:-$SLURM_JOB_ID}",
+        "# The time limit, for an agent that was not told of it in time.",
+        ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"',
+        "export SLURM_JOB_END_TIME",
+        "",
+        *set_up(profile, '"$run/job/secrets.sh"'),
+        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(run.parent.parent))}",
+        "",
+        "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
+        *step(profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
+        "agents=$!",
+        "trap 'scancel --signal=TERM \"$SLURM_JOB_ID\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
+        "trap : USR2",
+        'while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done',
+        "",
+        "# What the agent of the first node decided, if it is about this very start of the job.",
+        'read -r of restart verdict 2>/dev/null <"$run/job/verdict"',
+        '[ "${of:-} ${restart:-}" = "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ] || verdict=none',
+        'echo "job $SLURM_JOB_ID: ${verdict:-none} (exit code $code)"',
+        '[ "${verdict:-none}" = requeue ] || exit "$code"',
+        'scontrol requeue "$id" && exit 0',
+        'echo "job $SLURM_JOB_ID may not be requeued; the same script is submitted again"',
+        "again=$(conf=${SLURM_CONF-}",
+        '  unset "${!SLURM_@}" "${!SBATCH_@}"',
+        '  [ -z "$conf" ] || export SLURM_CONF="$conf"',
+        '  sbatch --parsable "$run/job/script.sh") || exit 1',
+        'echo "${again%%;*}" >"$run/job/submitted-again"',
+        'echo "job ${again%%;*} goes on with it"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def head(
+    profile: Profile,
+    name: str,
+    output: str,
+    *,
+    time: str | None = None,
+    nodes: int | None = None,
+    requeue: bool = True,
+    avoided: Sequence[str] = (),
+) -> list[str]:
+    """The #! line and the #SBATCH lines. `output` is a pattern of sbatch; `time` and `nodes` replace the profile's."""
+    slurm, resources = profile.slurm, profile.resources
+    first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
+    excluded = ",".join(word for word in (slurm.exclude, *avoided) if word)
+    lines = [
+        f"--job-name={_escaped(_one_line(name))}",
+        f"--output={_escaped(output)}",
+        "--open-mode=append",
+        *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
+        *_option("time", time or resources.time),
+        *_option("account", slurm.account),
+        *_option("qos", slurm.qos),
+        *_option("exclude", excluded),
+        *slurm.extra,
+        *_group(first, slurm.partition, slurm.constraint),
+    ]
+    if slurm.samplers is not None and nodes is None:
+        samplers = slurm.samplers
+        lines += ["hetjob", *_group(samplers, samplers.partition or slurm.partition, samplers.constraint)]
+    return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)]
+
+
+def _group(nodes: Nodes, partition: str | None, constraint: str | None) -> list[str]:
+    return [
+        *_option("partition", partition),
+        *_option("constraint", constraint),
+        f"--nodes={nodes.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={nodes.cpus}",
+        *_option("gpus-per-node", nodes.gpus or None),
+        *_option("mem", nodes.memory),
+        *_option("tmp", nodes.tmp),
+    ]
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [f"--{name}={value}"] if value else []
+
+
+def set_up(profile: Profile, secrets: str | None = None) -> list[str]:
+    """The profile's own lines and variables. `secrets` names, quoted, the file with those that no script shows."""
+    hidden = secret_environment(profile.environment)
+    shown = {name: value for name, value in profile.environment.items() if name not in hidden}
+    kept = profile.slurm.keep_ld_preload
+    said = 'echo "LD_PRELOAD=$LD_PRELOAD of this site is unset: it breaks Ray (slurm.keep_ld_preload: true keeps it)"'
+    return [
+        *profile.slurm.setup,
+        "export PYTHONUNBUFFERED=1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in shown.items()),
+        *([f". {secrets}"] if hidden and secrets else []),
+        *([] if kept else [f'[ -z "${{LD_PRELOAD:-}}" ] || {{ {said}; unset LD_PRELOAD; }}']),
+    ]
+
+
+def step(
+    profile: Profile,
+    words: Sequence[str],
+    target: str,
+    *,
+    python: str = sys.executable,
+    background: bool = False,
+    nodes: int | None = None,
+) -> list[str]:
+    """One `srun` that starts Python with `words` once on every node; `target` is added as it stands, quoted already."""
+    slurm, resources = profile.slurm, profile.resources
+    told = shlex.join([*shlex.split(slurm.container or ""), slurm.python or python, *words]) + f" {target}"
+    shared = "--cpu-bind=none --kill-on-bad-exit=0"
+    end = " &" if background else ""
+    if slurm.samplers is None or nodes is not None:
+        first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
+        return [f"srun {_tasks(first)} {shared} \\", f"  {told}{end}"]
+    return [
+        f"srun --het-group=0 {_tasks(resources)} {shared} \\",
+        f"  {told} \\",
+        f"  : --het-group=1 {_tasks(slurm.samplers)} {shared} \\",
+        f"  {told}{end}",
+    ]
+
+
+def _tasks(nodes: Nodes) -> str:
+    return f"--ntasks={nodes.nodes} --ntasks-per-node=1 --cpus-per-task={nodes.cpus}"
+
+
+def secret_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are written to no script."""
+    return {name: value for name, value in environment.items() if looks_secret(name)}
+
+
+def _can_be_escaped(path: str) -> bool:
+    """Whether sbatch understands the path in an #SBATCH line: a backslash in it would switch off its %j."""
+    return path.isprintable() and "\\" not in path
+
+
+def _escaped(text: str) -> str:
+    """As sbatch reads it from an #SBATCH line, whose quotes are nearly a shell's."""
+    if _PLAIN.fullmatch(text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _one_line(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+# ------------------------------------------------------------------------------------------------ submitting
+
+
+def check(profile: Profile, experiment: Experiment) -> None:
+    """UseError for an experiment that cannot use what the profile asks for."""
+    several = profile.resources.nodes > 1 or profile.slurm.samplers is not None
+    if several and experiment.engine.kind != "rllib":
+        raise UseError(
+            f"profile {profile.name} asks for several nodes, and engine.kind = {experiment.engine.kind} uses one",
+            "set engine.kind=rllib, or resources.nodes: 1 without slurm.samplers",
+        )
+
+
+def submit(
+    run: Run, profile: Profile, overrides: Sequence[str] = (), *, trust_code: bool = False, avoided: Sequence[str] = ()
+) -> str:
+    """Write the run's script and submit it; returns the job's id.
+
+    What Slurm refuses is a TiltyardError, and the run is failed. `overrides` are for its first attempt.
+    """
+    folder = run.folder / FOLDER
+    with Lock.acquire(run):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (run.folder / "logs").mkdir(exist_ok=True)
+        for stale in (STOP, AGAIN, COUNTS, VERDICT):
+            (folder / stale).unlink(missing_ok=True)
+        job = Job(run.id, run.folder, profile, avoided=tuple(avoided))
+        _write(folder / SCRIPT, script(job), 0o700)
+        hidden = secret_environment(profile.environment)
+        secrets = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items())
+        _write(folder / SECRETS, secrets, 0o600)
+        disk.write_json(folder / TASK, task(profile, overrides, trust_code))
+        try:
+            number = sbatch(folder / SCRIPT, run.id)
+        except TiltyardError as error:
+            write_status(run, state="failed", reason=error.message)
+            log_event(run, "failed", error.message)
+            raise
+        submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": disk.now()}
+        write_status(run, state="queued", reason="", job={**submitted, "script": str(folder / SCRIPT)})
+        log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}", job=number)
+    return number
+
+
+def task(profile: Profile, overrides: Sequence[str], trust_code: bool) -> dict[str, object]:
+    """What the node agent has to know."""
+    slurm = profile.slurm
+    return {
+        "profile": profile.name,
+        "lead": profile.lead,
+        "requeues": slurm.requeues,
+        "retry": slurm.retry,
+        "wait": slurm.wait,
+        "overrides": list(overrides),
+        "trust_code": trust_code,
+    }
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    """A file that nobody else can read at any moment."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)

@@ -1,0 +1,22 @@
+"""logs/attempt-N.log: what was said during each attempt, read on while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiltyard.run.folder import Run
+
+
+def new_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
+    """What came since the last look, oldest attempt first; `read` remembers how far each file was read."""
+    for path in sorted((run.folder / "logs").glob("*.log")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(read.get(path, 0))
+            data = file.read()
+            if data:
+                # A character may be half written: keep its bytes for the next look.
+                whole = data if data.endswith(b"\n") else data[: data.rfind(b"\n") + 1] or data
+                read[path] = read.get(path, 0) + len(whole)
+                yield whole.decode("utf-8", "replace")
