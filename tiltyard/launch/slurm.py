@@ -56,17 +56,16 @@ def script(job: Job) -> str:
         *head(profile, job.name, output if named else "/dev/null", avoided=job.avoided),
         "",
         f"# Run {_one_line(job.name)}, profile {_one_line(profile.name)}. It may be submitted by hand, too.",
-        "set -uo pipefail",
+        *([] if named else [f'exec >>{shlex.quote(str(run))}/logs/job-"$SLURM_JOB_ID".out 2>&1']),
+        *set_up(profile, shlex.quote(str(run / FOLDER / SECRETS))),
+        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(run.parent.parent))}",
+        "",
         f"run={shlex.quote(str(run))}",
-        *([] if named else ['exec >>"$run/logs/job-$SLURM_JOB_ID.out" 2>&1']),
         "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         "id=${id:-$SLURM_JOB_ID}",
         "# The time limit, for an agent that was not told of it in time.",
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"',
         "export SLURM_JOB_END_TIME",
-        "",
-        *set_up(profile, '"$run/job/secrets.sh"'),
-        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(run.parent.parent))}",
         "",
         "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
         *step(profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
@@ -85,7 +84,7 @@ def script(job: Job) -> str:
         "again=$(conf=${SLURM_CONF-}",
         '  unset "${!SLURM_@}" "${!SBATCH_@}"',
         '  [ -z "$conf" ] || export SLURM_CONF="$conf"',
-        '  sbatch --parsable "$run/job/script.sh") || exit 1',
+        '  sbatch --parsable "$run/job/script.sh") || { echo "go on with: tiltyard resume $run"; exit 1; }',
         'echo "${again%%;*}" >"$run/job/submitted-again"',
         'echo "job ${again%%;*} goes on with it"',
     ]
@@ -149,6 +148,7 @@ def set_up(profile: Profile, secrets: str | None = None) -> list[str]:
     said = 'echo "LD_PRELOAD=$LD_PRELOAD of this site is unset: it breaks Ray (slurm.keep_ld_preload: true keeps it)"'
     return [
         *profile.slurm.setup,
+        "set -uo pipefail",  # after the site's own scripts, many of which do not bear it
         "export PYTHONUNBUFFERED=1",
         *(f"export {name}={shlex.quote(value)}" for name, value in shown.items()),
         *([f". {secrets}"] if hidden and secrets else []),

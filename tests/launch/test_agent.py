@@ -1,0 +1,189 @@
+"""What the node agent makes of a trainer's end, as a table; and the agent itself, with a trainer that does as told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiltyard as product
+from tests.slurm.cluster import wait_for
+from tiltyard.config.site import Profile
+from tiltyard.launch import FOLDER
+from tiltyard.launch.node_agent import Counts, End, judge
+from tiltyard.launch.queue import Told, ask, look, seen
+from tiltyard.launch.slurm import task
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run
+
+
+def end(code: int, asked: str | None = None, **more: Any) -> End:
+    return End(**{"code": code, "asked": asked, "stop": False, "began": 100, "ended": 200, "tries_left": 2, **more})
+
+
+@pytest.mark.parametrize(
+    ("how", "counts", "word", "after"),
+    [
+        (end(0), Counts(), "done", Counts()),
+        (end(0, "SIGUSR2"), Counts(), "done", Counts()),
+        (end(75, "SIGUSR2"), Counts(3, 1), "requeue", Counts(4, 0)),
+        (end(-9, "SIGUSR2"), Counts(), "requeue", Counts(1, 0)),
+        (end(75, "SIGUSR2", ended=100), Counts(3, 0), "requeue", Counts(4, 1)),
+        (end(75, "SIGUSR2", ended=100), Counts(3, 1), "failed", Counts(3, 2)),
+        (end(75, "SIGUSR2"), Counts(10, 0), "stopped", Counts(10, 0)),
+        (end(75, "SIGUSR2", stop=True), Counts(), "stopped", Counts()),
+        (end(75, "SIGTERM"), Counts(), "stopped", Counts()),
+        (end(-15, "SIGTERM"), Counts(), "stopped", Counts()),
+        (end(75), Counts(), "stopped", Counts()),
+        (end(-9), Counts(), "again", Counts()),
+        (end(-11, tries_left=0), Counts(), "failed", Counts()),
+        (end(1), Counts(), "failed", Counts()),
+        (end(2, "SIGUSR2"), Counts(), "failed", Counts()),
+    ],
+)
+def test_the_verdict(how: End, counts: Counts, word: str, after: Counts) -> None:
+    assert (judge(how, counts, 10)[0], judge(how, counts, 10)[2]) == (word, after)
+
+
+def test_verdicts_say_why() -> None:
+    assert "the kernel does that when memory runs out" in judge(end(-9), Counts(), 10)[1]
+    assert (
+        "no progress: 2 jobs in a row ended at env step 100" in judge(end(75, "SIGUSR2", ended=100), Counts(3, 1), 9)[1]
+    )
+    assert "slurm.requeues = 1 are used up" in judge(end(75, "SIGUSR2"), Counts(1), 1)[1]
+    assert (
+        "saved at env step 200, back into the queue (1 of at most 9 times)" in judge(end(75, "SIGUSR2"), Counts(), 9)[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "now"),
+    [
+        ("queued", "PENDING", "queued"),
+        ("stopped", "PENDING", "queued"),
+        ("lost", "REQUEUED", "queued"),
+        ("finished", "PENDING", "finished"),
+        ("queued", "RUNNING", "running"),
+        ("lost", "RUNNING", "running"),
+        ("stopped", "COMPLETING", "stopped"),
+        ("queued", "CANCELLED", "lost"),
+        ("created", "UNKNOWN", "lost"),
+        ("lost", "NODE_FAIL", "lost"),
+        ("stopped", "COMPLETED", "stopped"),
+        ("failed", "FAILED", "failed"),
+        ("queued", None, "queued"),
+    ],
+)
+def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None, now: str) -> None:
+    assert seen(state, Told(told) if told else None) == now
+
+
+# ------------------------------------------------------------------------------------------------ the agent itself
+
+
+@pytest.fixture
+def stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A small run with a job folder, as an agent finds it; it has far to go."""
+    monkeypatch.setenv("TILTYARD_HEARTBEAT", "1")
+    settings = {
+        "env": "CartPole-v1",
+        "engine": {"kind": "serial", "envs": 2},
+        "algo": {"rollout": 16, "minibatch": 32, "epochs": 1},
+        "stop": {"env_steps": 64},
+        "eval": {"at_end": False},
+        "save": {"env_steps": 256},
+        "track": {"tensorboard": False},
+    }
+    run = product.train(settings, live=False)
+    (run.folder / FOLDER).mkdir()
+    return run
+
+
+def agent(run: Run, *overrides: str, lead: float = 60.0, retry: int = 1, **variables: str) -> subprocess.Popen[str]:
+    told = {**task(Profile(launcher="slurm", name="c"), overrides, False), "lead": lead, "retry": retry}
+    (run.folder / FOLDER / "task.json").write_text(json.dumps(told))
+    return subprocess.Popen(
+        [sys.executable, "-m", "tiltyard.launch.node_agent", str(run.folder)],
+        env={**os.environ, "SLURM_JOB_ID": "5", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def verdict(run: Run) -> str:
+    return (run.folder / FOLDER / "verdict").read_text()
+
+
+def attempt(run: Run, number: int) -> None:
+    """Wait until that attempt has saved something."""
+    log = run.folder / "events.jsonl"
+
+    def saved() -> bool:
+        after = log.read_text().partition(f"attempt {number} started")[2]
+        return '"saved"' in after
+
+    wait_for(saved, f"a checkpoint of attempt {number}")
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_is_started_again_and_changes_are_made_once(stopped: Run) -> None:
+    child = agent(stopped, "stop.env_steps=1e9", "notes=$(touch never) 'a' ; b", SLURM_RESTART_COUNT="3")
+    attempt(stopped, 2)
+    assert stopped.experiment().notes == "$(touch never) 'a' ; b"
+    os.kill(stopped.status()["pid"], signal.SIGKILL)
+    attempt(stopped, 3)
+    assert stopped.state == "running"
+    child.send_signal(signal.SIGTERM)
+    said, _ = child.communicate(timeout=100)
+    assert child.returncode == 75, said
+    assert verdict(stopped) == "5 3 stopped\n"
+    assert stopped.status()["state"] == "stopped"
+    sentences = [event["sentence"] for event in read_events(stopped)]
+    killed = "the trainer was killed by SIGKILL (the kernel does that when memory runs out)"
+    assert sum(sentence.startswith(killed) for sentence in sentences) == 1
+    assert sum("settings changed" in sentence for sentence in sentences) == 1
+    assert not Path("never").exists()
+
+
+@pytest.mark.slow
+def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> None:
+    started = time.time()
+    child = agent(stopped, "stop.env_steps=1e9", SLURM_JOB_END_TIME=str(int(started) + 50), lead=60.0)
+    said, _ = child.communicate(timeout=100)
+    assert 15 <= time.time() - started < 50, said
+    assert child.returncode == 0 and verdict(stopped) == "5 0 requeue\n", said
+    assert stopped.status()["state"] == "queued"
+    sentences = [event["sentence"] for event in read_events(stopped)]
+    assert "no signal came before the time limit; the agent asks for the last save itself" in sentences
+    assert any("back into the queue (1 of at most 100 times)" in sentence for sentence in sentences)
+
+
+def test_a_run_that_somebody_wants_stopped_does_not_begin(stopped: Run) -> None:
+    (stopped.folder / FOLDER / "stop").touch()
+    child = agent(stopped, "stop.env_steps=1e9")
+    assert child.communicate(timeout=100) and child.returncode == 75
+    assert (verdict(stopped), stopped.status()["attempt"]) == ("5 0 stopped\n", 1)
+
+
+def test_what_cannot_start_fails_and_is_never_requeued(stopped: Run) -> None:
+    child = agent(stopped, "algo.lr=nonsense")
+    said, _ = child.communicate(timeout=100)
+    assert child.returncode == 2 and verdict(stopped) == "5 0 failed\n", said
+    assert stopped.status()["reason"] == "the trainer ended with exit code 2; see logs/job-5.out"
+
+
+def test_without_slurm_the_folder_alone_has_to_do(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiltyard.run.status import write_status
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert ask(["5"]) is None
+    write_status(stopped, state="queued", job={"launcher": "slurm", "id": "5"})
+    assert look(stopped) == ("queued", "job 5, of which nothing is known here: Slurm does not answer on this machine")

@@ -1,0 +1,332 @@
+"""One Ray over the nodes of a job: the first node's agent starts its head, the others join it, all end together.
+
+RUN/job/ray-JOB-RESTART/      readable by the user alone; a requeued job never reads what an earlier start has left
+  token         what every process of this Ray has to know
+  head.json     where the head listens, and which versions it has: written when it answers
+  NODE.json     by a node's agent: that it has joined, or why it has not
+  end           by the first node's agent, when the training is over
+
+There are no sleeps for luck and no fixed ports: a port is picked by binding it. `ray stop` is never called, because it
+would end every Ray of the user on that machine; an agent ends what it has started, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tiltyard.children import die_with
+from tiltyard.engines.rllib.cluster import ALLOCATION, QUIET, SMALLEST_STORE, SOON, STORE, keep_logs, token_variables
+from tiltyard.errors import TiltyardError
+from tiltyard.launch import FOLDER
+from tiltyard.machine import free_memory, usable_cores
+from tiltyard.run import disk
+
+LOOK = 0.2  # seconds between looks at the folder
+ANSWER = 120.0  # seconds for a head to answer on its port
+FAREWELL = 10.0  # seconds for Ray to end when asked to
+TRIES = 3  # ports that are tried
+SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}  # runners on every node, rather than one node after another
+LOST = "lost"
+
+
+class RayNode:
+    """This node's share of the Ray of a job."""
+
+    def __init__(self, run: Path, task: Mapping[str, Any]) -> None:
+        self.task = task
+        job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID", "0")
+        self.name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.place = run / FOLDER / f"ray-{job}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+        self.output = run / "logs" / f"ray-{self.name}.log"
+        self.kept = run / "logs" / "ray" / self.name
+        self.temp: Path | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.offered = usable_cores()
+
+    # -- the first node
+
+    def lead(self, learners: int) -> dict[str, str]:
+        """Start the head; returns the variables by which the trainer finds this Ray. In a heterogeneous job the first
+        group learns: no runner is put there."""
+        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write_token()
+        if self.task["samplers"]:
+            self.offered = learners if learners > 1 else 0
+        for tries_left in reversed(range(TRIES)):
+            address, port = _own_address(), _free_port()
+            self._start("--head", f"--port={port}", "--include-dashboard=false", address=address)
+            if self._answers(address, port):
+                break
+            self.stop()
+            if not tries_left:
+                raise TiltyardError(
+                    f"Ray's head did not start on {self.name}: {_tail(self.output)}", f"its output is in {self.output}"
+                )
+        nodes = [name for name in os.environ.get("TILTYARD_NODES", "").split(",") if name]
+        told = {
+            "address": f"{address}:{port}",
+            "nodes": nodes or [self.name],
+            "cpus": self.offered + int(self.task["cpus_elsewhere"]),
+            "wait": self.task["wait"],
+            "folder": str(self.place),
+            "logs": str(self.output.parent),
+        }
+        disk.write_json(self.place / "head.json", {**told, **_versions()})
+        self._tell(state="joined")
+        return {**self._variables(), ALLOCATION: json.dumps(told)}
+
+    def lost(self) -> str:
+        """Why the head has ended by itself; nothing while it runs."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            return ""
+        return f"Ray's head on {self.name} has ended by itself (its output is in logs/{self.output.name})"
+
+    def news(self, told: set[str]) -> Iterator[str]:
+        """Sentences that other nodes' agents have for the run's events, each once."""
+        for path in sorted(self.place.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                sentence = disk.read_json(path).get("sentence")
+                if sentence and sentence not in told:
+                    told.add(sentence)
+                    yield str(sentence)
+
+    def end(self) -> None:
+        """Let the other nodes go, and end this one's share."""
+        with contextlib.suppress(OSError):
+            (self.place / "end").touch()
+        self.stop()
+        (self.place / "token").unlink(missing_ok=True)
+
+    # -- the other nodes
+
+    def serve(self) -> None:
+        """Join the head and stay until the first node says that it is over. A raylet that dies is started again."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first node saves now, and needs this one for it
+        head = self._head()
+        if head is None:
+            return
+        ours, theirs = _versions(), {name: head[name] for name in _versions()}
+        if ours != theirs:
+            both = ", ".join(f"{name} {ours[name]} here and {theirs[name]} there" for name in ours)
+            self._tell(state="failed", sentence=f"{self.name} cannot join Ray, versions differ: {both}")
+            self._until_over(lambda: False)
+            return
+        tries = int(self.task["retry"])
+        while True:
+            self._start(f"--address={head['address']}", address=_own_address())
+            self._tell(state="joined")
+            assert self.process is not None
+            if self._until_over(lambda: self.process is not None and self.process.poll() is not None):
+                break
+            self.stop()
+            if tries == 0:
+                self._tell(state="failed", sentence=f"{self.name} lost its part of Ray: {_tail(self.output)}")
+                self._until_over(lambda: False)
+                break
+            tries -= 1
+            number = int(self.task["retry"]) - tries
+            self._tell(state=LOST, sentence=f"{self.name} lost its part of Ray, which is started again ({number})")
+        self.stop()
+
+    def _head(self) -> dict[str, Any] | None:
+        """What the first node has to say; None when it is over before it said anything."""
+        deadline = time.monotonic() + float(self.task["wait"])
+        while not (self.place / "head.json").exists():
+            if (self.place / "end").exists():
+                return None
+            if time.monotonic() > deadline:
+                raise TiltyardError(
+                    f"{self.name} heard nothing of the first node for {self.task['wait']:g} s", f"see {self.place}"
+                )
+            time.sleep(LOOK)
+        found: dict[str, Any] = disk.read_json(self.place / "head.json")
+        return found
+
+    def _until_over(self, failed: Callable[[], bool]) -> bool:
+        """Wait for the end; False when `failed` comes first."""
+        while not (self.place / "end").exists():
+            if failed():
+                return False
+            time.sleep(LOOK)
+        return True
+
+    # -- Ray's own processes
+
+    def _start(self, *words: str, address: str) -> None:
+        outer = Path(tempfile.mkdtemp(prefix="ty-", dir=_short_temp()))  # 0700; Ray opens its own folder to everybody
+        self.temp = outer / "r"
+        store = max(SMALLEST_STORE, int(min(STORE * 2**30, (free_memory() or 2**34) / 8)))
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+        command += [
+            "--block",
+            "--disable-usage-stats",
+            f"--node-ip-address={address}",
+            f"--node-name={self.name}",
+            f"--temp-dir={self.temp}",
+            f"--num-cpus={self.offered}",
+            f"--object-store-memory={store}",
+            f"--ray-client-server-port={_free_port()}",
+            f"--dashboard-agent-listen-port={_free_port()}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            *([f"--num-gpus={count}"] if (count := _gpus()) is not None else []),
+        ]
+        if "--head" not in words:
+            command = [word for word in command if not word.startswith("--ray-client-server-port")]
+        parent = os.getpid()
+
+        def prepare() -> None:
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the time limit is the trainer's to know of
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            die_with(parent)
+
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environment(),
+                preexec_fn=prepare,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """End this node's share of Ray with everything it has started, keep its logs, remove its folder."""
+        if self.process is not None:
+            below = _below(self.process.pid)
+            if self.process.poll() is None:
+                self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(FAREWELL)
+            for pid in {*below, *_below(self.process.pid), self.process.pid}:
+                if _of_ray(pid, self.temp):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+        if self.temp is not None:
+            keep_logs(self.temp, self.kept)
+            shutil.rmtree(self.temp.parent, ignore_errors=True)
+            self.temp = None
+
+    def _answers(self, address: str, port: int) -> bool:
+        deadline = time.monotonic() + ANSWER
+        while self.process is not None and self.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+                return True
+            time.sleep(LOOK)
+        return False
+
+    # -- words
+
+    def _tell(self, **words: str) -> None:
+        disk.write_json(self.place / f"{self.name}.json", {"node": self.name, **words})
+
+    def _write_token(self) -> None:
+        path = self.place / "token"
+        if not path.exists():
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(32))
+
+    def _variables(self) -> dict[str, str]:
+        return {**token_variables(self.place / "token"), **SOON, **QUIET, **SPREAD}
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return {**kept, **self._variables(), "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+
+
+# ------------------------------------------------------------------------------------------------ this machine
+
+
+def _versions() -> dict[str, str]:
+    try:
+        ray = version("ray")
+    except PackageNotFoundError:
+        ray = "none"
+    return {"python": platform.python_version(), "ray": ray}
+
+
+def _own_address() -> str:
+    """The address by which other nodes reach this one: that of its name, or of the way out where that is no use."""
+    with contextlib.suppress(OSError):
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127."):
+            return found
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; an address that is nobody's
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _short_temp() -> str:
+    """A folder of this node whose name leaves room for those of Ray's sockets."""
+    for name in ("SLURM_TMPDIR", "TMPDIR"):
+        place = os.environ.get(name, "")
+        if place and len(place) <= 24 and os.access(place, os.W_OK):
+            return place
+    return "/tmp"
+
+
+def _gpus() -> int | None:
+    """GPUs of this job on this node; None where nothing is said of them."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return len([each for each in shown.split(",") if each and each != "NoDevFiles"])
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(given) if given.isdecimal() else None
+
+
+def _below(pid: int) -> set[int]:
+    """Every process that descends from this one."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    wave = {pid}
+    while wave:
+        wave = {child for child, parent in parents.items() if parent in wave} - found
+        found |= wave
+    return found
+
+
+def _of_ray(pid: int, temp: Path | None) -> bool:
+    """Whether the process is still one of this Ray's, and not another that was given its number."""
+    try:
+        told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return b"ray" in told and (temp is None or str(temp).encode() in told)
+
+
+def _tail(path: Path, lines: int = 5) -> str:
+    try:
+        return " / ".join(path.read_text(errors="replace").strip().splitlines()[-lines:]) or "it wrote nothing"
+    except OSError:
+        return "it wrote nothing"
