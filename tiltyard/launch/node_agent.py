@@ -1,11 +1,13 @@
 """What runs on every node of a job: `python -m tiltyard.launch.node_agent RUN_FOLDER`.
 
-On the first node it starts the trainer, hands on what Slurm signals, and says at the end what becomes of the job:
+On the first node it starts the trainer, hands on what Slurm signals, and says at the end what becomes of the job. Where
+there are several nodes, all agents together start one Ray before that (ray_nodes.py).
 
     trainer ended with             verdict
     0                              done
     75 after SIGUSR2 (limit near)  requeue; unless nothing was learned twice, it was often enough, or somebody said stop
     75 after SIGTERM               stopped: cancelled, or preempted, and then Slurm itself queues the job again
+    anything, Ray's head gone      requeue, `slurm.retry` times; then failed
     killed by a signal             the trainer is started again inside the job, `slurm.retry` times; then failed
     anything else                  failed
 
@@ -20,15 +22,17 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from tiltyard.children import die_with, killed_by
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.launch import AGAIN, COUNTS, FOLDER, STOP, TASK, VERDICT
 from tiltyard.launch.commands import environment
+from tiltyard.launch.ray_nodes import RayNode
 from tiltyard.run import checkpoint, disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -47,6 +51,8 @@ class Counts:
     requeues: int = 0
     still: int = 0
     """jobs in a row that ended where they began"""
+    heads: int = 0
+    """times that Ray's head was lost"""
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,16 @@ class End:
     ended: int
     """env steps of the newest checkpoint, at the start and at the end of the job"""
     tries_left: int
+    lost: str = ""
+    """how Ray's head was lost"""
 
 
-def judge(end: End, counts: Counts, requeues: int) -> tuple[Word, str, Counts]:
+def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word, str, Counts]:
     """What becomes of the job, in a word and in a sentence, and the counts from here on."""
+    if end.lost and not end.stop:
+        if counts.heads >= retry:
+            return "failed", f"{end.lost}, and slurm.retry = {retry} are used up", counts
+        return "requeue", f"{end.lost}: back into the queue", replace(counts, heads=counts.heads + 1)
     near_limit = end.asked == "SIGUSR2"
     if end.code == EXIT_DONE:
         return "done", "", counts
@@ -96,6 +108,9 @@ class Agent:
         self.job = os.environ.get("SLURM_JOB_ID", "")
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked: str | None = None
+        self.ray: RayNode | None = None
+        self._lost = ""  # how Ray's head was
+        self._news: set[str] = set()
         self._limit = _end_time()
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
@@ -108,15 +123,29 @@ class Agent:
 
     def work(self) -> int:
         """See the run through this start of the job; returns the exit code."""
-        began, tries, code = _saved(self.run), int(self.task["retry"]), EXIT_FAILED
         self._take_up()
+        if self.task["nodes"] == 1:
+            return self._see_through(os.environ)
+        self.ray = RayNode(self.run.folder, self.task)
+        try:
+            more = self.ray.lead(self.run.experiment().engine.learners)
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+            return self._see_through({**kept, **more})
+        except TiltyardError as error:
+            self._conclude("failed", error.message, self._counts())
+            return EXIT_FAILED
+        finally:
+            self.ray.end()
+
+    def _see_through(self, environment: Mapping[str, str]) -> int:
+        began, tries, code = _saved(self.run), int(self.task["retry"]), EXIT_FAILED
         while True:
             if self._stop_wanted() or self.asked == "SIGTERM":
                 code = EXIT_RESUMABLE  # before it began
             else:
-                code = self._train()
-            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries)
-            word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]))
+                code = self._train(environment)
+            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries, self._lost)
+            word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]), int(self.task["retry"]))
             if word != "again":
                 break
             tries -= 1
@@ -136,7 +165,7 @@ class Agent:
     def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:
         state = self.run.status()["state"]
         if word == "requeue":
-            disk.write_json(self.folder / COUNTS, {"requeues": counts.requeues, "still": counts.still})
+            disk.write_json(self.folder / COUNTS, asdict(counts))
             self._write_status(state="queued", reason="")
             self._tell("requeued", sentence)
         elif word == "failed" and state != "failed":
@@ -150,7 +179,7 @@ class Agent:
 
     # -- the trainer
 
-    def _train(self) -> int:
+    def _train(self, environment: Mapping[str, str]) -> int:
         """One trainer from its start to its end. First or later, it goes on from what is there."""
         attempt = self.run.status()["attempt"]
         words = [*(["--trust-code"] if self.task["trust_code"] else []), *self.task["overrides"]]
@@ -164,6 +193,7 @@ class Agent:
         trainer = subprocess.Popen(
             [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words],
             preexec_fn=prepare,
+            env=environment,
             stdin=subprocess.DEVNULL,
         )
         code = self._wait_for(trainer)
@@ -182,10 +212,20 @@ class Agent:
             if self.asked == "SIGUSR2" or self.asked != handed:
                 trainer.send_signal(signal.SIGUSR2 if self.asked == "SIGUSR2" else signal.SIGTERM)
                 handed = self.asked
+            if self.ray is not None:
+                self._look_after(self.ray, trainer)
             try:
                 return trainer.wait(TICK)
             except subprocess.TimeoutExpired:
                 continue
+
+    def _look_after(self, ray: RayNode, trainer: subprocess.Popen[bytes]) -> None:
+        """What other nodes have to say; a trainer without a head can do nothing more, not even save."""
+        for sentence in ray.news(self._news):
+            self._tell("warning", sentence)
+        if not self._lost and trainer.poll() is None and (lost := ray.lost()):
+            self._lost = lost
+            trainer.kill()
 
     def _limit_near(self) -> bool:
         """Whether half of the lead is gone and nobody has said so. A limit may have been moved: Slurm is asked then."""
@@ -200,8 +240,8 @@ class Agent:
     def _counts(self) -> Counts:
         try:
             found = disk.read_json(self.folder / COUNTS)
-            return Counts(int(found["requeues"]), int(found["still"]))
-        except (OSError, ValueError, KeyError):
+            return Counts(**{name: int(value) for name, value in found.items()})
+        except (OSError, ValueError, TypeError):
             return Counts()
 
     def _stop_wanted(self) -> bool:
@@ -241,9 +281,14 @@ def _end_time(ask: str = "") -> float | None:
 
 def main() -> int:
     """The exit code of this node's agent."""
-    if os.environ.get("SLURM_PROCID", "0") != "0":
-        return EXIT_DONE
-    return Agent(Run(Path(sys.argv[1]))).work()
+    run = Run(Path(sys.argv[1]))
+    if os.environ.get("SLURM_PROCID", "0") == "0":
+        return Agent(run).work()
+    task = disk.read_json(run.folder / FOLDER / TASK)
+    if task["nodes"] > 1:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        RayNode(run.folder, task).serve()
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class RayNode:
         job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID", "0")
         self.name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.place = run / FOLDER / f"ray-{job}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-        self.output = run / "logs" / f"ray-{self.name}.log"
+        self.output = run / "logs" / "ray" / f"{self.name}.out"
         self.kept = run / "logs" / "ray" / self.name
         self.temp: Path | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -95,7 +95,7 @@ class RayNode:
         assert self.process is not None
         if self.process.poll() is None:
             return ""
-        return f"Ray's head on {self.name} has ended by itself (its output is in logs/{self.output.name})"
+        return f"Ray's head on {self.name} has ended by itself (its output is in logs/ray/{self.output.name})"
 
     def news(self, told: set[str]) -> Iterator[str]:
         """Sentences that other nodes' agents have for the run's events, each once."""

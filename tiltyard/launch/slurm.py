@@ -66,6 +66,7 @@ def script(job: Job) -> str:
         "# The time limit, for an agent that was not told of it in time.",
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"',
         "export SLURM_JOB_END_TIME",
+        *_names_of_nodes(profile),
         "",
         "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
         *step(profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
@@ -89,6 +90,17 @@ def script(job: Job) -> str:
         'echo "job ${again%%;*} goes on with it"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _names_of_nodes(profile: Profile) -> list[str]:
+    """For an agent that has to name one that is missing; Slurm's commands are only sure to be here."""
+    if profile.slurm.samplers is not None:
+        listed = "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"
+    elif profile.resources.nodes > 1:
+        listed = "$SLURM_JOB_NODELIST"
+    else:
+        return []
+    return [f'export TILTYARD_NODES=$(scontrol show hostnames "{listed}" | paste -sd,)']
 
 
 def head(
@@ -252,13 +264,16 @@ def submit(
 
 def task(profile: Profile, overrides: Sequence[str], trust_code: bool) -> dict[str, object]:
     """What the node agent has to know."""
-    slurm = profile.slurm
+    slurm, resources, samplers = profile.slurm, profile.resources, profile.slurm.samplers
     return {
         "profile": profile.name,
         "lead": profile.lead,
         "requeues": slurm.requeues,
         "retry": slurm.retry,
         "wait": slurm.wait,
+        "nodes": resources.nodes + (samplers.nodes if samplers else 0),
+        "cpus_elsewhere": (resources.nodes - 1) * resources.cpus + (samplers.nodes * samplers.cpus if samplers else 0),
+        "samplers": samplers is not None,
         "overrides": list(overrides),
         "trust_code": trust_code,
     }

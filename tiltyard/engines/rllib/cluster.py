@@ -2,6 +2,7 @@
 
     start(engine, needs)   a Ray of our own: local, or `nodes` of it emulated on this machine
     its address            a running one, which is left as it was
+    allocation()           the one that a job's agents have started over its nodes (launch/ray_nodes.py)
 
 A Ray of our own has a token that only this user's processes know, a temporary folder of its own, no dashboard and no
 usage statistics, and takes no notice of RAY_ADDRESS or of other Rays on this machine. Its logs are kept with the run.
@@ -10,6 +11,7 @@ usage statistics, and takes no notice of RAY_ADDRESS or of other Rays on this ma
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -17,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -28,8 +31,10 @@ from tiltyard.config.experiment import Engine
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.machine import free_memory, usable_cores
 
+ALLOCATION = "TILTYARD_RAY"  # variable: what a job's first agent tells the trainer
 INSTALL = "pip install 'tiltyard[ray]'"
 STORE = 0.5  # GiB for what processes send each other, where nothing is said
+LONGEST_LOG = 2**20  # bytes of each of Ray's logs that are kept
 SMALLEST_STORE = 80 * 2**20  # bytes: Ray refuses less
 SOON = {  # a lost node is noticed after seconds instead of a minute
     "RAY_health_check_initial_delay_ms": "0",
@@ -50,6 +55,24 @@ def require_ray() -> None:
         raise UseError(f"engine.kind = rllib needs Ray 2.60, and {found} is installed", INSTALL)
     if any(find_spec(name) is None for name in ("tree", "lz4", "ormsgpack")):
         raise UseError("Ray is installed without what its RLlib needs", INSTALL)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A Ray over the nodes of a job. `folder` and `logs` are where its agents say how they fare."""
+
+    address: str
+    nodes: list[str]
+    cpus: int
+    wait: float
+    folder: str
+    logs: str
+
+
+def allocation() -> Allocation | None:
+    """That of the job which this process is part of, if there is one."""
+    told = os.environ.get(ALLOCATION)
+    return Allocation(**json.loads(told)) if told else None
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,9 @@ class Cluster:
         self.engine, self.logs = engine, logs
         self._own: Any = None  # the emulated nodes
         self._place: Path | None = None
-        self._before = {name: os.environ.get(name) for name in ("RAY_ADDRESS", *_token(Path()), *SOON, *QUIET)}
-        own = engine.address is None
+        self._before = {name: os.environ.get(name) for name in ("RAY_ADDRESS", *token_variables(Path()), *SOON, *QUIET)}
+        self.job = allocation() if engine.address is None else None
+        own = engine.address is None and self.job is None
         if own:
             cpus = (engine.cpus or usable_cores()) * engine.nodes
             needs.check(cpus, _gpus(), "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
@@ -98,7 +122,8 @@ class Cluster:
 
             found = ray.cluster_resources()
             try:
-                needs.check(found.get("CPU", 0), found.get("GPU", 0), f"the cluster at {engine.address}")
+                where = f"the cluster at {engine.address}" if self.job is None else "the job"
+                needs.check(found.get("CPU", 0), found.get("GPU", 0), where)
             except UseError:
                 self.close()
                 raise
@@ -108,14 +133,18 @@ class Cluster:
         if own:
             self._place = _short_folder(self.engine.temp_dir)
             os.environ.pop("RAY_ADDRESS", None)
-            os.environ.update({**SOON, **_token(_token_file())})
+            os.environ.update({**SOON, **token_variables(_token_file())})
             os.environ.pop("RAY_AUTH_TOKEN", None)
         import ray
 
         _look_again()
         how = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         try:
-            if not own:
+            if self.job is not None:
+                os.environ.pop("RAY_ADDRESS", None)
+                ray.init(address=self.job.address, **how)
+                wait_for_nodes(self.job)
+            elif not own:
                 ray.init(address=self.engine.address, **how)
             elif self.engine.nodes == 1:
                 ray.init(address="local", num_cpus=self.engine.cpus or usable_cores(), **self._started(), **how)
@@ -123,9 +152,8 @@ class Cluster:
                 self._emulate(how)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             self.close()
-            where = (
-                "Ray could not be started" if own else f"engine.address = {self.engine.address}: no Ray answers there"
-            )
+            address = f"engine.address = {self.engine.address}" if self.job is None else "the job's own Ray"
+            where = "Ray could not be started" if own else f"{address}: no Ray answers there"
             hint = (
                 "its logs are in the run's logs/ray"
                 if own
@@ -188,6 +216,8 @@ class Cluster:
         found = ray.cluster_resources()
         nodes = sum(self.nodes().values()) - (self._own is not None)
         what = f"{found.get('CPU', 0):g} CPUs" + (f", {found['GPU']:g} GPUs" if found.get("GPU") else "")
+        if self.job is not None:
+            return f"Ray on the job's {nodes} nodes, {what}"
         if self.engine.address is not None:
             return f"Ray at {self.engine.address}, {what} on {nodes} node{'s' if nodes > 1 else ''}"
         return f"a Ray of its own, {what}" + (f" on {nodes} emulated nodes" if self._own is not None else "")
@@ -209,9 +239,57 @@ class Cluster:
         _look_again()
         if self._place is not None:
             if self.logs is not None:
-                _keep_logs(self._place, self.logs)
+                keep_logs(self._place, self.logs)
             shutil.rmtree(self._place.parent, ignore_errors=True)
             self._place = None
+
+
+def wait_for_nodes(job: Allocation) -> None:
+    """Until every node of a job has joined and done a first task; an error names those that have not."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here: Any = ray.remote(num_cpus=0)(_process)
+    deadline, probes = time.monotonic() + job.wait, dict[str, Any]()
+    while True:
+        for node in ray.nodes():
+            if node["Alive"] and node["NodeName"] in job.nodes and node["NodeName"] not in probes:
+                place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                probes[node["NodeName"]] = here.options(scheduling_strategy=place).remote()
+        done, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=0.2) if probes else ([], [])
+        missing = [name for name in job.nodes if name not in probes or probes[name] not in done]
+        if not missing:
+            ray.get(list(probes.values()))
+            return
+        failed = [sentence for name in missing if (sentence := _failure(job, name))]
+        if failed:
+            raise TiltyardError(failed[0], f"the output of its agent is in {job.logs}", "\n".join(failed))
+        if time.monotonic() > deadline:
+            raise TiltyardError(
+                f"{', '.join(missing)} did not join the job's Ray within {job.wait:g} s (slurm.wait)",
+                "look at these nodes with: tiltyard doctor --on PROFILE",
+                "\n".join(f"{name}: {_last_lines(job, name)}" for name in missing),
+            )
+        time.sleep(0.2)
+
+
+def _process() -> int:
+    return os.getpid()
+
+
+def _failure(job: Allocation, node: str) -> str:
+    try:
+        told = json.loads((Path(job.folder) / f"{node}.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(told["sentence"]) if told["state"] == "failed" else ""
+
+
+def _last_lines(job: Allocation, node: str) -> str:
+    try:
+        return "\n".join((Path(job.logs) / f"{node}.out").read_text(errors="replace").splitlines()[-20:])
+    except OSError:
+        return "nothing was heard of it"
 
 
 def _gpus() -> int:
@@ -225,7 +303,8 @@ def _gpus() -> int:
 _tokens: list[Path] = []  # of this process: Ray reads it once
 
 
-def _token(file: Path) -> dict[str, str]:
+def token_variables(file: Path) -> dict[str, str]:
+    """By which Ray's processes find their token."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
@@ -265,14 +344,15 @@ def _short_folder(parent: str | None) -> Path:
     return outer / "r"
 
 
-def _keep_logs(place: Path, logs: Path) -> None:
-    """What Ray and its workers wrote that is not empty, newest session only."""
+def keep_logs(place: Path, logs: Path) -> None:
+    """The end of what Ray and its workers wrote, newest session only."""
     for session in sorted(place.glob("session_2*"))[-1:]:
         for file in (session / "logs").glob("*"):
             if file.is_file() and file.stat().st_size and file.suffix in (".log", ".err", ".out"):
                 logs.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(OSError):
-                    shutil.copyfile(file, logs / file.name)
+                with contextlib.suppress(OSError), file.open("rb") as source:
+                    source.seek(max(0, file.stat().st_size - LONGEST_LOG))
+                    (logs / file.name).write_bytes(source.read())
 
 
 @contextlib.contextmanager
