@@ -158,15 +158,9 @@ def test_a2c_is_the_same_update_once_and_unclipped(runs: Path) -> None:
     assert record["learn/epochs"] == 1 and record["learn/clip_fraction"] == 0
 
 
-def test_doctor_and_version(tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {finding["what"]: finding["state"] for finding in json.loads(tiltyard("doctor", "--json").stdout)}
-    assert found.keys() == {"python", "torch", "cores", "memory", "runs", "video", "extras", "git"}
-    assert "bad" not in found.values()
+def test_version(tiltyard: Command) -> None:
     assert tiltyard("version").stdout == f"{product.__version__}\n" == tiltyard("--version").stdout
     assert json.loads(tiltyard("version", "--json").stdout)["tiltyard"] == product.__version__
-    monkeypatch.setenv("TILTYARD_RUNS", "/proc/nowhere")
-    done = tiltyard("doctor", expect=1)
-    assert "cannot be written" in done.stdout and "hint: set TILTYARD_RUNS" in done.stdout
 
 
 def test_train_return_counts_only_a_full_window(runs: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from pathlib import Path
 
 
@@ -19,6 +21,18 @@ def usable_cores() -> int:
         return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def own_address() -> str:
+    """The address by which other machines reach this one: that of its name, or of the way out where that is no use."""
+    with contextlib.suppress(OSError):
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127."):
+            return found
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; an address that is nobody's
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def resident_memory() -> int:

@@ -1,39 +1,22 @@
-"""`doctor` and `version`: what this machine has, what is missing, and what to type about it.
-
-Each check is a function that returns a Finding; `ok` needs nothing, `note` limits something, `bad` must be mended.
-"""
+"""`doctor` and `version`: what this machine, or the nodes of a profile, have and lack, and what to type about it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from tiltyard import __version__
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError
 from tiltyard.run.provenance import package_version
 
-LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
-LOW_MEMORY = 2 << 30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
-
-    what: str
-    state: Literal["ok", "note", "bad"]
-    found: str
-    hint: str = ""
+if TYPE_CHECKING:
+    from tiltyard.doctor.finding import Finding
 
 
 def configure_version(parser: argparse.ArgumentParser) -> None:
@@ -51,125 +34,78 @@ def run_version(args: argparse.Namespace) -> int:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--on", metavar="PROFILE", help="a short job that checks every node it gets")
+    parser.add_argument("--nodes", metavar="NODES", help="with --on: these nodes, as Slurm writes them: node[3,7-9]")
+    parser.add_argument("--clean", action="store_true", help="first remove what processes that are gone left here")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    findings = [check() for check in CHECKS]
+    if args.nodes and not args.on:
+        raise UseError("--nodes is for the nodes of a profile", "name the profile by --on")
+    if args.on and args.clean:
+        raise UseError("--clean is for this machine", "leave out --on")
+    if args.on:
+        return _visit(args)
+    from tiltyard.doctor.checkup import examine
+    from tiltyard.doctor.storage import remove_leftovers
+
+    if args.clean:
+        for path in remove_leftovers():
+            sys.stderr.write(f"removed {path}\n")
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not args.json:
+            _print(finding)
+    return _end(findings, args)
+
+
+def _visit(args: argparse.Namespace) -> int:
+    """The checks on the profile's nodes: by node what needs attention, and one line for each that is well."""
+    from tiltyard.cli.jobs import job_profile
+    from tiltyard.config.place import runs_root
+    from tiltyard.doctor import remembered
+    from tiltyard.doctor.visit import visit
+
+    profile = job_profile(args.on)
+    if profile is None:
+        raise UseError(f"profile {args.on} starts no jobs: launcher is local", "without --on this machine is checked")
+    root = runs_root()
+    findings = visit(profile, root, args.nodes, lambda sentence: sys.stderr.write(f"{sentence}\n"))
+    for change in remembered.note(root, findings):
+        sys.stderr.write(f"{change}\n")
+    if not args.json:
+        _print_nodes(findings)
+    return _end(findings, args)
+
+
+def _print_nodes(findings: Sequence[Finding]) -> None:
+    """A line for every node that is well, what is wrong on some of them, and once what is wrong on all."""
+    nodes = list(dict.fromkeys(finding.node for finding in findings))
+    seen = Counter(replace(finding, node="") for finding in findings)
+    for node in nodes:
+        of_node = [finding for finding in findings if finding.node == node]
+        if not any(finding.state == "bad" for finding in of_node):
+            fine = sum(finding.state == "ok" for finding in of_node)
+            sys.stdout.write(f"ok    {node:<10} {fine} of {len(of_node)} checks are ok\n")
+        for finding in of_node:
+            if finding.state != "ok" and (len(nodes) == 1 or seen[replace(finding, node="")] < len(nodes)):
+                _print(finding)
+    for finding, count in seen.items():
+        if finding.state != "ok" and count == len(nodes) > 1:
+            _print(replace(finding, node=f"all {count}"))
+
+
+def _print(finding: Finding) -> None:
+    where = f"{finding.node:<10} " if finding.node else ""
+    sys.stdout.write(f"{finding.state:<5} {where}{finding.what:<10} {finding.found}\n")
+    if finding.hint:
+        sys.stdout.write(f"{'':<{16 + len(where)}} hint: {finding.hint}\n")
+    sys.stdout.flush()
+
+
+def _end(findings: Sequence[Finding], args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
-    else:
-        for finding in findings:
-            sys.stdout.write(f"{finding.state:<5} {finding.what:<10} {finding.found}\n")
-            if finding.hint:
-                sys.stdout.write(f"{'':<16} hint: {finding.hint}\n")
     return EXIT_FAILED if any(finding.state == "bad" for finding in findings) else EXIT_DONE
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def check_python() -> Finding:
-    fits = sys.version_info >= (3, 11)
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", "ok" if fits else "bad", found, "" if fits else "install Python 3.11 or newer")
-
-
-def check_torch() -> Finding:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Finding("torch", "bad", f"cannot be imported: {error}", "pip install torch")
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU, training runs on the CPU"
-    return Finding("torch", "ok", f"{torch.__version__}, {device}")
-
-
-def check_cores() -> Finding:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = os.cpu_count() or 1
-    found = f"{allowed} of {here} usable, load {os.getloadavg()[0]:.1f}"
-    if os.getloadavg()[0] > allowed:
-        return Finding("cores", "note", found, "other programs use them: training will be slower than it could be")
-    return Finding("cores", "ok", found)
-
-
-def check_memory() -> Finding:
-    from tiltyard.machine import free_memory
-
-    free = free_memory()
-    if free is None:
-        return Finding("memory", "note", "this system does not say how much is free")
-    state: Literal["ok", "note"] = "ok" if free > LOW_MEMORY else "note"
-    return Finding("memory", state, f"{free / 2**30:.1f} GiB free", "" if state == "ok" else "use fewer envs")
-
-
-def check_runs() -> Finding:
-    from tiltyard.config.place import runs_root
-
-    try:
-        root = runs_root()
-    except TiltyardError as error:
-        return Finding("runs", "bad", error.message, error.hint)
-    place = root
-    while not place.exists():
-        place = place.parent
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        reason = f"{root} cannot be written: {error.strerror}"
-        return Finding("runs", "bad", reason, "set TILTYARD_RUNS to a folder of yours")
-    free = shutil.disk_usage(place).free
-    found = f"{root}, {free / 2**30:.1f} GiB free"
-    if free < LOW_DISK:
-        return Finding("runs", "note", found, "checkpoints need room: free some, or set TILTYARD_RUNS to another disk")
-    return Finding("runs", "ok", found)
-
-
-def check_video() -> Finding:
-    try:
-        import imageio_ffmpeg
-
-        program = imageio_ffmpeg.get_ffmpeg_exe()
-        with tempfile.TemporaryDirectory() as folder:
-            command = [program, "-v", "error", "-f", "lavfi", "-i", "color=size=64x64:duration=0.1"]
-            subprocess.run([*command, str(Path(folder) / "try.mp4")], check=True, capture_output=True, timeout=60)
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        return Finding("video", "note", f"no film can be written: {error}", "pip install imageio-ffmpeg")
-    return Finding("video", "ok", "ffmpeg writes mp4")
-
-
-def check_extras() -> Finding:
-    extras = {
-        "ale-py": "atari",
-        "box2d": "box2d",
-        "pygame-ce": "classic",
-        "envpool": "envpool",
-        "pettingzoo": "pettingzoo",
-        "matplotlib": "plot",
-        "ray": "ray",
-        "vizdoom": "vizdoom",
-        "wandb": "wandb",
-    }
-    missing = [extra for package, extra in extras.items() if package_version(package) is None]
-    present = [extra for extra in extras.values() if extra not in missing]
-    found = f"installed: {', '.join(present) or 'none'}"
-    hint = f"for the others: pip install 'tiltyard[{','.join(missing)}]'" if missing else ""
-    return Finding("extras", "ok", found, hint)
-
-
-def check_git() -> Finding:
-    if shutil.which("git") is None:
-        return Finding("git", "note", "not found", "without it a run does not record the commit it was started from")
-    return Finding("git", "ok", "found: runs record commit and changes")
-
-
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python,
-    check_torch,
-    check_cores,
-    check_memory,
-    check_runs,
-    check_video,
-    check_extras,
-    check_git,
-)

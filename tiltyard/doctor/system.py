@@ -1,0 +1,182 @@
+"""Checks of what the system gives a process: cores, memory, limits, threads, ports, the clock, what is preloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiltyard.config.place import runs_root
+from tiltyard.doctor.finding import Finding, State
+from tiltyard.errors import TiltyardError
+from tiltyard.machine import free_memory, usable_cores
+
+LOW_MEMORY = 2 << 30
+LOW_FILES, FEW_FILES = 1024, 256  # Ray and many workers open hundreds each; fewer than this is not enough for anything
+LOW_PROCESSES, FEW_PROCESSES = 1000, 100  # still to be had by this user: threads count, and Ray starts hundreds
+THREADS = 200  # started to see whether it can be done
+RAY_PORTS = (6379, 8265, 10001)  # where a Ray started by hand listens
+PORTS = 32
+OFF = 2.0  # seconds that two clocks may differ: files of one node are then older than they look on another
+
+
+def check_cores() -> Finding:
+    allowed, here, load = usable_cores(), os.cpu_count() or 1, os.getloadavg()[0]
+    found = f"{allowed} of {here} usable, load {load:.1f}"
+    if load > allowed and allowed == here:
+        return Finding("cores", "note", found, "other programs use them: training will be slower than it could be")
+    return Finding("cores", "ok", found)
+
+
+def check_memory() -> Finding:
+    free = free_memory()
+    if free is None:
+        return Finding("memory", "note", "this system does not say how much is free")
+    state: State = "ok" if free > LOW_MEMORY else "note"
+    return Finding("memory", state, f"{free / 2**30:.1f} GiB free", "" if state == "ok" else "use fewer envs")
+
+
+def check_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _unlimited(soft) or soft >= LOW_FILES:
+        return Finding("files", "ok", f"{_limit(soft)} may be open in a process")
+    hint = f"ulimit -n {_limit(hard)}" if hard > soft else "ask the site for a higher limit of open files (ulimit -n)"
+    return Finding("files", "bad" if soft < FEW_FILES else "note", f"only {soft} may be open in a process", hint)
+
+
+def check_processes() -> Finding:
+    """How many more this user may start: limits of the user and of the control group, which both count threads."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    left = [] if _unlimited(soft) else [soft - own_threads()]
+    with contextlib.suppress(OSError, ValueError):
+        most, now = (int(Path(f"/sys/fs/cgroup/pids.{name}").read_text()) for name in ("max", "current"))
+        left.append(most - now)
+    if not left or min(left) >= LOW_PROCESSES:
+        return Finding("processes", "ok", f"{min(left):,} more may be started" if left else "as many as there is room")
+    raised = hard > soft or _unlimited(hard)
+    hint = f"ulimit -u {_limit(hard)}" if raised else "end what is left over, or ask the site for a higher ulimit -u"
+    state: State = "bad" if min(left) < FEW_PROCESSES else "note"
+    return Finding("processes", state, f"only {max(0, min(left))} more may be started, threads included", hint)
+
+
+def check_threads() -> Finding:
+    """By really starting some."""
+    gate, started = threading.Event(), []
+    try:
+        for _ in range(THREADS):
+            thread = threading.Thread(target=gate.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError):
+        hint = "raise ulimit -u and ulimit -v, or the job's limit of processes; smaller stacks: ulimit -s 1024"
+        return Finding("threads", "bad", f"no more than {len(started)} could be started in a process", hint)
+    finally:
+        gate.set()
+        for thread in started:
+            thread.join()
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > usable_cores():
+        hint = f"export OMP_NUM_THREADS={usable_cores()}, or unset it"
+        return Finding("threads", "note", f"OMP_NUM_THREADS={asked} on {usable_cores()} usable cores", hint)
+    return Finding("threads", "ok", f"{THREADS} start at once{f', OMP_NUM_THREADS={asked}' if asked else ''}")
+
+
+def own_threads() -> int:
+    """Threads of all processes of this user."""
+    count = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
+            lines = dict(line.partition(":")[::2] for line in status.read_text().splitlines())
+            count += int(lines["Threads"]) if int(lines["Uid"].split()[0]) == os.getuid() else 0
+    return count
+
+
+def check_ports(usual: Sequence[int] = RAY_PORTS) -> Finding:
+    """By really binding: free ones to be had, this machine reached by its own name, and who has Ray's usual ones."""
+    with contextlib.ExitStack() as kept:
+        try:
+            bound = [kept.enter_context(_listener(0)) for _ in range(PORTS)]
+        except OSError as error:
+            return Finding("ports", "bad", f"none can be had: {error.strerror}", "end programs that hold too many")
+        number = bound[0].getsockname()[1]
+        for name in ("127.0.0.1", socket.gethostname()):
+            try:
+                socket.create_connection((name, number), timeout=10).close()
+            except OSError as error:
+                reason = f"a port of this machine cannot be reached as {name}: {error.strerror or error}"
+                return Finding(
+                    "ports", "bad", reason, "have the host's name resolved, and no firewall on its own ports"
+                )
+        taken = [port for port in usual if not _free(port)]
+    if taken:
+        said = f"taken: {', '.join(map(str, taken))}, where a Ray of somebody listens"
+        hint = "Tiltyard picks free ones by itself; a Ray of your own that is left over: end it"
+        return Finding("ports", "note", said, hint)
+    return Finding("ports", "ok", f"{PORTS} bound, this machine reached by its name")
+
+
+def _listener(port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.bind(("", port))
+        bound.listen()
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _free(port: int) -> bool:
+    try:
+        _listener(port).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_preload() -> Finding:
+    listed = os.environ.get("LD_PRELOAD", "")
+    if not listed:
+        return Finding("preload", "ok", "LD_PRELOAD is not set")
+    missing = [name for name in listed.replace(":", " ").split() if "/" in name and not Path(name).exists()]
+    if missing:
+        return Finding("preload", "bad", f"LD_PRELOAD names {missing[0]}, which is not there", "unset LD_PRELOAD")
+    hint = "unset LD_PRELOAD: it breaks Ray at many sites; jobs unset it unless slurm.keep_ld_preload is true"
+    return Finding("preload", "note", f"LD_PRELOAD={listed}", hint)
+
+
+def check_clock() -> Finding:
+    """Against the clock of the file system that runs are on, which is another machine's on a cluster."""
+    try:
+        place = existing(runs_root())
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"now")
+            file.flush()
+            off = time.time() - Path(file.name).stat().st_mtime
+    except (OSError, TiltyardError) as error:
+        return Finding("clock", "note", f"nothing to compare it with: {error}")
+    found = f"{off:+.1f} s against the file system of the runs"
+    if abs(off) > OFF:
+        return Finding("clock", "bad", found, "set this machine's clock (chronyc makestep), or tell the site")
+    return Finding("clock", "ok", found)
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _unlimited(limit: int) -> bool:
+    return limit == resource.RLIM_INFINITY
+
+
+def _limit(limit: int) -> str:
+    return "unlimited" if _unlimited(limit) else str(limit)

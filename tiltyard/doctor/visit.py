@@ -1,0 +1,173 @@
+"""The doctor on a profile's nodes: a job of a few minutes that runs the checkup on each, followed to its end.
+
+Everything is in a hidden folder below the runs folder, which all nodes see, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.site import Profile
+from tiltyard.doctor.across import compare
+from tiltyard.doctor.finding import Finding
+from tiltyard.doctor.node import REPORT, named
+from tiltyard.doctor.remembered import PLACE
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.launch.commands import cancel, environment, sbatch
+from tiltyard.launch.queue import Pace, Told, ask
+from tiltyard.launch.slurm import head, secret_environment, set_up, step
+from tiltyard.run import disk
+
+LIMIT = "5"  # minutes
+LOOK = 0.25  # seconds between looks at the folder
+LATE = 5.0  # seconds that files may take to be seen here after the job has ended
+OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
+
+
+def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], object]) -> list[Finding]:
+    """The findings of every node: as many as the profile asks for, or those named by `nodes`. `say` hears the queue."""
+    names = hostnames(nodes) if nodes else []
+    if names:
+        profile = _only(profile, names)
+    resources, samplers = profile.resources, profile.slurm.samplers
+    count = resources.nodes + (samplers.nodes if samplers else 0)
+    with _folder(root) as folder:
+        _write(folder, profile, root, count)
+        with _job(folder, profile) as job:
+            on, told = _follow(job, folder, count, say)
+        reports = {node: disk.read_json(folder / f"{node}{REPORT}") for node in named(folder, REPORT)}
+        if not reports:
+            sentence = told.sentence(job) if told else f"job {job} said nothing"
+            hint = f"is slurm.python or slurm.setup of profile {profile.name} wrong?"
+            raise TiltyardError(f"no node was checked: {sentence}", hint, _tail(folder))
+        return [*_findings(reports), *_silent(names or on, reports, folder)]
+
+
+def hostnames(nodes: str) -> list[str]:
+    """node[1-3] -> node1, node2, node3, as Slurm reads it."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], env=environment(), capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TiltyardError(f"scontrol cannot be asked: {error}", "type this where Slurm is") from error
+    if done.returncode != 0 or not done.stdout.split():
+        raise UseError(f"{nodes!r} names no nodes", "as in: --nodes node3 or --nodes 'node[3,7-9]'")
+    return done.stdout.split()
+
+
+def _only(profile: Profile, names: list[str]) -> Profile:
+    """The profile for just these nodes."""
+    extra = [*profile.slurm.extra, f"--nodelist={','.join(names)}"]
+    slurm = profile.slurm.model_copy(update={"extra": extra, "exclude": None, "samplers": None})
+    resources = profile.resources.model_copy(update={"nodes": len(names)})
+    return profile.model_copy(update={"slurm": slurm, "resources": resources})
+
+
+@contextlib.contextmanager
+def _folder(root: Path) -> Iterator[Path]:
+    folder = disk.absolute(root) / PLACE / f"visit-{disk.unique()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise UseError(
+            f"{folder} cannot be made: {error.strerror}", "set TILTYARD_RUNS to a folder of yours"
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # unless nodes are remembered in it
+
+
+def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
+    """The script, and what it must not show."""
+    hidden = secret_environment(profile.environment)
+    (folder / SECRETS).write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items()))
+    quoted = shlex.quote(str(folder))
+    lines = [
+        *head(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
+        f"exec >{quoted}/{OUTPUT} 2>&1",
+        *set_up(profile, f"{quoted}/{SECRETS}"),
+        f"export TILTYARD_RUNS={shlex.quote(str(disk.absolute(root)))}",
+        *step(profile, ["-m", "tiltyard.doctor.node"], f"{quoted} {count}"),
+    ]
+    (folder / SCRIPT).write_text("\n".join(lines) + "\n")
+
+
+@contextlib.contextmanager
+def _job(folder: Path, profile: Profile) -> Iterator[str]:
+    """The visit's job; whoever leaves before its end takes it along."""
+    try:
+        job = sbatch(folder / SCRIPT, f"doctor-{folder.name}")
+    except TiltyardError as error:
+        raise TiltyardError(error.message, f"correct profile {profile.name}", error.details) from error
+    try:
+        yield job
+        deadline = time.monotonic() + LATE
+        while _is_open(_ask(job)) and time.monotonic() < deadline:
+            time.sleep(LOOK)
+    finally:
+        if _is_open(_ask(job)):
+            with contextlib.suppress(TiltyardError, OSError, subprocess.SubprocessError):
+                cancel(job)
+
+
+def _ask(job: str) -> Told | None:
+    return (ask([job]) or {}).get(job)
+
+
+def _is_open(told: Told | None) -> bool:
+    return told is None or told.waits or told.runs
+
+
+def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) -> tuple[list[str], Told | None]:
+    """Wait until every node has reported, or the job has ended. Returns its nodes, and what Slurm said last."""
+    pace, said, due, nodes = Pace(), "", 0.0, ""
+    told: Told | None = None
+    ended: float | None = None
+    while len(named(folder, REPORT)) < count:
+        now = time.monotonic()
+        if ended is not None and now > ended + LATE:
+            break
+        if ended is None and now >= due:
+            told = _ask(job)
+            sentence = told.sentence(job) if told else f"Slurm does not answer about job {job}"
+            nodes = told.nodes if told and told.nodes else nodes
+            if sentence != said:
+                said = sentence
+                pace.changed()
+                say(sentence)
+            ended = now if told is not None and not _is_open(told) else None
+            due = now + pace.pause()
+        time.sleep(LOOK)
+    return hostnames(nodes) if nodes else [], told
+
+
+def _findings(reports: dict[str, dict[str, Any]]) -> list[Finding]:
+    each = [Finding(**{**found, "node": node}) for node in sorted(reports) for found in reports[node]["findings"]]
+    return [*each, *compare(reports)]
+
+
+def _silent(names: list[str], reports: dict[str, dict[str, Any]], folder: Path) -> list[Finding]:
+    return [
+        Finding("checkup", "bad", f"it told nothing; the job's output ends with: {_tail(folder, 1)}", "", node)
+        for node in names
+        if node not in reports
+    ]
+
+
+def _tail(folder: Path, lines: int = 20) -> str:
+    try:
+        whole = (folder / OUTPUT).read_text(errors="replace").strip()
+    except OSError:
+        return "(nothing)"
+    return "\n".join(whole.splitlines()[-lines:]) or "(nothing)"
