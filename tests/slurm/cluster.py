@@ -61,7 +61,9 @@ class Cluster:
         return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
 
     def restarts(self, job: str) -> int:
-        found = [word for word in self.ask("scontrol", "-o", "show", "job", job).split() if word.startswith("Restarts=")]
+        found = [
+            word for word in self.ask("scontrol", "-o", "show", "job", job).split() if word.startswith("Restarts=")
+        ]
         return int(found[0].partition("=")[2])
 
 

@@ -15,7 +15,7 @@ from tiltyard.errors import TiltyardError
 PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
 
 
-def sbatch(path: Path, name: str, *, patience: float = PATIENCE) -> str:
+def sbatch(path: Path, name: str) -> str:
     """Submit a script and return the job's id. Whatever goes wrong, nothing called `name` is left in the queue."""
     try:
         with _cancelled_unless_done(name):
@@ -26,7 +26,7 @@ def sbatch(path: Path, name: str, *, patience: float = PATIENCE) -> str:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=patience,
+                timeout=PATIENCE,
                 start_new_session=True,  # a Ctrl-C is for us, who then take back what was submitted
             )
             if done.returncode == 0 and (found := re.match(r"\d+", done.stdout.strip())):
@@ -37,7 +37,7 @@ def sbatch(path: Path, name: str, *, patience: float = PATIENCE) -> str:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise TiltyardError(
-            f"sbatch gave no answer for {patience:.0f} s: Slurm's controller is down or busy",
+            f"sbatch gave no answer for {PATIENCE:.0f} s: Slurm's controller is down or busy",
             f"try again later; the script is {path}",
         ) from error
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").removeprefix(

@@ -135,7 +135,7 @@ def look(run: Run) -> tuple[str, str]:
 def refuse_queued(run: Run) -> None:
     """UseError when the run's job waits or runs: whoever goes on with the run, or deletes it, stops that first."""
     try:
-        job = job_of(run)
+        job = job_of(run) if run.state not in ("finished", "failed") else None
     except UseError:  # half a folder, which is nobody's job
         return
     if job is None or job == os.environ.get("SLURM_JOB_ID"):  # that job is us

@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.children import die_with
-from tiltyard.engines.rllib.cluster import ALLOCATION, QUIET, SMALLEST_STORE, SOON, STORE, keep_logs, token_variables
+from tiltyard.engines.rllib.cluster import (
+    ALLOCATION,
+    QUIET,
+    SMALLEST_STORE,
+    SOON,
+    STORE,
+    keep_logs,
+    short_folder,
+    token_variables,
+)
 from tiltyard.errors import TiltyardError
 from tiltyard.launch import FOLDER
 from tiltyard.machine import free_memory, usable_cores
@@ -41,7 +49,6 @@ ANSWER = 120.0  # seconds for a head to answer on its port
 FAREWELL = 10.0  # seconds for Ray to end when asked to
 TRIES = 3  # ports that are tried
 SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}  # runners on every node, rather than one node after another
-LOST = "lost"
 
 
 class RayNode:
@@ -57,6 +64,7 @@ class RayNode:
         self.temp: Path | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.offered = usable_cores()
+        self.said: list[str] = []  # for the run's events
 
     # -- the first node
 
@@ -65,8 +73,10 @@ class RayNode:
         group learns: no runner is put there."""
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write_token()
+        learning = learners if learners > 1 else 0  # in processes of their own; a single one is in the trainer's
+        taken = max(1, learners)
         if self.task["samplers"]:
-            self.offered = learners if learners > 1 else 0
+            self.offered = taken = learning
         for tries_left in reversed(range(TRIES)):
             address, port = _own_address(), _free_port()
             self._start("--head", f"--port={port}", "--include-dashboard=false", address=address)
@@ -81,13 +91,13 @@ class RayNode:
         told = {
             "address": f"{address}:{port}",
             "nodes": nodes or [self.name],
-            "cpus": self.offered + int(self.task["cpus_elsewhere"]),
+            "cpus": self.offered + int(self.task["cpus_elsewhere"]) - taken,
             "wait": self.task["wait"],
             "folder": str(self.place),
             "logs": str(self.output.parent),
         }
         disk.write_json(self.place / "head.json", {**told, **_versions()})
-        self._tell(state="joined")
+        self._tell("joined")
         return {**self._variables(), ALLOCATION: json.dumps(told)}
 
     def lost(self) -> str:
@@ -101,10 +111,10 @@ class RayNode:
         """Sentences that other nodes' agents have for the run's events, each once."""
         for path in sorted(self.place.glob("*.json")):
             with contextlib.suppress(OSError, ValueError):
-                sentence = disk.read_json(path).get("sentence")
-                if sentence and sentence not in told:
-                    told.add(sentence)
-                    yield str(sentence)
+                for sentence in disk.read_json(path).get("said", []):
+                    if sentence not in told:
+                        told.add(sentence)
+                        yield str(sentence)
 
     def end(self) -> None:
         """Let the other nodes go, and end this one's share."""
@@ -124,24 +134,24 @@ class RayNode:
         ours, theirs = _versions(), {name: head[name] for name in _versions()}
         if ours != theirs:
             both = ", ".join(f"{name} {ours[name]} here and {theirs[name]} there" for name in ours)
-            self._tell(state="failed", sentence=f"{self.name} cannot join Ray, versions differ: {both}")
+            self._tell("failed", f"{self.name} cannot join Ray, versions differ: {both}")
             self._until_over(lambda: False)
             return
         tries = int(self.task["retry"])
         while True:
             self._start(f"--address={head['address']}", address=_own_address())
-            self._tell(state="joined")
+            self._tell("joined")
             assert self.process is not None
             if self._until_over(lambda: self.process is not None and self.process.poll() is not None):
                 break
             self.stop()
             if tries == 0:
-                self._tell(state="failed", sentence=f"{self.name} lost its part of Ray: {_tail(self.output)}")
+                self._tell("failed", f"{self.name} lost its part of Ray: {_tail(self.output)}")
                 self._until_over(lambda: False)
                 break
             tries -= 1
             number = int(self.task["retry"]) - tries
-            self._tell(state=LOST, sentence=f"{self.name} lost its part of Ray, which is started again ({number})")
+            self._tell("lost", f"{self.name} lost its part of Ray, which is started again ({number})")
         self.stop()
 
     def _head(self) -> dict[str, Any] | None:
@@ -169,8 +179,7 @@ class RayNode:
     # -- Ray's own processes
 
     def _start(self, *words: str, address: str) -> None:
-        outer = Path(tempfile.mkdtemp(prefix="ty-", dir=_short_temp()))  # 0700; Ray opens its own folder to everybody
-        self.temp = outer / "r"
+        self.temp = short_folder(_short_temp())
         store = max(SMALLEST_STORE, int(min(STORE * 2**30, (free_memory() or 2**34) / 8)))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
         command += [
@@ -237,8 +246,9 @@ class RayNode:
 
     # -- words
 
-    def _tell(self, **words: str) -> None:
-        disk.write_json(self.place / f"{self.name}.json", {"node": self.name, **words})
+    def _tell(self, state: str, sentence: str = "") -> None:
+        self.said += [sentence] if sentence else []
+        disk.write_json(self.place / f"{self.name}.json", {"node": self.name, "state": state, "said": self.said})
 
     def _write_token(self) -> None:
         path = self.place / "token"
@@ -284,13 +294,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _short_temp() -> str:
+def _short_temp() -> str | None:
     """A folder of this node whose name leaves room for those of Ray's sockets."""
     for name in ("SLURM_TMPDIR", "TMPDIR"):
         place = os.environ.get(name, "")
         if place and len(place) <= 24 and os.access(place, os.W_OK):
             return place
-    return "/tmp"
+    return None
 
 
 def _gpus() -> int | None:

@@ -114,14 +114,27 @@ def head(
     avoided: Sequence[str] = (),
 ) -> list[str]:
     """The #! line and the #SBATCH lines. `output` is a pattern of sbatch; `time` and `nodes` replace the profile's."""
-    slurm, resources = profile.slurm, profile.resources
-    first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
-    excluded = ",".join(word for word in (slurm.exclude, *avoided) if word)
     lines = [
         f"--job-name={_escaped(_one_line(name))}",
         f"--output={_escaped(output)}",
         "--open-mode=append",
         *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
+        *asked_for(profile, time=time, nodes=nodes, avoided=avoided),
+    ]
+    if profile.slurm.samplers is not None and nodes is None:
+        samplers = profile.slurm.samplers
+        lines += ["hetjob", *_group(samplers, samplers.partition or profile.slurm.partition, samplers.constraint)]
+    return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)]
+
+
+def asked_for(
+    profile: Profile, *, time: str | None = None, nodes: int | None = None, avoided: Sequence[str] = ()
+) -> list[str]:
+    """What sbatch and srun have in common: the options that say what is asked for, `extra` as the site file has it."""
+    slurm, resources = profile.slurm, profile.resources
+    first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
+    excluded = ",".join(word for word in (slurm.exclude, *avoided) if word)
+    return [
         *_option("time", time or resources.time),
         *_option("account", slurm.account),
         *_option("qos", slurm.qos),
@@ -129,10 +142,6 @@ def head(
         *slurm.extra,
         *_group(first, slurm.partition, slurm.constraint),
     ]
-    if slurm.samplers is not None and nodes is None:
-        samplers = slurm.samplers
-        lines += ["hetjob", *_group(samplers, samplers.partition or slurm.partition, samplers.constraint)]
-    return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)]
 
 
 def _group(nodes: Nodes, partition: str | None, constraint: str | None) -> list[str]:
