@@ -42,15 +42,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "rm": ("tiltyard.cli.runs", "delete runs"),
     "diff": ("tiltyard.cli.runs", "settings in which two runs or files differ"),
     "config": ("tiltyard.cli.config", "show a resolved experiment, its JSON schema, the settings reference"),
-    "doctor": ("tiltyard.cli.doctor", "check this machine and say what is missing"),
+    "shell": ("tiltyard.cli.nodes", "a terminal on a node: beside a run's job, or as a profile asks for one"),
+    "top": ("tiltyard.cli.nodes", "processes, threads, memory and GPUs of a run that is running"),
+    "doctor": ("tiltyard.cli.doctor", "check this machine, or a profile's nodes, and say what is missing"),
     "version": ("tiltyard.cli.doctor", "print the version"),
 }
 
 GROUPS = (
     ("learn", ("train", "resume", "fork", "eval")),
     ("go faster", ("bench", "tune")),
-    ("look", ("ls", "show", "logs", "diff")),
-    ("keep house", ("stop", "rm", "config", "doctor", "version")),
+    ("look", ("ls", "show", "logs", "top", "diff")),
+    ("keep house", ("stop", "rm", "config", "shell", "doctor", "version")),
 )
 
 
@@ -129,7 +131,13 @@ def dispatch(words: list[str]) -> int:
     commands = importlib.import_module(module)
     parser = Words(prog=f"tiltyard {verb}", description=summary, allow_abbrev=False)
     getattr(commands, f"configure_{verb}")(parser)
-    code = getattr(commands, f"run_{verb}")(parser.parse_intermixed_args(rest))
+    command: list[str] = []
+    if parser.get_default("command") is not None and "--" in rest:  # what follows is a command, whatever it looks like
+        rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    args = parser.parse_intermixed_args(rest)
+    if command:
+        args.command = command
+    code = getattr(commands, f"run_{verb}")(args)
     return int(code)
 
 

@@ -20,7 +20,8 @@ from tiltyard.doctor.finding import Finding
 from tiltyard.doctor.node import REPORT, named
 from tiltyard.doctor.remembered import PLACE
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch.commands import cancel, environment, sbatch
+from tiltyard.launch.commands import cancel, sbatch
+from tiltyard.launch.inside import hostnames
 from tiltyard.launch.queue import Pace, Told, ask
 from tiltyard.launch.slurm import head, secret_environment, set_up, step
 from tiltyard.run import disk
@@ -34,6 +35,8 @@ OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
 def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], object]) -> list[Finding]:
     """The findings of every node: as many as the profile asks for, or those named by `nodes`. `say` hears the queue."""
     names = hostnames(nodes) if nodes else []
+    if nodes and not names:
+        raise UseError(f"{nodes!r} names no nodes", "as in: --nodes node3 or --nodes 'node[3,7-9]'")
     if names:
         profile = _only(profile, names)
     resources, samplers = profile.resources, profile.slurm.samplers
@@ -48,19 +51,6 @@ def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], 
             hint = f"is slurm.python or slurm.setup of profile {profile.name} wrong?"
             raise TiltyardError(f"no node was checked: {sentence}", hint, _tail(folder))
         return [*_findings(reports), *_silent(names or on, reports, folder)]
-
-
-def hostnames(nodes: str) -> list[str]:
-    """node[1-3] -> node1, node2, node3, as Slurm reads it."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], env=environment(), capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise TiltyardError(f"scontrol cannot be asked: {error}", "type this where Slurm is") from error
-    if done.returncode != 0 or not done.stdout.split():
-        raise UseError(f"{nodes!r} names no nodes", "as in: --nodes node3 or --nodes 'node[3,7-9]'")
-    return done.stdout.split()
 
 
 def _only(profile: Profile, names: list[str]) -> Profile:

@@ -1,0 +1,114 @@
+"""Commands with a profile's set-up: on a node of a job that runs, or on one that Slurm is asked for.
+
+The set-up and the profile's variables travel in the environment, which no process list shows. What a set-up writes goes
+to stderr: stdout is the command's.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tiltyard.config.site import Profile
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.launch.commands import environment
+from tiltyard.launch.slurm import asked_for, secret_environment, set_up
+
+SET_UP = "TILTYARD_SET_UP"
+PATIENCE = 60.0
+_RUN = f'eval "${SET_UP}" >&2; unset {SET_UP}; exec "$@"'
+# The set-up is read by the shell itself: functions and aliases of it stay.
+_OPEN = (
+    f"exec bash --rcfile <(echo '[ ! -r ~/.bashrc ] || . ~/.bashrc'; printf '%s\\n' \"${SET_UP}\" 'unset {SET_UP}') -i"
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes of a job; a heterogeneous one has several groups, with numbers."""
+
+    nodes: tuple[str, ...]
+    number: str | None = None
+
+
+def groups_of(job: str) -> list[Group]:
+    """Where a job runs; nothing when it does not."""
+    lines = _ask(["squeue", "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%i|%N"])
+    found = []
+    for line in lines:
+        name, _, nodes = line.partition("|")
+        found.append(Group(tuple(hostnames(nodes)), name.partition("+")[2] or None))
+    return found
+
+
+def hostnames(nodes: str) -> list[str]:
+    """node[1-3] -> node1, node2, node3, as Slurm reads it."""
+    return _ask(["scontrol", "show", "hostnames", nodes])
+
+
+def _ask(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TiltyardError(f"{command[0]} gives no answer: {error}", "type this where Slurm is") from error
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def in_job(
+    job: str, groups: Sequence[Group], profile: Profile, words: Sequence[str], *, terminal: bool = False
+) -> list[str]:
+    """`words`, or a shell, once on every node of these groups, beside what the job does there."""
+    told: list[str] = []
+    for group in groups:
+        count = len(group.nodes)
+        options = [f"--het-group={group.number}"] if group.number is not None else []
+        options += [f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(group.nodes)}"]
+        told += [*([":"] if told else []), *options, *_with_set_up(profile, words)]
+    return ["srun", f"--jobid={job}", "--overlap", "--export=ALL", *_pty(terminal), *told]
+
+
+def on_new_node(profile: Profile, words: Sequence[str], *, terminal: bool = False) -> list[str]:
+    """`words`, or a shell, on a node of their own, with the profile's resources."""
+    asked = [word for option in asked_for(profile, nodes=1) for word in shlex.split(option)]
+    # After the profile's own options, which may say the opposite.
+    asked += ["--job-name=tiltyard-shell", "--export=ALL", *_pty(terminal)]
+    return ["srun", *asked, *_with_set_up(profile, words)]
+
+
+def _pty(terminal: bool) -> list[str]:
+    return ["--pty"] if terminal else []
+
+
+def _with_set_up(profile: Profile, words: Sequence[str]) -> list[str]:
+    container = shlex.split(profile.slurm.container or "")
+    if words or container:
+        return ["bash", "-c", _RUN, "tiltyard", *container, *(words or ["bash", "-i"])]
+    return ["bash", "-c", _OPEN]
+
+
+def variables(profile: Profile, **more: str) -> dict[str, str]:
+    """What srun hands on to the nodes."""
+    return {
+        **environment(),
+        **secret_environment(profile.environment),
+        SET_UP: "\n".join([*set_up(profile), *(f"export {name}={shlex.quote(value)}" for name, value in more.items())]),
+    }
+
+
+def become(command: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """This process is that command from here on: its terminal, its signals, its exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], list(command), variables)
+    except OSError as error:
+        raise UseError(f"{command[0]} cannot be started: {error.strerror}", "type this where Slurm is") from error
