@@ -83,7 +83,8 @@ def train(
     _leave_nothing()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
-        data.write(slurm.script(slurm.Job(f"{folder.parent.name}/{folder.name}", folder, profile)))
+        name, avoided = f"{folder.parent.name}/{folder.name}", tuple(_avoided(profile, prepared.root))
+        data.write(slurm.script(slurm.Job(name, folder, profile, avoided=avoided)))
         return EXIT_DONE
     code, runs = EXIT_DONE, []
     for seed in seeds:
@@ -130,7 +131,9 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
 
     for warning in profile.warnings():
         sys.stderr.write(f"warning: {warning}\n")
-    number = slurm.submit(run, profile, overrides, trust_code=getattr(args, "trust_code", False))
+    avoided = _avoided(profile, run.folder.parent.parent)
+    trust_code = getattr(args, "trust_code", False)
+    number = slurm.submit(run, profile, overrides, trust_code=trust_code, avoided=avoided)
     lines = [
         f"job         {number}",
         f"run folder  {os.path.relpath(run.folder)}",
@@ -139,6 +142,19 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
         f"            tiltyard stop {run.typed}",
     ]
     sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _avoided(profile: Profile, root: Path) -> list[str]:
+    """Nodes that the doctor found bad, if the profile wants them left out; said on stderr."""
+    from tiltyard.doctor.remembered import avoided
+
+    bad = avoided(profile, root)
+    for node, why in bad.items():
+        sys.stderr.write(f"left out    {node} (bad since {why})\n")
+    if bad:
+        names = ",".join(bad)
+        sys.stderr.write(f"            check again with: tiltyard doctor --on {profile.name} --nodes {names}\n")
+    return list(bad)
 
 
 def _follow(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:

@@ -266,8 +266,10 @@ def submit(
             log_event(run, "failed", error.message)
             raise
         submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": disk.now()}
-        write_status(run, state="queued", reason="", job={**submitted, "script": str(folder / SCRIPT)})
-        log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}", job=number)
+        whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(avoided)}
+        write_status(run, state="queued", reason="", job=whole)
+        without = f", without {', '.join(avoided)}, found bad by the doctor" if avoided else ""
+        log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}{without}", job=number)
     return number
 
 
