@@ -10,6 +10,7 @@ Every shown line of output must begin as some line does that was really written,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import os
@@ -27,12 +28,14 @@ from pathlib import Path
 import pytest
 
 import tiltyard as product
+from tests.slurm.cluster import PACKAGES, Cluster, missing
 from tiltyard.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
 NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
+ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
 PATIENCE = 120.0  # seconds for a run in the background to write its first checkpoint
@@ -177,8 +180,15 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_shows_works(page: Path, reader: Reader) -> None:
-    reader.follow(page)
+def test_what_a_page_shows_works(page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name in ON_SLURM:
+        if missing:
+            pytest.skip(f"no {', '.join(missing)} here: apt-get install {PACKAGES}")
+        with contextlib.closing(Cluster("--nodes", "3", "--cpus", "2")) as cluster:
+            monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+            reader.follow(page)
+    else:
+        reader.follow(page)
     if page != ROOT / "docs" / "README.md":
         assert reader.typed, f"{page} shows nothing that can be typed"
     if page == ROOT / "README.md":

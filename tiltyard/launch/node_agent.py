@@ -40,6 +40,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
 
 TICK = 0.5  # seconds between looks at the clock
+NOTICE = 5.0  # seconds that Ray takes to see that a part of its head is gone
 STILL = 2  # jobs in a row without a new checkpoint after which going on is of no use
 Word = Literal["done", "requeue", "stopped", "failed", "again"]
 
@@ -144,6 +145,8 @@ class Agent:
                 code = EXIT_RESUMABLE  # before it began
             else:
                 code = self._train(environment)
+                if self.ray is not None and code not in (EXIT_DONE, EXIT_RESUMABLE) and not self._lost:
+                    self._lost = self.ray.lost(patience=NOTICE)  # it may end the trainer before it ends itself
             end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries, self._lost)
             word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]), int(self.task["retry"]))
             if word != "again":

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.children import die_with
+from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.cluster import (
-    ALLOCATION,
     QUIET,
     SMALLEST_STORE,
     SOON,
@@ -100,10 +100,12 @@ class RayNode:
         self._tell("joined")
         return {**self._variables(), ALLOCATION: json.dumps(told)}
 
-    def lost(self) -> str:
-        """Why the head has ended by itself; nothing while it runs."""
+    def lost(self, patience: float = 0.0) -> str:
+        """Why the head has ended by itself; nothing where it still runs after so many seconds."""
         assert self.process is not None
-        if self.process.poll() is None:
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
             return ""
         return f"Ray's head on {self.name} has ended by itself (its output is in logs/ray/{self.output.name})"
 

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,6 +81,7 @@ class RllibEngine:
         count, engine, algo = runners(self.experiment), self.experiment.engine, self.experiment.algo
         each = f"{envs_each(self.experiment)} envs"
         acting = f"{count} runner{'s' if count > 1 else ''} with {each} each" if count else f"{each} in this process"
+        acting += self._where()
         learning = f"{engine.learners} learners" if engine.learners > 1 else "a learner in this process"
         assert self.cluster is not None
         net = self.nets[self.experiment.learning[0]]
@@ -90,6 +92,16 @@ class RllibEngine:
             f"engine  rllib: {acting}, {learning}; {self.cluster.describe()}",
             "policy  acts without Ray",
         ]
+
+    def _where(self) -> str:
+        """The nodes that runners are on, where there are several."""
+        assert self.cluster is not None
+        names = self.cluster.names()
+        if len(names) < 2 or runners(self.experiment) == 0:
+            return ""
+        found = self.algo.env_runner_group.foreach_env_runner(lambda runner: runner.node(), local_env_runner=False)
+        counts = Counter(names[node] for node in found)
+        return " on " + ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
 
     # ------------------------------------------------------------------------------------------ one iteration
 
@@ -168,7 +180,8 @@ class RllibEngine:
         for node, alive in self.nodes.items():
             if alive and not nodes.get(node, False):
                 left = sum(nodes.values())
-                said.append(f"node {node[:8]} was lost; its runners are started on the {left} that are left")
+                name = self.cluster.names().get(node, node[:8])
+                said.append(f"node {name} was lost; its runners are started on the {left} that are left")
         self.nodes = nodes
         return said
 

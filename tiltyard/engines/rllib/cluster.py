@@ -11,7 +11,7 @@ usage statistics, and takes no notice of RAY_ADDRESS or of other Rays on this ma
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import logging
 import os
 import secrets
@@ -19,7 +19,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -28,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Engine
+from tiltyard.engines.rllib.allocation import allocation, wait_for_nodes
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.machine import free_memory, usable_cores
 
-ALLOCATION = "TILTYARD_RAY"  # variable: what a job's first agent tells the trainer
+FRONT = "ty-"  # of the names of Ray's folders
 INSTALL = "pip install 'tiltyard[ray]'"
 STORE = 0.5  # GiB for what processes send each other, where nothing is said
 LONGEST_LOG = 2**20  # bytes of each of Ray's logs that are kept
@@ -55,24 +55,6 @@ def require_ray() -> None:
         raise UseError(f"engine.kind = rllib needs Ray 2.60, and {found} is installed", INSTALL)
     if any(find_spec(name) is None for name in ("tree", "lz4", "ormsgpack")):
         raise UseError("Ray is installed without what its RLlib needs", INSTALL)
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A Ray over the nodes of a job. `folder` and `logs` are where its agents say how they fare."""
-
-    address: str
-    nodes: list[str]
-    cpus: int
-    wait: float
-    folder: str
-    logs: str
-
-
-def allocation() -> Allocation | None:
-    """That of the job which this process is part of, if there is one."""
-    told = os.environ.get(ALLOCATION)
-    return Allocation(**json.loads(told)) if told else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +113,7 @@ class Cluster:
     def _connect(self, own: bool) -> None:
         os.environ.update(QUIET)
         if own:
-            self._place = _short_folder(self.engine.temp_dir)
+            self._place = short_folder(self.engine.temp_dir)
             os.environ.pop("RAY_ADDRESS", None)
             os.environ.update({**SOON, **token_variables(_token_file())})
             os.environ.pop("RAY_AUTH_TOKEN", None)
@@ -210,6 +192,15 @@ class Cluster:
 
         return {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
 
+    def names(self) -> dict[str, str]:
+        """Every node's own name by its id; the beginning of the id where it has none but its address."""
+        import ray
+
+        return {
+            node["NodeID"]: node["NodeID"][:8] if node["NodeName"] == node["NodeManagerAddress"] else node["NodeName"]
+            for node in ray.nodes()
+        }
+
     def describe(self) -> str:
         import ray
 
@@ -242,54 +233,6 @@ class Cluster:
                 keep_logs(self._place, self.logs)
             shutil.rmtree(self._place.parent, ignore_errors=True)
             self._place = None
-
-
-def wait_for_nodes(job: Allocation) -> None:
-    """Until every node of a job has joined and done a first task; an error names those that have not."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here: Any = ray.remote(num_cpus=0)(_process)
-    deadline, probes = time.monotonic() + job.wait, dict[str, Any]()
-    while True:
-        for node in ray.nodes():
-            if node["Alive"] and node["NodeName"] in job.nodes and node["NodeName"] not in probes:
-                place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                probes[node["NodeName"]] = here.options(scheduling_strategy=place).remote()
-        done, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=0.2) if probes else ([], [])
-        missing = [name for name in job.nodes if name not in probes or probes[name] not in done]
-        if not missing:
-            ray.get(list(probes.values()))
-            return
-        failed = [sentence for name in missing if (sentence := _failure(job, name))]
-        if failed:
-            raise TiltyardError(failed[0], f"the output of its agent is in {job.logs}", "\n".join(failed))
-        if time.monotonic() > deadline:
-            raise TiltyardError(
-                f"{', '.join(missing)} did not join the job's Ray within {job.wait:g} s (slurm.wait)",
-                "look at these nodes with: tiltyard doctor --on PROFILE",
-                "\n".join(f"{name}: {_last_lines(job, name)}" for name in missing),
-            )
-        time.sleep(0.2)
-
-
-def _process() -> int:
-    return os.getpid()
-
-
-def _failure(job: Allocation, node: str) -> str:
-    try:
-        told = json.loads((Path(job.folder) / f"{node}.json").read_text())
-    except (OSError, ValueError):
-        return ""
-    return str(told["sentence"]) if told["state"] == "failed" else ""
-
-
-def _last_lines(job: Allocation, node: str) -> str:
-    try:
-        return "\n".join((Path(job.logs) / f"{node}.out").read_text(errors="replace").splitlines()[-20:])
-    except OSError:
-        return "nothing was heard of it"
 
 
 def _gpus() -> int:
@@ -331,17 +274,34 @@ def _token_file() -> Path:
     return _tokens[0]
 
 
-def _short_folder(parent: str | None) -> Path:
-    """A new folder that only this user can enter; Ray opens its own folder to everybody, so that is inside."""
+_held: list[int] = []  # locks of this process's folders, by which others see that it is there
+
+
+def short_folder(parent: str | None) -> Path:
+    """A new folder that only this user can enter; Ray opens its own folder to everybody, so that is inside. What killed
+    processes have left is removed."""
+    place = Path(parent or "/tmp")
     try:
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        outer = Path(tempfile.mkdtemp(prefix="ty-", dir=parent or "/tmp"))
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(place)
+        outer = Path(tempfile.mkdtemp(prefix=FRONT, dir=place))
+        lock = os.open(outer / "new", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (outer / "new").rename(outer / "lock")
+        _held.append(lock)
     except OSError as error:
         raise UseError(
             f"engine.temp_dir = {parent}: {error.strerror or error}", "name a folder that you may write to"
         ) from None
     return outer / "r"
+
+
+def _remove_abandoned(place: Path) -> None:
+    for lock in place.glob(f"{FRONT}*/lock"):
+        with contextlib.suppress(OSError), lock.open("a") as file:
+            if lock.stat().st_uid == os.getuid() and not lock.is_symlink():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its owner lives
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def keep_logs(place: Path, logs: Path) -> None:

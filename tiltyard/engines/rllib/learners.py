@@ -21,22 +21,20 @@ from ray.rllib.algorithms.impala.torch.impala_torch_learner import IMPALATorchLe
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
 from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
 from ray.rllib.algorithms.tqc.torch.tqc_torch_learner import TQCTorchLearner
-from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.learner import AddStatesFromEpisodesToBatch, GeneralAdvantageEstimation
 from ray.rllib.core.columns import Columns
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.metrics import ALL_MODULES, NUM_ENV_STEPS_SAMPLED_LIFETIME
-from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
 from torch import Tensor
 
 from tiltyard.algos.ppo import CHANGEABLE, HOLDS_BACK
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
+from tiltyard.engines.rllib.pipeline import OLD_VALUE, Advantages, Memories, WithOldPolicy
 from tiltyard.engines.rllib.replay import Replayed
 from tiltyard.engines.rllib.task import KEY, SECONDS, UPDATES, Task
 from tiltyard.types import Tree
 
-BEFORE = "state_before"  # column: a row's memory before it acted
 FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out
 
 
@@ -235,9 +233,6 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         return total
 
 
-OLD_VALUE = "old_value"
-
-
 class Samples:
     """One minibatch, every tensor of the same shape."""
 
@@ -286,109 +281,6 @@ def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) ->
         "loss/kl": divergence,
         "learn/clip_fraction": beyond,
     }
-
-
-class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
-    """Advantages and targets as in algos.ppo: not standardised here, targets and old values in normalised units.
-
-    Episodes come one step longer than they were, that the last value may be estimated; it is no sample.
-    """
-
-    def __init__(self, learner: Ppo) -> None:
-        super().__init__(gamma=0.0, lambda_=0.0)
-        self.learner = learner
-
-    def __call__(self, *, rl_module: Any, episodes: list[Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
-        every = list(self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False))
-        for module_id, data in batch.items():
-            module, now = rl_module[module_id].unwrapped(), self.learner.now(module_id)
-            lengths = [len(each) for each in every if each.module_id in (None, module_id)]
-            with torch.no_grad():
-                outputs = module.compute_values(data)
-            shape = outputs.shape
-            flat = unpadded(outputs.cpu().numpy(), lengths)
-            values = module.net.in_rewards(flat)
-            targets = compute_value_targets(
-                values=values,
-                rewards=unpadded(data[Columns.REWARDS].cpu().numpy(), lengths),
-                terminateds=unpadded(data[Columns.TERMINATEDS].cpu().numpy(), lengths),
-                truncateds=unpadded(data[Columns.TRUNCATEDS].cpu().numpy(), lengths),
-                gamma=now["gamma"],
-                lambda_=now["gae_lambda"],
-            )
-            real = np.ones(len(flat), bool)
-            real[np.cumsum(lengths) - 1] = False
-            module.net.observe_returns(targets[real])
-            made = {
-                Postprocessing.ADVANTAGES: targets - values,
-                Postprocessing.VALUE_TARGETS: module.net.normalise_value(targets),
-                OLD_VALUE: flat,
-            }
-            for name, array in made.items():
-                tensor = torch.as_tensor(padded(array, lengths, shape), dtype=torch.float32, device=outputs.device)
-                data[name] = tensor
-            self.learner.seen[module_id] = data
-        return batch
-
-
-class WithOldPolicy(GeneralAdvantageEstimation):  # type: ignore[misc]
-    """And what the policy that acted thought of its actions, which the KL divergence is measured from."""
-
-    def __call__(self, *, rl_module: Any, batch: dict[str, Any], **more: Any) -> dict[str, Any]:
-        batch = super().__call__(rl_module=rl_module, batch=batch, **more)
-        for name, data in batch.items():
-            with torch.no_grad():
-                found = rl_module[name].unwrapped()._forward(data)[Columns.ACTION_DIST_INPUTS]
-            data[Columns.ACTION_DIST_INPUTS] = found
-        return batch
-
-
-def unpadded(array: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
-    """[N, T] with episodes cut into rows of T, the last of each filled up, as [sum of lengths]; others as they are."""
-    if array.ndim == 1:
-        return array
-    found, row, width = [], 0, array.shape[1]
-    for length in lengths:
-        rows = -(-length // width)
-        found.append(array[row : row + rows].reshape(-1)[:length])
-        row += rows
-    return np.concatenate(found)
-
-
-def padded(array: np.ndarray[Any, Any], lengths: list[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """The inverse of `unpadded`."""
-    if len(shape) == 1:
-        return array
-    made, row, at, width = np.zeros(shape, array.dtype), 0, 0, shape[1]
-    for length in lengths:
-        rows = -(-length // width)
-        part = np.zeros(rows * width, array.dtype)
-        part[:length] = array[at : at + length]
-        made[row : row + rows] = part.reshape(rows, width)
-        row, at = row + rows, at + length
-    return made
-
-
-class Memories(ConnectorV2):  # type: ignore[misc]
-    """The memory before each chunk, from the column that the runner kept. Chunks never go beyond their episode."""
-
-    def __call__(self, *, rl_module: Any, episodes: list[Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
-            own = {
-                name.removeprefix(f"{BEFORE}."): episode.extra_model_outputs.pop(name).data
-                for name in [each for each in episode.extra_model_outputs if each.startswith(f"{BEFORE}.")]
-            }
-            if own:
-                module = (
-                    rl_module[episode.module_id] if episode.module_id else next(iter(rl_module._rl_modules.values()))
-                )
-                every = module.unwrapped().model_config["max_seq_len"]
-                chunks = -(-len(episode) // every)
-                states = {name: array[: len(episode)][::every] for name, array in own.items()}
-                self.add_n_batch_items(batch, Columns.STATE_IN, states, chunks, episode)
-        for column in [each for each in batch if each.startswith(f"{BEFORE}.")]:
-            del batch[column]
-        return batch
 
 
 # ------------------------------------------------------------------------------------------------ state

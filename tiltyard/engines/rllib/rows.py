@@ -21,7 +21,7 @@ from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 from tiltyard.config.algos import family
 from tiltyard.engines.collect import Collector
 from tiltyard.engines.players import Players
-from tiltyard.engines.rllib.learners import BEFORE
+from tiltyard.engines.rllib.pipeline import BEFORE
 from tiltyard.engines.rllib.task import Task, action_space, observation_space
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.net import PolicyNet

@@ -202,6 +202,10 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------ what the engine asks
 
+    def node(self) -> str:
+        """Ray's id of the node that it is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def tree(self) -> Tree:
         """Where its envs, memories and random streams stand."""
         return None if self.rows is None else self.rows.tree()

@@ -24,7 +24,8 @@ from tiltyard.config.algos import (
     family,
 )
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.rllib.cluster import Needs, allocation
+from tiltyard.engines.rllib.allocation import allocation
+from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.errors import Problem
 from tiltyard.machine import usable_cores
 from tiltyard.models import heads
@@ -208,10 +209,9 @@ def runners(experiment: Experiment) -> int:
     engine = experiment.engine
     if engine.runners != "auto":
         return engine.runners
-    learners = engine.learners if engine.learners > 1 else 1  # the driver learns, and wants a core for it
     job = allocation() if engine.address is None else None
-    cores = job.cpus if job is not None else (engine.cpus or usable_cores()) * engine.nodes
-    most = max(1, cores - learners)
+    learners = max(1, engine.learners)  # the driver learns, and wants a core for it
+    most = max(1, job.cpus if job is not None else (engine.cpus or usable_cores()) * engine.nodes - learners)
     return max(count for count in range(1, min(most, engine.envs) + 1) if engine.envs % count == 0)
 
 
