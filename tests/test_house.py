@@ -1,6 +1,6 @@
 """Rules of the house, checked on the syntax tree of every module: what is never called, who may import whom.
 
-    7 cli testing   6 launch doctor   5 start training evaluation   4 engines   3 envs models algos data   2 run track   1 config refs   0 types errors
+    7 cli testing   6 launch doctor sweep   5 start training evaluation   4 engines   3 envs models algos data   2 run track   1 config refs   0 types errors
 
 Imports point down or stay on their floor, inside functions and under TYPE_CHECKING too.
 """
@@ -148,7 +148,7 @@ FLOORS = {
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
     5: ("start", "training", "attempt", "ledger", "evaluation", "sampling"),
-    6: ("launch", "doctor"),
+    6: ("launch", "doctor", "sweep"),
     7: ("cli", "testing", "__init__", "__main__"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

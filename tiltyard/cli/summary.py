@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.cli import text
 from tiltyard.launch.queue import look
 from tiltyard.run import bounds, checkpoint, disk, metrics
+from tiltyard.run.status import root_of
 from tiltyard.track.verdict import verdict
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("run", run.id),
         ("state", facts["state"] + (f": {facts['reason']}" if facts["reason"] else "")),
         ("job", facts["job_says"]),
+        ("left out", ", ".join((facts.get("job") or {}).get("avoided") or ())),
         ("env", f"{experiment.env.id}, {experiment.algo.id}, {experiment.engine.kind} engine, seed {experiment.seed}"),
         ("progress", _progress(facts, experiment.stop)),
         ("return", _returns(facts["metrics"], experiment.stop.train_return)),
@@ -126,7 +128,7 @@ def _goal(goal: float | None) -> str:
 def _speed(run: Run, experiment: Experiment, facts: dict[str, Any]) -> str:
     """Over the whole training, as its seconds are counted (evaluations and saves apart), beside the env's own."""
     progress, host = facts["progress"], str(facts["host"])
-    alone = bounds.recall(run.folder.parent.parent, experiment, host)
+    alone = bounds.recall(root_of(run.folder), experiment, host)
     return bounds.speed_text(progress["env_steps"], progress["seconds"], alone, host)
 
 

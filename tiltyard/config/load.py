@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class Loaded:
     source_text: str | None
     base: tuple[Path, ...]
     warnings: tuple[str, ...] = ()
+    said: dict[str, Any] = field(default_factory=dict)
+    """all layers as one, without the defaults: `load` makes the same experiment of it, anywhere"""
 
 
 def load(
@@ -106,7 +108,8 @@ def load(
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
     warnings += _without_layers(merged)
-    return _finish(merged, problems, source, text, base, warnings)
+    said = plain(merged.values)
+    return replace(_finish(merged, problems, source, text, base, warnings), said=said)
 
 
 def _finish(

@@ -35,6 +35,7 @@ from tiltyard.run.status import (
     list_runs,
     observed_state,
     run_folders,
+    run_id,
     write_status,
 )
 
@@ -68,11 +69,11 @@ class Run:
     @property
     def id(self) -> str:
         """cartpole/0007-brisk-otter"""
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        return run_id(self.folder)
 
     @property
     def name(self) -> str:
-        return self.folder.parent.name
+        return self.id.partition("/")[0]
 
     @property
     def typed(self) -> str:
@@ -158,20 +159,21 @@ def create(
     parent: dict[str, Any] | None = None,
     copies: Copies | None = None,
     profile: str | None = None,
+    place: Path | None = None,
 ) -> Run:
     """A new run folder below root/<name>/, complete before anybody can list it.
 
     `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork. `copies` are those of
-    its plug-ins that were checked; without them they are copied now. `profile` is the one it is started with.
+    its plug-ins that were checked; without them they are copied now. `profile` is the one it is started with. `place`
+    is the folder to be, where that is decided: a sweep's trial, made by whoever holds the sweep's lock.
     """
     import secrets
 
-    group = disk.absolute(root) / experiment.run_name
-    draft, number = _claim(group)
+    group = place.parent if place else disk.absolute(root) / experiment.run_name
+    draft, number = (_clear(place), 0) if place else _claim(group)
     try:
-        final = group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
-        run_id = f"{group.name}/{final.name}"
-        _fill(draft, run_id, experiment, source_text, source_name, base, command, parent, copies, profile)
+        final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
+        _fill(draft, run_id(final), experiment, source_text, source_name, base, command, parent, copies, profile)
         disk.sync_folder(draft)
         draft.rename(final)
         disk.sync_folder(group)
@@ -209,6 +211,14 @@ def _claim(group: Path) -> tuple[Path, int]:
         ) from error
 
 
+def _clear(place: Path) -> Path:
+    """An empty folder beside the place, without what a killed predecessor left there."""
+    draft = place.with_name(f".new-{place.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    return draft
+
+
 def _numbers(group: Path) -> list[int]:
     found = (re.match(r"(?:\.new-)?(\d{4,})(?:-|$)", path.name) for path in group.iterdir())
     return [int(match[1]) for match in found if match]
@@ -216,7 +226,7 @@ def _numbers(group: Path) -> list[int]:
 
 def _fill(
     draft: Path,
-    run_id: str,
+    name: str,
     experiment: Experiment,
     source_text: str | None,
     source_name: str | None,
@@ -251,8 +261,8 @@ def _fill(
     if diff:
         disk.write_text(draft / "provenance.diff", diff)
     (draft / "checkpoints").mkdir()
-    disk.write_json(draft / STATUS, first_status(run_id, frozen, parent, profile))
-    log_event(Run(draft), "created", f"Run {run_id} was created.", **({"parent": parent} if parent else {}))
+    disk.write_json(draft / STATUS, first_status(name, frozen, parent, profile))
+    log_event(Run(draft), "created", f"Run {name} was created.", **({"parent": parent} if parent else {}))
     for note in copies.notes:
         log_event(Run(draft), "warning", note)
 
@@ -311,16 +321,17 @@ def _by_path(path: Path) -> Path | None:
 
 def _by_name(text: str, root: Path) -> Path:
     folders = [disk.absolute(folder) for folder in run_folders(root)]
-    of_name = [folder for folder in folders if folder.parent.name == text.rstrip("/")]
+    ids = {folder: run_id(folder) for folder in folders}
+    of_name = [folder for folder in folders if ids[folder].startswith(f"{text.rstrip('/')}/")]
     if of_name:
         return of_name[-1]
     ends = [folder for folder in folders if _is_end(text, folder)]
     if len(ends) > 1:
-        some = ", ".join(f"{folder.parent.name}/{folder.name}" for folder in ends[:5])
+        some = ", ".join(ids[folder] for folder in ends[:5])
         raise UseError(f"{text!r} means {len(ends)} runs", f"write one of them in full: {some}")
     if ends:
         return ends[0]
-    known = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    known = list(ids.values())
     known += [folder.name for folder in folders] + [folder.name.partition("-")[2] for folder in folders]
     near = did_you_mean(text, known + [folder.parent.name for folder in folders])
     hint = near if near.startswith("did") else "list the runs with: tiltyard ls"
@@ -331,7 +342,8 @@ def _is_end(text: str, folder: Path) -> bool:
     """cartpole/0007-brisk-otter, cartpole/7, 0007-brisk-otter, 0007, 7 and brisk-otter all mean the same folder."""
     group, _, last = text.rpartition("/")
     number, _, words = folder.name.partition("-")
-    return (not group or group == folder.parent.name) and last in (folder.name, number, str(int(number)), words)
+    groups = ("", folder.parent.name, run_id(folder).rpartition("/")[0])
+    return group in groups and last in (folder.name, number, str(int(number)), words)
 
 
 def _check(folder: Path) -> None:
@@ -367,18 +379,14 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 
 def remove(run: Run, root: Path) -> None:
-    """Delete for good: only a real run folder right below root/<name>/, never through links, never a live one."""
+    """Delete for good: only a real run folder of this root, never through links, never a live one."""
     folder = disk.absolute(run.folder)
     group = folder.parent
     real_root = Path(os.path.realpath(root))
-    if (
-        folder.is_symlink()
-        or group.is_symlink()
-        or Path(os.path.realpath(folder)) != real_root / group.name / folder.name
-    ):
+    if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != real_root / run_id(folder):
         raise UseError(
             f"{folder} is not a run folder inside the runs folder {root}",
-            "only runs right below it are removed, and never through a link; name another runs folder with --root",
+            "only its own runs are removed, and never through a link; name another runs folder with --root",
         )
     if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
         raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")

@@ -23,6 +23,7 @@ SCHEMA = 1
 STATUS = "status.json"
 STATES = ("created", "queued", "running", "stopped", "finished", "failed")
 RUN_FOLDER = re.compile(r"\d{4,}-[a-z]+-[a-z]+")
+SWEEP_FOLDER = re.compile(r"sweep-\d{4,}")
 
 
 def first_status(
@@ -93,11 +94,24 @@ def observed_state(folder: Path, status: dict[str, Any]) -> str:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Every run folder below the root, by name and number. Hidden names (half-made, trash) are never matched."""
+    """Every run folder below the root, by name and number, a sweep's trials too. Hidden names (half-made, trash) are
+    never matched."""
     found: list[Path] = []
     for group in _folders(root):
-        found += [Path(entry.path) for entry in _folders(group.path) if RUN_FOLDER.fullmatch(entry.name)]
+        entries = _folders(group.path)
+        for place in (*(_folders(sweep.path) for sweep in entries if SWEEP_FOLDER.fullmatch(sweep.name)), entries):
+            found += [Path(entry.path) for entry in place if RUN_FOLDER.fullmatch(entry.name)]
     return found
+
+
+def run_id(folder: Path) -> str:
+    """cartpole/0007-brisk-otter; of a sweep's trial cartpole/sweep-0001/0003-calm-crow."""
+    return "/".join(folder.parts[-3 if SWEEP_FOLDER.fullmatch(folder.parent.name) else -2 :])
+
+
+def root_of(folder: Path) -> Path:
+    """The runs folder that a run's folder lies in."""
+    return folder.parents[2 if SWEEP_FOLDER.fullmatch(folder.parent.name) else 1]
 
 
 def _folders(path: str | Path) -> list[os.DirEntry[str]]:
@@ -126,7 +140,7 @@ def _row(folder: Path) -> dict[str, Any]:
     progress = progress if isinstance(progress, dict) else {}
     tags = status.get("tags")
     return {
-        "id": f"{folder.parent.name}/{folder.name}",
+        "id": run_id(folder),
         "state": state,
         "reason": str(status.get("reason") or ""),
         "env": str(status.get("env") or ""),

@@ -28,6 +28,7 @@ from rich.text import Text
 from tiltyard.config.experiment import Experiment, Stop
 from tiltyard.run import bounds
 from tiltyard.run import metrics as metrics_file
+from tiltyard.run.status import root_of
 from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
 from tiltyard.track.verdict import verdict
 from tiltyard.types import Progress
@@ -327,7 +328,7 @@ class Console:
     def _speed(self) -> str:
         """The whole training's speed, where `tiltyard bench` has measured what the env alone does."""
         host = socket.gethostname()
-        alone = bounds.recall(self.folder.parent.parent, self.experiment, host)
+        alone = bounds.recall(root_of(self.folder), self.experiment, host)
         text = bounds.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
         return f"speed   {text}" if text else ""
 

@@ -1,0 +1,65 @@
+"""A sweep's trials lie one folder deeper than other runs, and are found, listed and removed like them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.config.experiment import Experiment
+from tiltyard.errors import UseError
+from tiltyard.run.folder import Run, create, find, list_runs, remove
+
+EXPERIMENT = Experiment.model_validate({"env": {"id": "CartPole-v1"}, "name": "cartpole"})
+
+
+@pytest.fixture
+def trial(runs: Path) -> Run:
+    place = runs / "cartpole" / "sweep-0001" / "0003-calm-crow"
+    place.parent.mkdir(parents=True)
+    return create(runs, EXPERIMENT, place=place)
+
+
+def test_a_trial_has_the_place_it_was_given(trial: Run, runs: Path) -> None:
+    assert trial.id == "cartpole/sweep-0001/0003-calm-crow"
+    assert trial.name == "cartpole"
+    assert trial.status()["id"] == trial.id
+    assert [row["id"] for row in list_runs(runs)] == [trial.id]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["cartpole/sweep-0001/0003-calm-crow", "sweep-0001/3", "cartpole/sweep-0001/3", "calm-crow", "cartpole", "last"],
+)
+def test_it_is_found_by_its_names(trial: Run, runs: Path, text: str) -> None:
+    assert find(text, runs) == trial
+
+
+def test_a_name_means_its_newest_run_of_its_own_before_a_trial(trial: Run, runs: Path) -> None:
+    own = create(runs, EXPERIMENT)
+    assert find("cartpole", runs) == own
+    assert len(list_runs(runs)) == 2
+
+
+def test_what_a_killed_predecessor_left_is_cleared_away(trial: Run, runs: Path) -> None:
+    place = trial.folder.with_name("0004-calm-crow")
+    leftover = trial.folder.with_name(".new-0004-calm-crow")
+    leftover.mkdir()
+    (leftover / "half").write_text("")
+    assert not (create(runs, EXPERIMENT, place=place).folder / "half").exists()
+    assert not leftover.exists()
+
+
+def test_commands_for_runs_take_trials(trial: Run, tiltyard: Command, tmp_path: Path) -> None:
+    assert trial.id in tiltyard("ls").stdout
+    assert "CartPole-v1" in tiltyard("show", trial.id).stdout
+    tiltyard("rm", trial.id, "--yes")
+    assert not trial.folder.exists()
+
+
+def test_removal_never_goes_through_links(trial: Run, runs: Path, tmp_path: Path) -> None:
+    real = tmp_path / "elsewhere"
+    shutil.move(trial.folder.parent, real)
+    trial.folder.parent.symlink_to(real)
+    with pytest.raises(UseError, match="not a run folder inside"):
+        remove(trial, runs)

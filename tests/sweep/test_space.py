@@ -1,0 +1,127 @@
+"""What a line of `space` stands for: grids, draws, and what is refused."""
+
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from tiltyard.config.plans import Plan, load_plan
+from tiltyard.errors import ConfigError
+from tiltyard.sweep.space import dimensions, draws, fingerprint, grid, grid_size
+
+
+def plan(space: dict[str, Any], **more: Any) -> Plan:
+    return load_plan({"experiment": "CartPole-v1", "space": space, **more})[0]
+
+
+def test_a_grid_has_every_combination_once_with_coupled_settings() -> None:
+    found = dimensions(
+        plan(
+            {
+                "algo.gamma": [0.98, 0.99],
+                "algo.rollout, algo.minibatch": [[64, 128], [128, 256]],
+                "algo.epochs": {"int": [1, 3]},
+                "algo.lr": {"log": [1e-4, 1e-2], "points": 3},
+                "algo.entropy": {"range": [0.0, 0.2], "step": 0.1},
+            }
+        )
+    )
+    points = grid(found)
+    assert len(points) == grid_size(found) == 2 * 2 * 3 * 3 * 3
+    assert len({fingerprint(point) for point in points}) == len(points)
+    assert {(p["algo.rollout"], p["algo.minibatch"]) for p in points} == {(64, 128), (128, 256)}
+    assert {p["algo.lr"] for p in points} == {1e-4, 1e-3, 1e-2}
+    assert {p["algo.entropy"] for p in points} == {0.0, 0.1, 0.2}
+    assert {type(p["algo.epochs"]) for p in points} == {int}
+    shuffled = grid(found, shuffled_by=1)
+    assert shuffled != points
+    assert sorted(map(fingerprint, shuffled)) == sorted(map(fingerprint, points))
+    assert shuffled == grid(found, shuffled_by=1)
+
+
+def test_draws_stay_inside_and_are_the_same_again() -> None:
+    found = dimensions(
+        plan(
+            {"a": {"log": [1e-5, 1e-1]}, "b": {"int": [2, 512], "log": True}, "c": {"range": [-1, 1]}, "d": ["x", "y"]},
+            search="random",
+            trials=1,
+        )
+    )
+    points = list(islice(draws(found, 3), 2000))
+    assert points[:5] == list(islice(draws(found, 3), 5))
+    assert points[:5] != list(islice(draws(found, 4), 5))
+    assert all(1e-5 <= p["a"] <= 1e-1 and 2 <= p["b"] <= 512 and -1 <= p["c"] <= 1 for p in points)
+    assert {type(p["b"]) for p in points} == {int}
+    below = sum(p["a"] < 1e-3 for p in points) / len(points)
+    assert 0.45 < below < 0.55, "half of the logarithms lie below the middle one"
+    assert 0.4 < sum(p["d"] == "x" for p in points) / len(points) < 0.6
+    assert math.isclose(sum(p["c"] for p in points) / len(points), 0.0, abs_tol=0.05)
+
+
+def test_no_draw_comes_twice_while_there_are_others() -> None:
+    found = dimensions(plan({"a": [1, 2, 3], "b": {"int": [1, 4]}}, search="random", trials=12))
+    assert len({fingerprint(point) for point in islice(draws(found, 0), 12)}) == 12
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"algo.lr": {"log": [0.0, 1.0], "points": 3}}, "begin above 0"),
+        ({"algo.lr": {"log": [1e-2, 1e-5], "points": 3}}, "the smaller first"),
+        ({"algo.lr": {"log": [1e-5, 1e-2]}}, "this is a grid"),
+        ({"algo.lr": {"ramge": [0, 1]}}, "'ramge'"),
+        ({"algo.lr": {"range": [0, 1], "log": [1, 2]}}, "one range"),
+        ({"algo.lr": {"int": [0.5, 2]}}, "whole numbers"),
+        ({"algo.lr": {"range": [0, 1], "step": 0}}, "step"),
+        ({"algo.lr": {"range": [0, 1], "points": 1}}, "points"),
+        ({"algo.lr": []}, "no choice"),
+        ({"algo.lr": 3e-4}, "neither choices"),
+        ({"algo.lr": [1, 1]}, "twice"),
+        ({"algo.lr, algo.clip": [[1]]}, "one value for each"),
+        ({"algo.lr, algo.clip": {"range": [0, 1]}}, "need a list"),
+        ({"algo.lr": [1], "algo.clip, algo.lr": [[1, 2]]}, "varied by 'algo.lr' too"),
+        ({"seed": [1, 2]}, "seeds: 5"),
+        ({"use": ["classic"]}, "presets"),
+    ],
+)
+def test_what_makes_no_space_is_told(space: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        dimensions(plan(space))
+    assert said in error.value.details
+
+
+def test_all_problems_of_a_space_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        dimensions(plan({"a": [], "b": 3, "c": {"x": 1}}))
+    assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"space": {}}, "experiment: is missing"),
+        ({"experiment": "x", "program": "y"}, "keep one of them"),
+        ({"experiment": "x", "search": "random", "space": {"a": [1]}}, "trials: is missing"),
+        ({"experiment": "x", "trials": 3}, "no setting of a grid"),
+        ({"experiment": "x", "points": [{}], "space": {"a": [1]}}, "keep one of them"),
+        ({"experiment": "x", "seeds": [1, 1]}, "twice"),
+        ({"experiment": "x", "serch": "grid"}, "did you mean 'search'"),
+        ({"experiment": "x", "goal": "most"}, "maximise, minimise"),
+        ({"experiment": "x", "name": "a/b"}, "letters"),
+        ({"program": "x", "stop": {"rule": "asha", "after": 10}}, "another program"),
+        ({"program": "x", "search": "tpe", "trials": 3, "space": {"a": [1]}}, "another program"),
+    ],
+)
+def test_what_makes_no_plan_is_told(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_plan(values)
+    assert said in error.value.details
+
+
+def test_short_forms() -> None:
+    made, _ = load_plan({"program": "python 'my train.py'", "seeds": 3, "metric": "train/return", "goal": "minimize"})
+    assert made.program == ["python", "my train.py"]
+    assert made.seeds == [0, 1, 2]
+    assert (made.metric.name, made.metric.of) == ("train/return", "best")
+    assert made.better == -1
