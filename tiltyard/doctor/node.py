@@ -15,9 +15,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tiltyard.doctor.checkup import examine
 from tiltyard.doctor.software import versions
@@ -61,11 +61,14 @@ def wait_for(folder: Path, ending: str, nodes: int) -> None:
 
 
 @contextlib.contextmanager
-def listening(name: str) -> Any:
+def listening(name: str) -> Iterator[int]:
     """Answer whoever calls, with `name` and the time; gives the port."""
     with socket.create_server(("", 0), backlog=1024) as server:
         threading.Thread(target=_answer, args=(server, name), daemon=True).start()
-        yield server.getsockname()[1]
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # closing alone does not wake who waits for a call
 
 
 def _answer(server: socket.socket, name: str) -> None:

@@ -1,0 +1,347 @@
+"""Every check of this machine, shown to find what it looks for."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.doctor import checkup, display, site, software, storage, system
+from tiltyard.doctor.finding import Finding
+
+PROGRAM = """
+import json, sys
+from dataclasses import asdict
+from tiltyard.doctor import display, site, software, storage, system
+print(json.dumps(asdict(eval(sys.argv[1])())))
+"""
+
+
+def in_child(check: str, prepare: Callable[[], None] | None = None, **environment: str) -> Finding:
+    """A check in a process of its own, which has limits and variables of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, check],
+        env={**os.environ, **environment},
+        preexec_fn=prepare,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return Finding(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def limit(which: int, soft: int, hard: int | None = None) -> Callable[[], None]:
+    return lambda: resource.setrlimit(which, (soft, soft if hard is None else hard))
+
+
+def program(folder: Path, name: str, text: str) -> str:
+    """A program of that name; returns a PATH that finds it first."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+# ------------------------------------------------------------------------------------------------ the whole
+
+
+def test_the_report_as_lines_and_as_json(tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "CHECKS", (storage.check_runs, system.check_preload, check_strange))
+    monkeypatch.setenv("LD_PRELOAD", "")
+    found = json.loads(tiltyard("doctor", "--json").stdout)
+    assert [(each["what"], each["state"]) for each in found] == [("runs", "ok"), ("preload", "ok"), ("strange", "note")]
+    monkeypatch.setenv("TILTYARD_RUNS", "/proc/nowhere")
+    done = tiltyard("doctor", expect=1)
+    assert "bad   runs       /proc/nowhere cannot be written" in done.stdout
+    assert "hint: set TILTYARD_RUNS" in done.stdout
+    assert "the check itself failed: ZeroDivisionError" in done.stdout
+    assert "for the nodes of a profile" in tiltyard("doctor", "--nodes", "node1", expect=2).stderr
+
+
+def check_strange() -> Finding:
+    raise ZeroDivisionError("a strange machine")
+
+
+@pytest.mark.slow
+def test_this_machine_is_well(runs: Path) -> None:
+    found = list(checkup.examine())
+    assert len({each.what for each in found}) == len(found) == len(checkup.CHECKS)
+    assert [each for each in found if each.state == "bad" or "itself failed" in each.found] == []
+    assert [each for each in found if each.state == "note" and not each.hint and each.what != "cores"] == []
+
+
+# ------------------------------------------------------------------------------------------------ software
+
+
+def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.check_packages().state == "ok"
+    monkeypatch.setattr(sys, "version_info", (3, 9))
+    assert software.check_python().state == "bad"
+    monkeypatch.setattr(software, "package_version", lambda name: None if name in ("numpy", "ale-py") else "1")
+    found = software.check_packages()
+    assert (found.state, found.found, found.hint) == ("bad", "not installed: numpy", "pip install numpy")
+    assert "tiltyard[atari]" in software.check_extras().hint
+
+
+def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("PATH", program(tmp_path, "nvidia-smi", "exit 9"))
+    assert software.check_gpus() == Finding("gpus", "ok", "none here")
+    program(tmp_path, "nvidia-smi", "echo 'GPU 0: A100'; echo 'GPU 1: A100'")
+    found = software.check_gpus()
+    assert (found.state, found.found) == ("bad", "torch sees 0 of 2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert software.check_gpus().state == "note" and "unset CUDA_VISIBLE_DEVICES" in software.check_gpus().hint
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert software.check_gpus().state == "bad" and "was given 2" in software.check_gpus().found
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert software.check_gpus().state == "ok"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,7")
+    assert "that are not there" in software.check_gpus().hint
+
+
+def test_no_film_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.check_video().state == "ok"
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", program(tmp_path, "ffmpeg", "exit 1").split(":")[0] + "/ffmpeg")
+    assert software.check_video().state == "note"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert software.check_git().state == "note"
+
+
+def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert software.check_torch().state == "bad"
+    assert software.check_gpus().state == "note"
+
+
+# ------------------------------------------------------------------------------------------------ system
+
+
+def test_limits() -> None:
+    found = in_child("system.check_files", limit(resource.RLIMIT_NOFILE, 200))
+    assert (found.state, found.found) == ("bad", "only 200 may be open in a process")
+    found = in_child("system.check_files", limit(resource.RLIMIT_NOFILE, 512, 4096))
+    assert (found.state, found.hint) == ("note", "ulimit -n 4096")
+    found = in_child("system.check_processes", limit(resource.RLIMIT_NPROC, system.own_threads() + 50))
+    assert found.state == "bad" and "threads included" in found.found
+    found = in_child("system.check_processes", limit(resource.RLIMIT_NPROC, system.own_threads() + 600))
+    assert found.state == "note"
+
+
+def test_threads_that_do_not_start() -> None:
+    """Each has a stack, and the room for addresses is limited."""
+    found = in_child("system.check_threads", limit(resource.RLIMIT_AS, 1 << 30), OMP_NUM_THREADS="1")
+    assert found.state == "bad" and "could be started" in found.found
+    assert in_child("system.check_threads", OMP_NUM_THREADS="1000").state == "note"
+    assert in_child("system.check_threads", OMP_NUM_THREADS="1").state == "ok"
+
+
+def test_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
+    monkeypatch.setattr(system, "usable_cores", lambda: os.cpu_count())
+    assert system.check_cores().state == "note"
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert system.check_cores().state == "ok"
+    for free, state in ((1 << 20, "note"), (1 << 40, "ok"), (None, "note")):
+        monkeypatch.setattr(system, "free_memory", lambda free=free: free)
+        assert system.check_memory().state == state
+
+
+def test_a_port_that_is_taken_and_a_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert system.check_ports(()).state == "ok"
+    with socket.create_server(("", 0)) as taken:
+        number = taken.getsockname()[1]
+        found = system.check_ports((number,))
+        assert found.state == "note" and f"taken: {number}" in found.found
+    assert system.check_ports((number,)).state == "ok"
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    assert system.check_ports(()).state == "bad"
+    assert in_child("system.check_ports", limit(resource.RLIMIT_NOFILE, 20)).found.startswith("none can be had")
+
+
+def test_preloaded_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/libxalt.so")
+    assert system.check_preload().state == "bad"
+    monkeypatch.setenv("LD_PRELOAD", f"libm.so.6:{sys.executable}")
+    assert system.check_preload().state == "note"
+    monkeypatch.delenv("LD_PRELOAD")
+    assert system.check_preload().state == "ok"
+
+
+def test_a_clock_that_is_wrong(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert system.check_clock().state == "ok"
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 90)
+    assert system.check_clock().state == "bad" and "+90" in system.check_clock().found
+
+
+# ------------------------------------------------------------------------------------------------ storage
+
+
+def test_room_for_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage.check_runs().state == "ok"
+    monkeypatch.setattr(storage, "LOW_DISK", 1 << 60)
+    assert storage.check_runs().state == "note"
+
+
+def test_a_quota_that_is_used_up(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = in_child("storage.check_quota", limit(resource.RLIMIT_FSIZE, 1 << 20))
+    assert found.state == "bad" and "cannot be written" in found.found
+    head = "echo 'Filesystem blocks quota limit grace files quota limit grace'"
+    for used, state in (("500", "ok"), ("950", "note"), ("1100*", "bad")):
+        path = program(tmp_path / "bin", "quota", f"{head}; echo '/home {used} 1000 2000 7 0 0'")
+        monkeypatch.setenv("PATH", path)
+        assert storage.check_quota().state == state, storage.check_quota()
+    program(tmp_path / "bin", "quota", "exit 1")
+    assert storage.check_quota().state == "ok"
+
+
+def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    found = in_child("storage.check_temporary", TMPDIR=str(long))
+    assert found.state == "bad" and "so long" in found.found
+    assert in_child("storage.check_temporary", TMPDIR="/tmp").state == "ok"
+    monkeypatch.setattr(storage, "LOW_TEMPORARY", 1 << 60)
+    assert storage.check_temporary().state == "note"
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage.check_shared_memory(tmp_path / "nowhere").state == "note"
+    monkeypatch.setattr(storage, "LOW_SHARED", 1 << 60)
+    assert storage.check_shared_memory().state == "note"
+    monkeypatch.setattr(storage, "FULL", 1 << 60)
+    assert storage.check_shared_memory().state == "bad"
+
+
+def test_leftovers_are_what_nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, temporary = tmp_path / "shm", tmp_path / "tmp"
+    for folder in (shared, temporary / "ray" / "session_2026", temporary / "ty-abc", temporary / "tiltyard-doom-x"):
+        folder.mkdir(parents=True)
+    assert storage.check_leftovers(tmp_path / "empty", shared).state == "ok"
+    (temporary / "ty-abc" / "log").write_bytes(b"x" * 5000)
+    (shared / "ViZDoomSM1").write_bytes(b"x" * 100)
+    (shared / "ViZDoomSM2").write_bytes(b"x" * 100)
+    (shared / "mine.txt").write_text("of something else")
+    with (shared / "ViZDoomSM2").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        # This very process is older than all folders: it may know them.
+        assert [path.name for path in storage.leftovers(shared, temporary)] == ["ViZDoomSM1"]
+        for folder in (temporary / "ty-abc", temporary / "tiltyard-doom-x", temporary / "ray" / "session_2026"):
+            os.utime(folder, (1, 1))
+        names = [path.name for path in storage.leftovers(shared, temporary)]
+        assert names == ["ViZDoomSM1", "ty-abc", "tiltyard-doom-x", "session_2026"]
+        with (temporary / "ty-abc" / "log").open():
+            assert "ty-abc" not in [path.name for path in storage.leftovers(shared, temporary)]
+    found = storage.check_leftovers(shared, temporary)
+    assert found.state == "note" and "5 of processes that are gone, 5200 bytes" in found.found
+    gone = storage.leftovers(shared, temporary)
+    monkeypatch.setattr(storage, "leftovers", lambda: gone)
+    assert storage.remove_leftovers() == gone
+    assert [path.name for path in shared.iterdir()] == ["mine.txt"]
+    assert [path.name for path in temporary.rglob("*")] == ["ray"]
+
+
+def test_clean_is_said(tiltyard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "ViZDoomSM7"
+    left.touch()
+    monkeypatch.setattr(checkup, "CHECKS", ())
+    monkeypatch.setattr(storage, "leftovers", lambda: [left])
+    assert tiltyard("doctor", "--clean").stderr == f"removed {left}\n"
+    assert not left.exists()
+
+
+# ------------------------------------------------------------------------------------------------ display
+
+
+def test_what_a_driver_says_is_judged() -> None:
+    told = {"version": "4.5 (Core Profile) Mesa 22.3.6", "renderer": "llvmpipe", "vendor": "Mesa"}
+    assert display.judged("opengl", "here", told).state == "ok"
+    for version in ("3.1 Mesa 22.3.6", "2.1", "strange"):
+        assert display.judged("opengl", "here", {**told, "version": version}).state == "note"
+    assert display.judged("opengl", "here", {"error": "no"}).state == "note"
+
+
+def test_a_display_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISPLAY", ":4711")
+    assert display.check_opengl().state == "note"
+    monkeypatch.delenv("DISPLAY")
+    assert display.check_opengl().state == "ok"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert display.check_display().found == "none, and no Xvfb to make one"
+    assert display.check_opengl_xvfb().found == "no Xvfb to ask"
+
+
+def test_a_driver_that_crashes_or_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "python", "kill -SEGV $$")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert display.ask_driver("egl", None) == {"error": "the driver crashed when it was asked"}
+    program(tmp_path, "python", "exec sleep 100")
+    monkeypatch.setattr(display, "PATIENCE", 0.5)
+    assert "gave no answer" in display.ask_driver("egl", None)["error"]
+
+
+@pytest.mark.skipif(shutil.which("Xvfb") is None, reason="no Xvfb here: apt-get install xvfb")
+def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = display.check_opengl_xvfb()
+    assert "in Xvfb" in found.found
+    if found.state != "ok":
+        pytest.skip(f"no driver to ask: {found.found}")
+    monkeypatch.setenv("MESA_GL_VERSION_OVERRIDE", "2.1")
+    found = display.check_opengl_xvfb()
+    assert found.state == "note" and found.found.startswith("2.1 ") and "3.2" in found.hint
+    with display.invisible_display() as name:
+        monkeypatch.setenv("DISPLAY", name or "")
+        assert display.check_display().found.startswith(f"{name} answers")
+
+
+# ------------------------------------------------------------------------------------------------ Slurm's settings
+
+
+@pytest.mark.parametrize(
+    ("line", "check", "state"),
+    [
+        ("JobRequeue = 0", site.check_requeue, "note"),
+        ("JobRequeue = 1", site.check_requeue, "ok"),
+        ("KillWait = 3 sec", site.check_preemption, "note"),
+        ("KillWait = 30 sec", site.check_preemption, "ok"),
+        ("MaxArraySize = 0", site.check_arrays, "note"),
+        ("MaxArraySize = 1001", site.check_arrays, "ok"),
+        ("ClusterName = mini", site.check_slurm, "ok"),
+    ],
+)
+def test_what_slurm_allows(
+    line: str, check: Callable[[], Finding], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", program(tmp_path, "scontrol", f"echo 'Configuration data'; echo '{line}'"))
+    site._known.cache_clear()
+    try:
+        assert check().state == state
+    finally:
+        site._known.cache_clear()
+
+
+def test_slurm_that_does_not_answer_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", program(tmp_path, "scontrol", "exec sleep 100"))
+    monkeypatch.setattr(site, "PATIENCE", 0.5)
+    assert site.settings() == {}
+    program(tmp_path, "scontrol", "echo no; exit 1")
+    assert site.settings() == {}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert site.settings() is None

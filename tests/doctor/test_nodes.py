@@ -1,0 +1,107 @@
+"""Nodes side by side, nodes that call each other, and nodes that are remembered as bad."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiltyard.config.site import Profile, Slurm
+from tiltyard.doctor import node, remembered
+from tiltyard.doctor.across import compare
+from tiltyard.doctor.finding import Finding
+from tiltyard.run import disk
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    return {"versions": {"python": "3.11.7", "ray": "2.60.0"}, "clocks": {}, "unreached": {}, **changes}
+
+
+def bad(reports: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(each.node, each.what) for each in compare(reports) if each.state == "bad"]
+
+
+def test_nodes_that_are_alike() -> None:
+    found = compare({"a": report(), "b": report(clocks={"a": 0.5})})
+    assert [(each.node, each.what) for each in found] == [
+        (name, what) for name in "ab" for what in ("versions", "clocks", "reach")
+    ]
+    assert {each.state for each in found} == {"ok"}
+    assert compare({"a": report()}) == []
+
+
+def test_another_version() -> None:
+    other = {"python": "3.11.7", "ray": "2.59.0", "pillow": "9"}
+    found = [each for each in compare({"a": report(versions=other), "b": report(), "c": report()}) if each.node == "a"]
+    assert [(each.state, each.found) for each in found if each.what == "versions"] == [
+        ("note", "pillow 9, and none on the other nodes"),
+        ("bad", "ray 2.59.0, and 2.60.0 on the other nodes"),
+    ]
+    assert bad({"a": report(), "b": report(versions=other)}) == [("b", "versions")]
+    assert "is not installed" in next(
+        each.found
+        for each in compare({"a": report(), "b": report(versions={"python": "3.11.7"})})
+        if each.state == "bad"
+    )
+
+
+def test_another_clock() -> None:
+    late = {"a": report(clocks={"b": 0.1, "c": 60.0}), "b": report(clocks={"a": 0, "c": 60.0})}
+    late["c"] = report(clocks={"a": -60.0, "b": -60.0})
+    assert bad(late) == [("c", "clocks")]
+    assert bad({"a": report(clocks={"b": -9.0}), "b": report(clocks={"a": 9.0})}) == [("b", "clocks")]
+
+
+def test_who_cannot_reach_whom() -> None:
+    assert bad({"a": report(unreached={"b": "refused"}), "b": report()}) == [("b", "reach")]
+    cut_off = {"a": report(unreached={"c": "no"}), "b": report(unreached={"c": "no"})}
+    cut_off["c"] = report(unreached={"a": "no", "b": "no"})
+    assert bad(cut_off) == [("c", "reach")]
+    half = {"a": report(unreached={"b": "10.0.0.2:4: timed out"}), "b": report(), "c": report()}
+    assert bad(half) == [("b", "reach")]
+    assert "from a (10.0.0.2:4: timed out)" in str(compare(half))
+
+
+def test_calls(tmp_path: Path) -> None:
+    folder = tmp_path / "visit-1"
+    folder.mkdir()
+    with node.listening("visit-1 b") as port:
+        disk.write_json(folder / "b.here", {"address": "127.0.0.1", "port": port})
+        disk.write_json(folder / "c.here", {"address": "127.0.0.1", "port": port})
+        off = node.call(folder, "b")
+        assert isinstance(off, float) and abs(off) < 5
+        assert node.call(folder, "c") == f"127.0.0.1:{port}: somebody else answers there"
+    assert node.call(folder, "b") == f"127.0.0.1:{port}: Connection refused"
+
+
+def test_a_call_that_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "CALL", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        number = deaf.getsockname()[1]
+        disk.write_json(tmp_path / "b.here", {"address": "127.0.0.1", "port": number})
+        assert node.call(tmp_path, "b") == f"127.0.0.1:{number} gives no answer"
+
+
+def test_bad_nodes_are_remembered_until_they_are_well(tmp_path: Path) -> None:
+    full = Finding("shm", "bad", "3 MiB free", node="n1")
+    fine = Finding("shm", "ok", "much free", node="n2")
+    assert "n1 is remembered as bad" in remembered.note(tmp_path, [full, fine])[0]
+    assert list(remembered.bad_nodes(tmp_path)) == ["n1"]
+    assert remembered.bad_nodes(tmp_path)["n1"].endswith(": shm: 3 MiB free")
+    assert remembered.avoided(Profile(), tmp_path) == {}
+    assert list(remembered.avoided(Profile(slurm=Slurm(exclude_failed=True)), tmp_path)) == ["n1"]
+    assert remembered.note(tmp_path, [fine]) == []
+    assert remembered.note(tmp_path, [Finding("shm", "note", "some free", node="n1")]) == [
+        "n1 is well again, and no longer left out"
+    ]
+    assert remembered.bad_nodes(tmp_path) == {}
+
+
+def test_no_node_is_to_blame_for_what_is_wrong_on_all(tmp_path: Path) -> None:
+    everywhere = [Finding("runs", "bad", "cannot be written", node=name) for name in ("n1", "n2")]
+    assert remembered.note(tmp_path, everywhere) == []
+    assert remembered.note(tmp_path, everywhere[:1]) != []
+    (tmp_path / ".doctor" / "nodes.json").write_text("{broken")
+    assert remembered.bad_nodes(tmp_path) == {}
