@@ -40,6 +40,8 @@ def end(code: int, asked: str | None = None, **more: Any) -> End:
         (end(75, "SIGUSR2"), Counts(10, 0), "stopped", Counts(10, 0)),
         (end(75, "SIGUSR2", stop=True), Counts(), "stopped", Counts()),
         (end(75, "SIGTERM"), Counts(), "stopped", Counts()),
+        (end(75, "SIGTERM", near=True), Counts(3, 1), "late", Counts(4, 0)),
+        (end(75, "SIGTERM", near=True, stop=True), Counts(), "stopped", Counts()),
         (end(-15, "SIGTERM"), Counts(), "stopped", Counts()),
         (end(75), Counts(), "stopped", Counts()),
         (end(-9), Counts(), "again", Counts()),
@@ -164,6 +166,18 @@ def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> Non
     sentences = [event["sentence"] for event in read_events(stopped)]
     assert "no signal came before the time limit; the agent asks for the last save itself" in sentences
     assert any("back into the queue (1 of at most 100 times)" in sentence for sentence in sentences)
+
+
+def test_a_run_that_comes_no_further_is_given_up(stopped: Run) -> None:
+    """The last job came no further, and this one is told of its limit before it has learned anything."""
+    (stopped.folder / FOLDER / "counts.json").write_text('{"requeues": 1, "still": 1}')
+    child = agent(stopped, "stop.env_steps=1e9")
+    wait_for(lambda: "job 5 started" in stopped.events_file.read_text(), "the agent's start")
+    child.send_signal(signal.SIGUSR2)
+    said, _ = child.communicate(timeout=100)
+    assert child.returncode == 75 and verdict(stopped) == "5 0 failed\n", said
+    assert stopped.status()["state"] == "failed"
+    assert stopped.status()["reason"].startswith("no progress: 2 jobs in a row ended at env step 64")
 
 
 def test_a_run_that_somebody_wants_stopped_does_not_begin(stopped: Run) -> None:

@@ -1,7 +1,7 @@
 """A job that is cut short goes on where it was: time limit, requeue, preemption, a dead node, a forbidden requeue.
 
 What counts is that nobody can tell afterwards: the same weights and metrics as a run that was never interrupted. The
-env sleeps in jobs, so that a run takes as long as several of them on any machine; it learns the same without.
+env is slow as long as there is a file called brake, so that a run lasts until everything has happened to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from tiltyard.run.folder import Run, find
 
 pytestmark = [needs_slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm-own")]
 SLOW = """
-import os
 import time
+from pathlib import Path
 from gymnasium.envs.classic_control import CartPoleEnv
+
+BRAKE = Path(PATH)
 
 
 class Slow(CartPoleEnv):
@@ -35,7 +37,8 @@ class Slow(CartPoleEnv):
         super().__init__(render_mode=render_mode)
 
     def step(self, action):
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+        if BRAKE.exists():
+            time.sleep(float(BRAKE.read_text()))
         return super().step(action)
 """
 SMALL = {
@@ -44,27 +47,28 @@ SMALL = {
     "algo.rollout": 16,
     "algo.minibatch": 64,
     "algo.epochs": 1,
-    "save.env_steps": 512,
+    "save.env_steps": 64,
     "eval.at_end": "false",
     "track.tensorboard": "false",
 }
-STEPS = 8192
+STEPS = 8192  # minutes with the brake, a second without
+BRAKE = Path("brake")
 Start = Callable[..., Cluster]
 
 
-def words(steps: int) -> list[str]:
-    return [*(f"{name}={value}" for name, value in SMALL.items()), f"stop.env_steps={steps}"]
+WORDS = [*(f"{name}={value}" for name, value in SMALL.items()), f"stop.env_steps={STEPS}"]
 
 
-def profile(pause: float, **lines: str) -> None:
+def profile(brake: float = 0.02, **lines: str) -> None:
     more = "".join(f"    {name}: {value}\n" for name, value in lines.items())
     text = SITE.replace('    resources: {cpus: 1, time: "1:00:00"}\n', "") if "resources" in lines else SITE
-    Path("tiltyard.yaml").write_text(f"{text}    environment: {{PAUSE: '{pause}'}}\n{more}")
-    Path("slow.py").write_text(SLOW)
+    Path("tiltyard.yaml").write_text(text + more)
+    Path("slow.py").write_text(SLOW.replace("PATH", repr(str(BRAKE.absolute()))))
+    BRAKE.write_text(str(brake))
 
 
-def submitted(tiltyard: Command, steps: int) -> tuple[Run, str]:
-    tiltyard("train", "slow.py:Slow", *words(steps), "--on", "cluster", "--detach")
+def submitted(tiltyard: Command) -> tuple[Run, str]:
+    tiltyard("train", "slow.py:Slow", *WORDS, "--on", "cluster", "--detach")
     run = find("last")
     return run, run.status()["job"]["id"]
 
@@ -80,10 +84,15 @@ def running(run: Run, attempt: int = 1) -> None:
     wait_for(lambda: newest(run) > reached, f"a checkpoint of attempt {attempt}")
 
 
-def is_as_if_nothing_had_happened(run: Run, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PAUSE", raising=False)
-    whole = product.train("slow.py:Slow", words(steps), live=False)
-    assert run.state == "finished" and run.status()["progress"]["env_steps"] == steps
+def goes_on_to_its_end(tiltyard: Command, run: Run) -> None:
+    BRAKE.unlink()
+    said = tiltyard("logs", "-f", run.id)
+    assert run.state == "finished", said.stderr
+
+
+def is_as_if_nothing_had_happened(run: Run) -> None:
+    whole = product.train("slow.py:Slow", WORDS, live=False)
+    assert run.status()["progress"]["env_steps"] == STEPS
     (weights, records), (same, expected) = final(run), final(whole)
     assert records == expected
     assert all(weights[name].tobytes() == same[name].tobytes() for name in same)
@@ -93,83 +102,97 @@ def sentences(run: Run, kind: str) -> list[str]:
     return [event["sentence"] for event in read_events(run) if event["kind"] == kind]
 
 
-def test_a_time_limit_is_nothing_to_worry_about(
-    tiltyard: Command, own_cluster: Start, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four minutes on a clock that is ten times as fast; the run needs several times that."""
+def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    """Six minutes on a clock that is ten times as fast; the run needs several times that."""
     cluster = own_cluster("--nodes", "1", "--speed", "10")
-    profile(0.001, resources='{cpus: 1, time: "4:00"}')
-    run, job = submitted(tiltyard, 4 * STEPS)
-    said = tiltyard("logs", "-f", run.id)
-    assert run.state == "finished", said.stderr
+    profile(resources='{cpus: 1, time: "6:00"}')
+    run, job = submitted(tiltyard)
+    wait_for(lambda: len(sentences(run, "requeued")) >= 3, "three requeues", 290)
+    goes_on_to_its_end(tiltyard, run)
     requeued = sentences(run, "requeued")
     assert len(requeued) >= 3 and len(requeued) == cluster.restarts(job)
     assert requeued[2].startswith("the time limit is near: saved at env step ")
     assert "(3 of at most 100 times)" in requeued[2]
     logs = sorted(path.name for path in (run.folder / "logs").glob("attempt-*.log"))
     assert len(logs) == len(requeued) + 1
-    is_as_if_nothing_had_happened(run, 4 * STEPS, monkeypatch)
+    is_as_if_nothing_had_happened(run)
 
 
-def test_requeued_from_outside_and_killed_on_the_way(
-    tiltyard: Command, cluster: Cluster, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile(0.002)
-    run, job = submitted(tiltyard, STEPS)
+def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    """An update that takes longer than the time that is left; then one that somebody cancels while it saves."""
+    cluster = own_cluster("--nodes", "1", "--speed", "10", conf="KillWait=100\n")
+    profile(0.25, resources='{cpus: 1, time: "3:00"}')
+    run, job = submitted(tiltyard)
+    wait_for(lambda: cluster.restarts(job) == 1, "a requeue")
+    assert "ended while it saved, near its time limit" in " ".join(sentences(run, "stopped"))
+    wait_for(lambda: run.status()["attempt"] == 2 and run.state == "running", "the second attempt")
+    cluster.ask("scancel", "--signal=USR2", job)
+    cluster.ask("scancel", job)
+    wait_for(lambda: cluster.state(job) == "CANCELLED", "the end of the job")
+    assert (run.state, cluster.restarts(job)) == ("stopped", 1)
+    tiltyard("resume", run.id, "--detach")
+    goes_on_to_its_end(tiltyard, run)
+    is_as_if_nothing_had_happened(run)
+
+
+def test_requeued_from_outside_and_killed_on_the_way(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+    profile()
+    run, job = submitted(tiltyard)
     running(run)
     cluster.ask("scontrol", "requeue", job)
     wait_for(lambda: cluster.state(job) == "PENDING", "a job that waits again")
     assert "queued" in tiltyard("show", run.id).stdout
     running(run, attempt=2)
     os.kill(run.status()["pid"], signal.SIGKILL)
-    tiltyard("logs", "-f", run.id)
+    goes_on_to_its_end(tiltyard, run)
     assert cluster.restarts(job) == 1 and run.status()["attempt"] == 3
     assert any("the trainer was killed by SIGKILL" in sentence for sentence in sentences(run, "warning"))
-    is_as_if_nothing_had_happened(run, STEPS, monkeypatch)
+    is_as_if_nothing_had_happened(run)
 
 
-def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     cluster = own_cluster(
         "--nodes", "1", "--cpus", "1",
         conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP\n",
     )  # fmt: skip
-    profile(0.002)
-    run, job = submitted(tiltyard, STEPS)
+    profile()
+    run, job = submitted(tiltyard)
     running(run)
     urgent = cluster.ask("sbatch", "--parsable", "-p", "urgent", "-o", "/dev/null", "--wrap", "sleep 3")
     wait_for(lambda: cluster.state(urgent) == "COMPLETED", "the end of the urgent job")
-    tiltyard("logs", "-f", run.id)
+    goes_on_to_its_end(tiltyard, run)
     assert cluster.restarts(job) == 1
     assert "stopped at env step" in sentences(run, "stopped")[0]
-    is_as_if_nothing_had_happened(run, STEPS, monkeypatch)
+    is_as_if_nothing_had_happened(run)
 
 
-def test_a_node_drops_dead(tiltyard: Command, own_cluster: Start, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = own_cluster("--nodes", "2", "--cpus", "1")
-    profile(0.002)
-    run, job = submitted(tiltyard, STEPS)
+def test_a_node_drops_dead(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    cluster = own_cluster("--nodes", "2", "--cpus", "1", conf="SlurmdTimeout=4\n")
+    profile()
+    run, job = submitted(tiltyard)
     running(run)
     node = cluster.ask("squeue", "-h", "-j", job, "-o", "%N")
     cluster.script("kill-node", node)
     assert run.state == "lost"  # by its folder
-    tiltyard("logs", "-f", run.id)
+    wait_for(lambda: cluster.restarts(job) == 1, "Slurm's notice")
+    goes_on_to_its_end(tiltyard, run)
     assert cluster.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%N") != node
     assert f"job {job} was restarted" in sentences(run, "recovered")[0]
-    is_as_if_nothing_had_happened(run, STEPS, monkeypatch)
+    is_as_if_nothing_had_happened(run)
 
 
 def test_where_requeue_is_forbidden_the_script_is_submitted_again(
-    tiltyard: Command, cluster: Cluster, runs: Path, monkeypatch: pytest.MonkeyPatch
+    tiltyard: Command, cluster: Cluster, runs: Path
 ) -> None:
-    profile(0.002, slurm="{extra: ['--no-requeue']}")
-    run, job = submitted(tiltyard, STEPS)
+    profile(slurm="{extra: ['--no-requeue']}")
+    run, job = submitted(tiltyard)
     running(run)
     cluster.ask("scancel", "--signal=USR2", job)  # as at the time limit
-    tiltyard("logs", "-f", run.id)
+    goes_on_to_its_end(tiltyard, run)
     again = run.status()["job"]["id"]
     assert int(again) > int(job) and run.status()["attempt"] == 2
     output = (run.folder / "logs" / f"job-{job}.out").read_text()
     assert f"job {job} may not be requeued; the same script is submitted again" in output
     assert not (run.folder / FOLDER / "submitted-again").exists()
-    is_as_if_nothing_had_happened(run, STEPS, monkeypatch)
+    is_as_if_nothing_had_happened(run)

@@ -7,6 +7,7 @@ there are several nodes, all agents together start one Ray before that (ray_node
     0                              done
     75 after SIGUSR2 (limit near)  requeue; unless nothing was learned twice, it was often enough, or somebody said stop
     75 after SIGTERM               stopped: cancelled, or preempted, and then Slurm itself queues the job again
+    75 after both                  late: requeue if Slurm says that the limit came before the end of the save
     anything, Ray's head gone      requeue, `slurm.retry` times; then failed
     killed by a signal             the trainer is started again inside the job, `slurm.retry` times; then failed
     anything else                  failed
@@ -42,7 +43,7 @@ from tiltyard.run.status import write_status
 TICK = 0.5  # seconds between looks at the clock
 NOTICE = 5.0  # seconds that Ray takes to see that a part of its head is gone
 STILL = 2  # jobs in a row without a new checkpoint after which going on is of no use
-Word = Literal["done", "requeue", "stopped", "failed", "again"]
+Word = Literal["done", "requeue", "late", "stopped", "failed", "again"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class End:
     tries_left: int
     lost: str = ""
     """how Ray's head was lost"""
+    near: bool = False
+    """whether the time limit was near before anything else was asked"""
 
 
 def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word, str, Counts]:
@@ -78,12 +81,12 @@ def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word
         if counts.heads >= retry:
             return "failed", f"{end.lost}, and slurm.retry = {retry} are used up", counts
         return "requeue", f"{end.lost}: back into the queue", replace(counts, heads=counts.heads + 1)
-    near_limit = end.asked == "SIGUSR2"
+    near_limit, ended = end.near or end.asked == "SIGUSR2", end.asked == "SIGTERM"
     if end.code == EXIT_DONE:
         return "done", "", counts
     if end.code > 0 and end.code != EXIT_RESUMABLE:
         return "failed", f"the trainer ended with exit code {end.code}", counts
-    if end.stop or end.asked == "SIGTERM" or (end.code == EXIT_RESUMABLE and not near_limit):
+    if end.stop or ((ended or end.code == EXIT_RESUMABLE) and not near_limit):
         return "stopped", "", counts
     if not near_limit:
         how = f"the trainer {killed_by(-end.code, explained=True)}"
@@ -96,8 +99,10 @@ def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word
     if counts.requeues >= requeues:
         return "stopped", f"the time limit was reached, and slurm.requeues = {requeues} are used up", counts
     counts = replace(counts, requeues=counts.requeues + 1)
-    said = f"the time limit is near: saved at env step {end.ended:,}, back into the queue"
-    return "requeue", f"{said} ({counts.requeues} of at most {requeues} times)", counts
+    times = f"({counts.requeues} of at most {requeues} times)"
+    if ended:
+        return "late", f"ended while it saved, near its time limit; if it was that, back into the queue {times}", counts
+    return "requeue", f"the time limit is near: saved at env step {end.ended:,}, back into the queue {times}", counts
 
 
 class Agent:
@@ -109,6 +114,7 @@ class Agent:
         self.job = os.environ.get("SLURM_JOB_ID", "")
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked: str | None = None
+        self._near = False  # the time limit
         self.ray: RayNode | None = None
         self._lost = ""  # how Ray's head was
         self._news: set[str] = set()
@@ -117,6 +123,7 @@ class Agent:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._near |= number == signal.SIGUSR2 and self.asked is None
         if self.asked != "SIGTERM":  # which leaves less time, and comes after the other if both come
             self.asked = "SIGUSR2" if number == signal.SIGUSR2 else "SIGTERM"
 
@@ -147,14 +154,16 @@ class Agent:
                 code = self._train(environment)
                 if self.ray is not None and code not in (EXIT_DONE, EXIT_RESUMABLE) and not self._lost:
                     self._lost = self.ray.lost(patience=NOTICE)  # it may end the trainer before it ends itself
-            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries, self._lost)
+            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries, self._lost, self._near)
             word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]), int(self.task["retry"]))
             if word != "again":
                 break
             tries -= 1
             self._tell("warning", sentence)
         self._conclude(word, sentence, counts)
-        return {"done": EXIT_DONE, "requeue": EXIT_DONE, "stopped": EXIT_RESUMABLE}.get(word, max(code, EXIT_FAILED))
+        if word in ("done", "requeue"):
+            return EXIT_DONE
+        return EXIT_RESUMABLE if word in ("late", "stopped") else max(code, EXIT_FAILED)
 
     def _take_up(self) -> None:
         """Say in the folder which job has the run now: a script that was submitted by hand or again has another id."""
@@ -167,14 +176,15 @@ class Agent:
 
     def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:
         state = self.run.status()["state"]
-        if word == "requeue":
+        if word in ("requeue", "late"):
             disk.write_json(self.folder / COUNTS, asdict(counts))
+        if word == "requeue":
             self._write_status(state="queued", reason="")
             self._tell("requeued", sentence)
         elif word == "failed" and state != "failed":
             self._write_status(state="failed", reason=f"{sentence}; see logs/job-{self.job}.out")
             self._tell("failed", sentence)
-        elif word == "stopped" and (sentence or state != "stopped"):
+        elif word in ("late", "stopped") and (sentence or state != "stopped"):
             said = sentence or ("asked to stop" if self._stop_wanted() else f"job {self.job} was ended from outside")
             self._write_status(state="stopped", reason=said)
             self._tell("stopped", said)
@@ -210,7 +220,7 @@ class Agent:
         handed = None
         while True:
             if self.asked is None and self._limit_near():
-                self.asked = "SIGUSR2"
+                self.asked, self._near = "SIGUSR2", True
                 self._tell("warning", "no signal came before the time limit; the agent asks for the last save itself")
             if self.asked == "SIGUSR2" or self.asked != handed:
                 trainer.send_signal(signal.SIGUSR2 if self.asked == "SIGUSR2" else signal.SIGTERM)

@@ -35,6 +35,8 @@ while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
 [ "${of:-} ${restart:-}" = "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ] || verdict=none
 echo "job $SLURM_JOB_ID: ${verdict:-none} (exit code $code)"
+# Ended while it saved: by the limit, or by somebody who does not want it back?
+[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" = TimeLimit ] && verdict=requeue
 [ "${verdict:-none}" = requeue ] || exit "$code"
 scontrol requeue "$id" && exit 0
 echo "job $SLURM_JOB_ID may not be requeued; the same script is submitted again"

@@ -30,6 +30,7 @@ id=${id:-$SLURM_JOB_ID}
 # The time limit, for an agent that was not told of it in time.
 : "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"
 export SLURM_JOB_END_TIME
+export TILTYARD_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1" | paste -sd,)
 
 # One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
 srun --het-group=0 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=0 \
@@ -45,6 +46,8 @@ while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
 [ "${of:-} ${restart:-}" = "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ] || verdict=none
 echo "job $SLURM_JOB_ID: ${verdict:-none} (exit code $code)"
+# Ended while it saved: by the limit, or by somebody who does not want it back?
+[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" = TimeLimit ] && verdict=requeue
 [ "${verdict:-none}" = requeue ] || exit "$code"
 scontrol requeue "$id" && exit 0
 echo "job $SLURM_JOB_ID may not be requeued; the same script is submitted again"
