@@ -13,6 +13,7 @@ WORKERS ?= 2
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SLURM  := $(VENV)/.slurm
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # One torch thread per test process: two processes with a pool each would fight over the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
@@ -33,18 +34,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@found=$$($(PIP) check 2>&1) || { echo "error: $$found" >&2; exit 1; }
 	@touch "$@"
 
+# A real Slurm for the tests of jobs, where it may be installed; the tests say what they miss otherwise.
+$(SLURM): tests/slurm/install.sh | $(STAMP)
+	@tests/slurm/install.sh "$@"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint
+check: lint $(SLURM)
 	$(PYTEST) -m "not slow"
 
-test: lint
+test: lint $(SLURM)
 	$(PYTEST)
 
-test-long: lint
+test-long: lint $(SLURM)
 	TILTYARD_LONG=1 $(PYTEST)
 
 docs: $(STAMP)

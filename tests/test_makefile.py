@@ -59,3 +59,18 @@ def test_an_old_python_is_refused_with_a_sentence(tmp_path):
 def test_a_missing_python_is_said(tmp_path):
     refused = make("venv", "PYTHON=python-that-is-not-there", f"VENV={tmp_path / 'env'}")
     assert refused.stderr.startswith("error: there is no 'python-that-is-not-there'; install Python 3.11 or newer")
+
+
+def test_tests_install_a_slurm_where_they_may_and_else_say_what_is_skipped(tmp_path):
+    for target in ("check", "test", "test-long"):
+        assert "tests/slurm/install.sh" in make("-n", target, f"VENV={tmp_path / 'env'}").stdout
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tools / "id").chmod(0o755)
+    script = (ROOT / "tests" / "slurm" / "install.sh").read_text().replace(":/usr/sbin:/sbin", "")
+    words = ["/bin/bash", "-c", script, "install.sh", str(tmp_path / "stamp")]
+    said = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert said.returncode == 0 and not (tmp_path / "stamp").exists()
+    assert "(tests/slurm) are skipped: no Slurm here, and only root may install it" in said.stderr
+    assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in said.stderr

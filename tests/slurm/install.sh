@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Installs Debian's Slurm, of which tests start clusters of their own, where that is possible: as root, with apt-get.
+# Nothing of it is configured or started. Elsewhere it says, loudly, what is skipped.
+#
+#   install.sh STAMP      STAMP is touched when all is there
+packages="slurmctld slurmd slurm-client munge libfaketime"
+export PATH=$PATH:/usr/sbin:/sbin
+
+complete() {
+    command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch &&
+        { compgen -G '/usr/lib*/*/faketime/libfaketimeMT.so.1' || compgen -G '/usr/lib*/faketime/libfaketimeMT.so.1'; }
+} >/dev/null
+skipped() {
+    printf '%s\n' "" "================ the tests of Slurm jobs (tests/slurm) are skipped: $1" \
+        "                 install by hand: apt-get install --no-install-recommends $packages" "" >&2
+    exit 0
+}
+
+complete || {
+    [ "$(id -u)" = 0 ] || skipped "no Slurm here, and only root may install it"
+    command -v apt-get >/dev/null || skipped "no Slurm here, and no apt-get to install it with"
+    # A policy file keeps apt from starting the daemons; one that is there already is left alone.
+    policy=/usr/sbin/policy-rc.d
+    [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy && trap 'rm -f $policy' EXIT; }
+    said=$(apt-get update 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $packages 2>&1) ||
+        skipped "apt-get failed: $(tail -n 1 <<<"$said")"
+}
+touch "$1"
