@@ -19,7 +19,7 @@ from tests.engines.rllib.test_commands import without_ray
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard.launch import FOLDER
 from tiltyard.run.events import read_events
-from tiltyard.run.folder import Run, find
+from tiltyard.run.folder import Run, find, list_runs
 
 pytestmark = [needs_slurm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 SMALL = ["algo.rollout=32", "algo.minibatch=64", "algo.epochs=1", "eval.every=0", "track.tensorboard=false"]
@@ -120,6 +120,8 @@ def test_three_nodes_train_as_one_and_lose_a_part(
 
     tiltyard("stop", run.id)
     over(nodes, run)
+    assert run.status()["reason"] == "asked by SIGUSR2"
+    assert max(int(path.name) for path in run.checkpoints.glob("0*")) == run.status()["progress"]["env_steps"]
     wait_for(lambda: not any(Path(each).parent.exists() for each in kept), "empty folders in /tmp", 100)
     assert not (place / "token").exists()
     assert run.state == "stopped"
@@ -164,6 +166,23 @@ def test_a_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Pat
     assert run.state == "finished"
     assert "mean" in without_ray(tmp_path, "eval", str(run.folder), "--episodes", "2", "--json")
     over(nodes, run)
+
+
+def test_two_jobs_at_once_never_see_each_other(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """On the same nodes, of the same user: each has a Ray of exactly its own nodes, a port and a token of its own."""
+    if not LONG:
+        pytest.skip("two minutes: make test-long runs it")
+    for seed in ("1", "2"):
+        tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=2000", f"seed={seed}", "--on", "three", "--detach")
+    both = [Run(Path(row["folder"])) for row in list_runs(runs)]
+    for run in both:
+        wait_for(lambda run=run: run.state == "finished", f"the end of {run.id}", 800)  # type: ignore[misc]
+        log = (run.folder / "logs" / "attempt-001.log").read_text()
+        assert "on node1 (1), node2 (1), node3 (1)" in log and "Ray on the job's 3 nodes, 3 CPUs" in log, log
+    addresses = {next(run.folder.glob(f"{FOLDER}/ray-*/head.json")).read_text() for run in both}
+    assert len(addresses) == 2
+    for run in both:
+        over(nodes, run)
 
 
 def wrapper(folder: Path, on_node2: str) -> str:

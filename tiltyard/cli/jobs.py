@@ -249,7 +249,7 @@ def stop(run: Run, wait: float) -> int:
     if told.waits:
         cancel(job)
     else:
-        cancel(job, signal="TERM")
+        cancel(job, signal="USR2")  # which Ray's processes do not mind: SIGTERM would end them before the last save
         sys.stderr.write(f"asked job {job} to save run {run.id} and stop\n")
     deadline = time.monotonic() + wait
     while (now := (queue.ask([job]) or {}).get(job)) is not None and (now.waits or now.runs):
