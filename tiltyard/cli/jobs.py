@@ -18,7 +18,7 @@ from tiltyard.launch.commands import cancel
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.status import write_status
+from tiltyard.run.status import root_of, write_status
 
 if TYPE_CHECKING:
     from tiltyard.cli.train import Expectation
@@ -131,7 +131,7 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
 
     for warning in profile.warnings():
         sys.stderr.write(f"warning: {warning}\n")
-    avoided = _avoided(profile, run.folder.parent.parent)
+    avoided = _avoided(profile, root_of(run.folder))
     trust_code = getattr(args, "trust_code", False)
     number = slurm.submit(run, profile, overrides, trust_code=trust_code, avoided=avoided)
     lines = [

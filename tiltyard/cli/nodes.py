@@ -13,6 +13,7 @@ from tiltyard.cli import text
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.run.folder import Run, find, read_owner
 from tiltyard.run.lock import life
+from tiltyard.run.status import root_of
 
 if TYPE_CHECKING:
     from tiltyard.config.site import Profile
@@ -47,7 +48,7 @@ def run_shell(args: argparse.Namespace) -> int:
         )
     if args.on is not None:
         profile = _resized(_job_profile(args.on), args)
-        inside.become(inside.on_new_node(profile, args.command, terminal=terminal), inside.variables(profile))
+        return inside.call(inside.on_new_node(profile, args.command, terminal=terminal), inside.variables(profile))
     run = find(args.run)
     job, groups, profile = _running_job(run)
     node = args.node or groups[0].nodes[0]
@@ -56,7 +57,7 @@ def run_shell(args: argparse.Namespace) -> int:
         there = ", ".join(node for group in groups for node in group.nodes)
         raise UseError(f"job {job} of run {run.id} does not run on {node}", f"it runs on {there}")
     command = inside.in_job(job, [inside.Group((node,), group.number)], profile, args.command, terminal=terminal)
-    inside.become(command, inside.variables(profile, TILTYARD_RUNS=str(run.folder.parent.parent)))
+    return inside.call(command, inside.variables(profile, TILTYARD_RUNS=str(root_of(run.folder))))
 
 
 def _job_profile(name: str) -> Profile:
@@ -115,7 +116,7 @@ def run_top(args: argparse.Namespace) -> int:
     run = find(args.run)
     once = args.once or args.json or not sys.stdout.isatty()
     owner = read_owner(run.folder)
-    if owner is not None and not owner.get("job"):
+    if run.status().get("job") is None or (owner is not None and not owner.get("job")):
         looks = _looks_here(run, owner, 0.0 if once else EVERY)
     else:
         looks = _looks_at_job(run, 0.0 if once else EVERY)
@@ -131,17 +132,16 @@ def run_top(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _looks_here(run: Run, owner: dict[str, Any], every: float) -> Iterator[list[dict[str, Any]]]:
+def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
     from tiltyard import processes
     from tiltyard.launch.usage import snapshots
 
-    alive = life(owner)
-    if alive == "unknown":
+    if owner is None or life(owner) == "dead":
+        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
+    if life(owner) == "unknown":
         raise UseError(
             f"run {run.id} is written on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
         )
-    if alive == "dead":
-        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
     for told in snapshots(lambda: processes.tree(owner["pid"]), every):
         if not told["processes"]:
             return

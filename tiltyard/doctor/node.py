@@ -1,9 +1,10 @@
-"""What the doctor's job starts on every node: `python -m tiltyard.doctor.node FOLDER NODES`.
+"""What the doctor's job starts on every node: `python -m tiltyard.doctor.node FOLDER NODES SECONDS`.
 
     FOLDER/NAME.here     where this node listens, as soon as it does
     FOLDER/NAME.report   the findings, the versions, and how the other nodes could be reached
 
-Every node connects to every other one; who is called answers with its name and its time.
+Every node connects to every other one that has come up within so many seconds; who is called answers with its name and
+its time.
 """
 
 from __future__ import annotations
@@ -24,19 +25,18 @@ from tiltyard.doctor.software import versions
 from tiltyard.machine import own_address
 from tiltyard.run import disk
 
-WAIT = 60.0  # seconds for the other nodes: they start together, and a checkup takes a few
 CALL = 10.0
 HERE, REPORT = ".here", ".report"
 
 
 def main() -> int:
     """This node's part of the visit."""
-    folder, nodes = Path(sys.argv[1]), int(sys.argv[2])
+    folder, nodes, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listening(f"{folder.name} {name}") as port:
         disk.write_json(folder / f"{name}{HERE}", {"address": own_address(), "port": port})
         findings = [asdict(finding) for finding in examine()]
-        wait_for(folder, HERE, nodes)
+        wait_for(folder, HERE, nodes, patience)
         called = {peer: call(folder, peer) for peer in named(folder, HERE) if peer != name}
         report = {
             "findings": findings,
@@ -45,7 +45,7 @@ def main() -> int:
             "unreached": {peer: told for peer, told in called.items() if isinstance(told, str)},
         }
         disk.write_json(folder / f"{name}{REPORT}", report)
-        wait_for(folder, REPORT, nodes)  # somebody may still want to call
+        wait_for(folder, REPORT, len(called) + 1, patience)  # somebody may still want to call
     return 0
 
 
@@ -54,8 +54,8 @@ def named(folder: Path, ending: str) -> list[str]:
     return sorted(path.name.removesuffix(ending) for path in folder.glob(f"*{ending}"))
 
 
-def wait_for(folder: Path, ending: str, nodes: int) -> None:
-    deadline = time.monotonic() + WAIT
+def wait_for(folder: Path, ending: str, nodes: int, patience: float) -> None:
+    deadline = time.monotonic() + patience
     while len(named(folder, ending)) < nodes and time.monotonic() < deadline:
         time.sleep(0.1)
 

@@ -27,6 +27,7 @@ from tiltyard.launch.slurm import head, secret_environment, set_up, step
 from tiltyard.run import disk
 
 LIMIT = "5"  # minutes
+LONGEST_WAIT = 60.0  # seconds that nodes wait for each other: they start together, and have to end within the limit
 LOOK = 0.25  # seconds between looks at the folder
 LATE = 5.0  # seconds that files may take to be seen here after the job has ended
 OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
@@ -82,13 +83,13 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
     """The script, and what it must not show."""
     hidden = secret_environment(profile.environment)
     (folder / SECRETS).write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items()))
-    quoted = shlex.quote(str(folder))
+    quoted, wait = shlex.quote(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
     lines = [
         *head(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
         f"exec >{quoted}/{OUTPUT} 2>&1",
         *set_up(profile, f"{quoted}/{SECRETS}"),
         f"export TILTYARD_RUNS={shlex.quote(str(disk.absolute(root)))}",
-        *step(profile, ["-m", "tiltyard.doctor.node"], f"{quoted} {count}"),
+        *step(profile, ["-m", "tiltyard.doctor.node"], f"{quoted} {count} {wait:g}"),
     ]
     (folder / SCRIPT).write_text("\n".join(lines) + "\n")
 

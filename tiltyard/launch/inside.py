@@ -13,8 +13,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from tiltyard.children import die_with
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch.commands import environment
@@ -103,12 +103,20 @@ def variables(profile: Profile, **more: str) -> dict[str, str]:
     }
 
 
-def become(command: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """This process is that command from here on: its terminal, its signals, its exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def call(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Give the terminal to a command until it ends, Ctrl-C and all; returns its exit code."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        die_with(parent)
+
     sys.stderr.flush()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the command
     try:
-        os.execvpe(command[0], list(command), variables)
+        code = subprocess.Popen(command, env=variables, preexec_fn=prepare).wait()
     except OSError as error:
         raise UseError(f"{command[0]} cannot be started: {error.strerror}", "type this where Slurm is") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code

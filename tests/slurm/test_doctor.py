@@ -1,0 +1,142 @@
+"""`tiltyard doctor --on`: a short job that checks the nodes of a real Slurm, and what is done about a bad one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tests.slurm.cluster import Cluster, needs_slurm, wait_for
+from tiltyard.doctor.remembered import bad_nodes
+
+pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+Put = Callable[..., Path]
+
+
+@pytest.fixture
+def on_node2(cluster: Cluster, tmp_path: Path) -> Put:
+    """Give all nodes an interpreter that does something else on node2; the profile asks for both nodes."""
+
+    def put(there: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(
+            f'#!/bin/bash\nif [ "$SLURMD_NODENAME" = node2 ]; then {there}; fi\nexec {sys.executable} "$@"\n'
+        )
+        path.chmod(0o755)
+        slurm = f"{{python: {path}, exclude_failed: true, wait: 20}}"
+        profile = f"{{launcher: slurm, resources: {{nodes: 2, cpus: 1}}, slurm: {slurm}}}"
+        Path("tiltyard.yaml").write_text(f"profiles:\n  both: {profile}\n")
+        return path
+
+    return put
+
+
+def nothing_left(cluster: Cluster, runs: Path) -> None:
+    assert list(runs.glob(".doctor/visit-*")) == []
+    wait_for(lambda: not cluster.ask("squeue", "-h", "-t", "PD,R,CG"), "the end of all jobs")
+
+
+def findings(text: str, node: str) -> dict[str, dict[str, str]]:
+    return {each["what"]: each for each in json.loads(text) if each["node"] == node}
+
+
+@pytest.mark.slow
+def test_the_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2(":")
+    said = tiltyard("doctor", "--on", "both")
+    assert "runs on node[1-2]" in said.stderr
+    assert "ok    node1      " in said.stdout and "ok    node2      " in said.stdout
+    assert "note  all 2      preemption PreemptMode=OFF, KillWait=3 sec" in said.stdout
+    nothing_left(cluster, runs)
+    assert not (runs / ".doctor").exists()
+
+
+@pytest.mark.slow
+def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
+    tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / "ray-0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 0.1\n")
+    on_node2(f"export PYTHONPATH={other.parent}")
+    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    first, second = findings(said.stdout, "node1"), findings(said.stdout, "node2")
+    assert (first["versions"]["state"], second["versions"]["state"]) == ("ok", "bad")
+    assert second["versions"]["found"].startswith("ray 0.1, and ") and second["versions"]["hint"]
+    assert first["reach"]["state"] == second["reach"]["state"] == second["clocks"]["state"] == "ok"
+    assert "node2 is remembered as bad" in said.stderr and list(bad_nodes(runs)) == ["node2"]
+    nothing_left(cluster, runs)
+
+    script = tiltyard("train", "CartPole-v1", "engine.kind=rllib", "--on", "both", "--dry-run")
+    assert "#SBATCH --exclude=node2\n" in script.stdout
+    assert "left out    node2 (bad since " in script.stderr and "--on both --nodes node2" in script.stderr
+
+    on_node2(":")
+    said = tiltyard("doctor", "--on", "both", "--nodes", "node2")
+    assert "node2 is well again" in said.stderr and bad_nodes(runs) == {}
+    assert "ok    node2 " in said.stdout and "node1" not in said.stdout
+
+
+def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+    text = Path("tiltyard.yaml").read_text()
+    Path("tiltyard.yaml").write_text(f"{text}    slurm: {{exclude_failed: true}}\n")
+    (runs / ".doctor").mkdir(parents=True)
+    (runs / ".doctor" / "nodes.json").write_text('{"node1": "2026-03-01: shm: 3 MiB free"}')
+    small = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=64", "algo.epochs=1", "eval.at_end=false"]
+    said = tiltyard("train", "CartPole-v1", *small, "stop.env_steps=256", "--on", "cluster", "--json")
+    assert "left out    node1 (bad since 2026-03-01: shm: 3 MiB free)" in said.stderr
+    assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(said.stdout)["job"], "-o", "%N") == "node2"
+    assert "left out     node1\n" in tiltyard("show", "last").stdout
+    assert (
+        "without node1, found bad by the doctor" in (runs / "CartPole-v1").glob("*/events.jsonl").__next__().read_text()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(FAKETIME is None, reason="no libfaketime here: apt-get install libfaketime")
+def test_a_clock_that_is_wrong_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s")
+    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    found = findings(said.stdout, "node2")
+    assert found["clocks"]["state"] == found["clock"]["state"] == "bad"
+    assert found["clocks"]["found"].startswith(("+99", "+100"))
+    assert found["preload"]["state"] == "note"
+    assert findings(said.stdout, "node1")["clocks"]["state"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to cut a node off")
+def test_a_node_that_nobody_can_reach(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2(f'exec unshare --net {sys.executable} "$@"')
+    said = tiltyard("doctor", "--on", "both", expect=1)
+    assert "bad   node2      reach      cannot be reached from node1 (" in said.stdout
+    assert "node2" in bad_nodes(runs)
+
+
+@pytest.mark.slow
+def test_a_node_that_says_nothing(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2("echo no such image >&2; exit 1")
+    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    assert findings(said.stdout, "node2").keys() == {"checkup"}
+    assert findings(said.stdout, "node1")["runs"]["state"] == "ok"
+    nothing_left(cluster, runs)
+
+
+def test_a_profile_that_is_wrong_blames_no_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2(":").write_text("#!/bin/bash\necho there is no such module >&2; exit 1\n")
+    said = tiltyard("doctor", "--on", "both", expect=1)
+    assert "error: no node was checked: job " in said.stderr and "there is no such module" in said.stderr
+    assert "slurm.python" in said.stderr and bad_nodes(runs) == {}
+    nothing_left(cluster, runs)
+    Path("tiltyard.yaml").write_text("profiles:\n  wrong: {launcher: slurm, slurm: {partition: nowhere}}\n  here:\n")
+    said = tiltyard("doctor", "--on", "wrong", expect=1)
+    assert "Slurm refused the job: invalid partition specified: nowhere" in said.stderr
+    assert "starts no jobs" in tiltyard("doctor", "--on", "here", expect=2).stderr
+    nothing_left(cluster, runs)

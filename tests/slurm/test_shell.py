@@ -1,0 +1,196 @@
+"""`tiltyard shell` and `tiltyard top` on the nodes of a real Slurm, and `top` of a run that is none of its jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command, in_own_process
+from tests.slurm.cluster import Cluster, needs_slurm, wait_for
+from tiltyard.cli.nodes import drawn
+from tiltyard.launch import usage
+from tiltyard.run.folder import find
+
+pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
+LONG = ["CartPole-v1", "engine.envs=4", "algo.rollout=64", "eval.at_end=false", "stop.env_steps=1e9"]
+SITE = """
+profiles:
+  cluster:
+    launcher: slurm
+    resources: {cpus: 1, time: "0:20:00"}
+    environment: {PLAIN: "a 'b' $(c)", MY_API_KEY: hidden}
+    set: {engine.kind: serial}
+    slurm:
+      setup: ["echo loading", "export FROM_SETUP=1", "greet() { echo hello $1; }"]
+"""
+
+
+@pytest.fixture
+def site(cluster: Cluster) -> Cluster:
+    Path("tiltyard.yaml").write_text(SITE)
+    return cluster
+
+
+@pytest.fixture
+def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
+    """A run whose job trains until it is stopped."""
+    number = json.loads(tiltyard("train", *LONG, "--on", "cluster", "--detach", "--json").stdout)["job"]
+    wait_for(lambda: find("last").status()["progress"]["env_steps"], "the training")
+    yield number
+    site.ask("scancel", "--full", number)
+    wait_for(lambda: site.state(number) not in ("RUNNING", "COMPLETING"), "the job's end")
+
+
+def test_a_command_with_a_profiles_set_up(site: Cluster) -> None:
+    line = 'echo "$SLURMD_NODENAME|$PLAIN|$MY_API_KEY|$FROM_SETUP|$TILTYARD_SET_UP|$1"; echo "$SLURM_CPUS_PER_TASK"; exit 7'
+    said = in_own_process(
+        "shell", "--on", "cluster", "--cpus", "2", "--", "bash", "-c", line, "x", "--y 'z' $(w)", expect=7
+    )
+    assert said.stdout.splitlines() == ["node1|a 'b' $(c)|hidden|1||--y 'z' $(w)", "2"]
+    assert "loading" in said.stderr and "hidden" not in said.stderr
+    words = ["squeue", "-h", "-t", "R", "-o", "%l"]
+    said = in_own_process("shell", "--on", "cluster", "--time", "0:10:00", "--", *words)
+    assert said.stdout == "10:00\n"
+    assert site.ask("squeue", "-h", "-t", "R") == ""
+
+
+def test_wrong_words(tiltyard: Command, site: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "needs a RUN or --on PROFILE" in tiltyard("shell", "--", "true", expect=2).stderr
+    assert (
+        "--cpus 'two': must be a whole number"
+        in tiltyard("shell", "--on", "cluster", "--cpus", "two", "--", "true", expect=2).stderr
+    )
+    said = in_own_process("shell", "--on", "cluster", expect=2, given="")
+    assert "a shell needs a terminal" in said.stderr
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "srun cannot be started" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
+
+
+def test_a_terminal(site: Cluster) -> None:
+    """What is typed is read by a shell on the node, where functions of the set-up are known."""
+    front, back = pty.openpty()
+    words = [sys.executable, "-m", "tiltyard", "shell", "--on", "cluster"]
+    shell = subprocess.Popen(words, stdin=back, stdout=back, stderr=back, start_new_session=True)
+    os.close(back)
+    os.write(front, b"greet $SLURMD_NODENAME-$((40+2)); exit 5\n")
+    said, end = b"", time.monotonic() + 100
+    while shell.poll() is None or select.select([front], [], [], 0)[0]:
+        assert time.monotonic() < end, said
+        if select.select([front], [], [], 0.2)[0]:
+            try:
+                said += os.read(front, 4096)
+            except OSError:  # the other end is closed
+                break
+    assert shell.wait(100) == 5, said
+    assert b"hello node1-42" in said
+    os.close(front)
+
+
+def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Path, tmp_path: Path) -> None:
+    line = 'echo "$SLURM_JOB_ID $SLURMD_NODENAME $FROM_SETUP $TILTYARD_RUNS"; exit 3'
+    said = in_own_process("shell", "last", "--", "bash", "-c", line, expect=3)
+    node = site.ask("squeue", "-h", "-j", job, "-o", "%N")
+    assert said.stdout == f"{job} {node} 1 {runs}\n"
+    said = in_own_process("shell", "last", "--node", "node7", "--", "true", expect=2)
+    assert f"does not run on node7\nhint: it runs on {node}" in said.stderr
+
+    found = json.loads(tiltyard("top", "last", "--json").stdout)
+    assert [each["node"] for each in found] == [node]
+    commands = [each["command"] for each in found[0]["processes"]]
+    assert sum(" -m tiltyard resume " in each for each in commands) == 1
+    assert not any("launch.usage" in each for each in commands)
+    trainer = next(each for each in found[0]["processes"] if " -m tiltyard resume " in each["command"])
+    assert (
+        trainer["threads"] >= 1 and trainer["resident"] > 50e6 and trainer["proportional"] > 10e6 and trainer["cpu"] > 0
+    )
+    shown = tiltyard("top", "last").stdout
+    assert shown.startswith("NODE ") and f"{node}: {len(commands)} processes, " in shown
+    assert site.state(job) == "RUNNING"
+
+    site.ask("scancel", job)
+    wait_for(lambda: site.state(job) not in ("RUNNING", "COMPLETING"), "the job's end")
+    assert "does not run now: job" in tiltyard("top", "last", expect=2).stderr
+    assert "does not run now: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
+
+
+def test_all_nodes_of_a_heterogeneous_job(site: Cluster, tiltyard: Command, runs: Path, job: str) -> None:
+    """A job of two groups in place of the run's own: `top` looks at both, `shell` goes to the one that is named."""
+    script = Path("het.sh")
+    groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
+    srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
+    script.write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")
+    site.ask("scancel", "--full", job)
+    wait_for(lambda: site.state(job) not in ("RUNNING", "COMPLETING"), "the job's end")
+    number = site.ask("sbatch", "--parsable", "--output=/dev/null", str(script))
+    try:
+        status = find("last").folder / "status.json"
+        whole = json.loads(status.read_text())
+        whole["job"]["id"] = number
+        status.write_text(json.dumps(whole))
+        (status.parent / "lock.json").unlink(missing_ok=True)
+        wait_for(lambda: sleeping() == {"node1": 1, "node2": 1}, "both sleeps")
+        said = in_own_process("shell", "last", "--node", "node2", "--", "printenv", "SLURMD_NODENAME")
+        assert said.stdout == "node2\n"
+    finally:
+        site.ask("scancel", "--full", number)
+
+
+def sleeping() -> dict[str, int]:
+    """How many sleep on each node, by what `top` says."""
+    words = [sys.executable, "-m", "tiltyard", "top", "last", "--json"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
+    nodes = json.loads(said) if said else []
+    return {node["node"]: sum(each["command"] == "/usr/bin/sleep 300" for each in node["processes"]) for node in nodes}
+
+
+def test_top_of_a_run_here(runs: Path) -> None:
+    words = [sys.executable, "-m", "tiltyard", "train", *LONG, "engine.kind=local", "engine.workers=2", "--plain"]
+    trainer = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: list(runs.glob("*/*/lock.json")), "the run")
+        wait_for(lambda: find("last").status()["progress"]["env_steps"], "the training")
+        (node,) = json.loads(in_own_process("top", "last", "--json").stdout)
+        assert trainer.pid in [each["pid"] for each in node["processes"]] and len(node["processes"]) >= 3
+        assert watched("top", "last") >= 2
+    finally:
+        trainer.send_signal(signal.SIGTERM)
+        trainer.wait(100)
+    assert "is not running (stopped)" in in_own_process("top", "last", expect=2).stderr
+
+
+def watched(*words: str) -> int:
+    """How often a terminal is drawn anew within some seconds, until Ctrl-C ends it with 0."""
+    front, back = pty.openpty()
+    top = subprocess.Popen(
+        [sys.executable, "-m", "tiltyard", *words], stdin=back, stdout=back, stderr=subprocess.DEVNULL
+    )
+    os.close(back)
+    said, end = b"", time.monotonic() + 100
+    while said.count(b"\x1b[H") < 2:
+        assert time.monotonic() < end, said
+        if select.select([front], [], [], 0.2)[0]:
+            said += os.read(front, 65536)
+    top.send_signal(signal.SIGINT)
+    assert top.wait(100) == 0
+    os.close(front)
+    return said.count(b"\x1b[H")
+
+
+def test_gpus_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usage.gpus() == []
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0, NVIDIA A100, 87, 1024, 40960'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (told,) = usage.snapshots(lambda: [], 0)
+    assert f"{told['node']}: GPU 0 NVIDIA A100, 87 %, 1024 of 40960 MiB" in drawn([told])
+    assert f"{told['node']}: 0 processes, 0 threads, 0 % CPU, 0 MiB" in drawn([told])
