@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +128,19 @@ def test_a_node_that_says_nothing(tiltyard: Command, cluster: Cluster, runs: Pat
     said = tiltyard("doctor", "--on", "both", "--json", expect=1)
     assert findings(said.stdout, "node2").keys() == {"checkup"}
     assert findings(said.stdout, "node1")["runs"]["state"] == "ok"
+    nothing_left(cluster, runs)
+
+
+def test_ctrl_c_takes_the_job_out_of_the_queue(cluster: Cluster, runs: Path) -> None:
+    profile = "{launcher: slurm, slurm: {extra: ['--begin=now+1hour']}}"
+    Path("tiltyard.yaml").write_text(f"profiles:\n  later: {profile}\n")
+    words = [sys.executable, "-m", "tiltyard", "doctor", "--on", "later"]
+    doctor = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert doctor.stderr is not None
+    assert "waits: " in doctor.stderr.readline()
+    assert len(list(runs.glob(".doctor/visit-*"))) == 1
+    doctor.send_signal(signal.SIGINT)
+    assert doctor.wait(100) == 130
     nothing_left(cluster, runs)
 
 

@@ -17,9 +17,11 @@ import pytest
 
 from tests.conftest import Command, in_own_process
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
+from tiltyard import start
 from tiltyard.cli.nodes import drawn
 from tiltyard.launch import usage
 from tiltyard.run.folder import find
+from tiltyard.run.status import write_status
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 LONG = ["CartPole-v1", "engine.envs=4", "algo.rollout=64", "eval.at_end=false", "stop.env_steps=1e9"]
@@ -45,7 +47,7 @@ def site(cluster: Cluster) -> Cluster:
 def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
     """A run whose job trains until it is stopped."""
     number = json.loads(tiltyard("train", *LONG, "--on", "cluster", "--detach", "--json").stdout)["job"]
-    wait_for(lambda: find("last").status()["progress"]["env_steps"], "the training")
+    wait_for(lambda: find("last").state == "running", "the training")
     yield number
     site.ask("scancel", "--full", number)
     wait_for(lambda: site.state(number) not in ("RUNNING", "COMPLETING"), "the job's end")
@@ -123,21 +125,15 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
     assert "does not run now: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
 
 
-def test_all_nodes_of_a_heterogeneous_job(site: Cluster, tiltyard: Command, runs: Path, job: str) -> None:
-    """A job of two groups in place of the run's own: `top` looks at both, `shell` goes to the one that is named."""
-    script = Path("het.sh")
+def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
+    """A job of two groups that sleeps, for a run: `top` looks at both, `shell` goes to the one that is named."""
+    run = start.begin(start.prepare("CartPole-v1"))
     groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
     srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
-    script.write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")
-    site.ask("scancel", "--full", job)
-    wait_for(lambda: site.state(job) not in ("RUNNING", "COMPLETING"), "the job's end")
-    number = site.ask("sbatch", "--parsable", "--output=/dev/null", str(script))
+    Path("het.sh").write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")
+    number = site.ask("sbatch", "--parsable", "--output=/dev/null", "het.sh")
     try:
-        status = find("last").folder / "status.json"
-        whole = json.loads(status.read_text())
-        whole["job"]["id"] = number
-        status.write_text(json.dumps(whole))
-        (status.parent / "lock.json").unlink(missing_ok=True)
+        write_status(run, state="queued", job={"profile": "cluster", "id": number})
         wait_for(lambda: sleeping() == {"node1": 1, "node2": 1}, "both sleeps")
         said = in_own_process("shell", "last", "--node", "node2", "--", "printenv", "SLURMD_NODENAME")
         assert said.stdout == "node2\n"
@@ -158,14 +154,18 @@ def test_top_of_a_run_here(runs: Path) -> None:
     trainer = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: list(runs.glob("*/*/lock.json")), "the run")
-        wait_for(lambda: find("last").status()["progress"]["env_steps"], "the training")
-        (node,) = json.loads(in_own_process("top", "last", "--json").stdout)
-        assert trainer.pid in [each["pid"] for each in node["processes"]] and len(node["processes"]) >= 3
+        wait_for(lambda: len(pids_of_last()) >= 3, "the workers")
+        assert trainer.pid in pids_of_last()
         assert watched("top", "last") >= 2
     finally:
         trainer.send_signal(signal.SIGTERM)
         trainer.wait(100)
     assert "is not running (stopped)" in in_own_process("top", "last", expect=2).stderr
+
+
+def pids_of_last() -> list[int]:
+    (node,) = json.loads(in_own_process("top", "last", "--json").stdout)
+    return [each["pid"] for each in node["processes"]]
 
 
 def watched(*words: str) -> int:
