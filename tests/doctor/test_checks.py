@@ -253,6 +253,7 @@ def test_leftovers_are_what_nobody_uses(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.state == "note" and "5 of processes that are gone, 5200 bytes" in found.found
     gone = storage.leftovers(shared, temporary)
     monkeypatch.setattr(storage, "leftovers", lambda: gone)
+    monkeypatch.setattr(storage, "sees_all_processes", lambda: True)
     assert storage.remove_leftovers() == gone
     assert [path.name for path in shared.iterdir()] == ["mine.txt"]
     assert [path.name for path in temporary.rglob("*")] == ["ray"]
@@ -263,6 +264,9 @@ def test_clean_is_said(tiltyard: Command, tmp_path: Path, monkeypatch: pytest.Mo
     left.touch()
     monkeypatch.setattr(checkup, "CHECKS", ())
     monkeypatch.setattr(storage, "leftovers", lambda: [left])
+    monkeypatch.setattr(storage, "sees_all_processes", lambda: False)
+    assert "cannot be seen" in tiltyard("doctor", "--clean", expect=2).stderr and left.exists()
+    monkeypatch.setattr(storage, "sees_all_processes", lambda: True)
     assert tiltyard("doctor", "--clean").stderr == f"removed {left}\n"
     assert not left.exists()
 

@@ -23,7 +23,7 @@ from tiltyard import processes
 from tiltyard.config.place import runs_root
 from tiltyard.doctor.finding import Finding, size
 from tiltyard.doctor.system import existing
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import TiltyardError, UseError
 
 LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
 LOW_TEMPORARY, FULL = 1 << 30, 64 << 20
@@ -32,6 +32,7 @@ PIECE = 32 << 20  # bytes written to see whether the quota lets them
 LONGEST_SOCKET = 107  # bytes of a path that a socket may have
 SOCKET = "pymp-xxxxxxxx/listener-xxxxxxxx"  # below the temporary folder, as multiprocessing names them
 SHARED = Path("/dev/shm")
+ALL_PROCESSES = "pid:[4026531836]"  # the kernel's first process namespace has this number everywhere
 SHARED_NAMES = ("ViZDoom*", "plasma*")
 TEMPORARY_NAMES = ("ty-*", "tiltyard-*", "ray/session_[0-9]*")
 
@@ -134,11 +135,24 @@ def check_leftovers(shared: Path = SHARED, temporary: Path | None = None) -> Fin
     names = ", ".join(str(path) for path in left[:3]) + (" ..." if len(left) > 3 else "")
     bytes_held = sum(_bytes_of(path) for path in left)
     found = f"{len(left)} of processes that are gone, {size(bytes_held)}: {names}"
+    if not sees_all_processes():
+        return Finding("leftovers", "note", found, "or of processes outside of this container: look from there")
     return Finding("leftovers", "note", found, "tiltyard doctor --clean removes them")
+
+
+def sees_all_processes() -> bool:
+    """Whether there is no process of this machine that we cannot see; in most containers there are."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink()) == ALL_PROCESSES
+    except OSError:
+        return False
 
 
 def remove_leftovers() -> list[Path]:
     """Delete them; returns those that were."""
+    if not sees_all_processes():
+        reason = "processes outside of this container cannot be seen, and may use what looks left over here"
+        raise UseError(reason, "type it outside, or remove by hand what `tiltyard doctor` lists")
     gone = []
     for path in leftovers():
         if path.is_dir():
