@@ -237,7 +237,8 @@ HOMES = {
     "ray": ("engines/rllib",),
     "wandb": ("track/wandb.py",),
     "tensorboardX": ("track/tensorboard.py",),
-    "matplotlib": ("track/plot.py",),
+    "matplotlib": ("track/plot.py", "sweep/pictures.py"),
+    "optuna": ("sweep/search.py",),
     "pyarrow": ("data",),
     "pydantic": ("config",),
     "ruamel": ("config/yaml_door.py",),
@@ -255,7 +256,18 @@ LIGHT = (
     "config",
     "run",
 )
-HEAVY = {"torch", "ray", "gymnasium", "numpy", "pyarrow", "safetensors", "matplotlib", "wandb", "tensorboardX"}
+HEAVY = {
+    "torch",
+    "ray",
+    "gymnasium",
+    "numpy",
+    "pyarrow",
+    "safetensors",
+    "matplotlib",
+    "optuna",
+    "wandb",
+    "tensorboardX",
+}
 
 
 def inside(path: Path, homes: tuple[str, ...]) -> bool:

@@ -144,7 +144,7 @@ def prepare(
     chosen = apply_profile(profile) if profile else None
     loaded = load(target, overrides, profile=chosen, debug=debug)
     root = runs_root()
-    experiment = _with_found_sources(loaded.experiment, root)
+    experiment = with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
     continues = None if experiment.resume in ("auto", "never") else Path(experiment.resume)
     return _prepared(loaded, root, continues, profile)
@@ -275,23 +275,22 @@ def evaluates(experiment: Experiment) -> bool:
     return experiment.eval.every > 0 or experiment.eval.at_end
 
 
-def _with_found_sources(experiment: Experiment, root: Path) -> Experiment:
+def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
     """`resume: PATH` and `model.init: RUN` as absolute checkpoint folders: they must mean the same anywhere later."""
     if experiment.resume not in ("auto", "never"):
-        found = _checkpoint_of(experiment.resume, root, None)
-        experiment = experiment.model_copy(update={"resume": str(found.folder)})
+        experiment = experiment.model_copy(update={"resume": source_folder(experiment.resume, root)})
     if experiment.model.init:
-        found = _checkpoint_of(experiment.model.init, root, None)
-        model = experiment.model.model_copy(update={"init": str(found.folder)})
+        model = experiment.model.model_copy(update={"init": source_folder(experiment.model.init, root)})
         experiment = experiment.model_copy(update={"model": model})
     return experiment
 
 
-def _checkpoint_of(text: str, root: Path, at: int | str | None) -> Checkpoint:
+def source_folder(text: str, root: Path) -> str:
+    """The checkpoint that a run's name or a path means, as an absolute folder."""
     folder = Path(text).expanduser().absolute()
     if (folder / "manifest.json").is_file():
-        return checkpoint.select(folder)
-    return checkpoint.select(find(text, root), at)
+        return str(checkpoint.select(folder).folder)
+    return str(checkpoint.select(find(text, root), None).folder)
 
 
 # ------------------------------------------------------------------------------------------------ folders

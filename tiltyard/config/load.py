@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ __all__ = [
     "read_yaml",
     "refuse_presets",
     "resolved_yaml",
+    "said",
     "schema",
     "texts",
 ]
@@ -58,8 +59,6 @@ class Loaded:
     source_text: str | None
     base: tuple[Path, ...]
     warnings: tuple[str, ...] = ()
-    said: dict[str, Any] = field(default_factory=dict)
-    """all layers as one, without the defaults: `load` makes the same experiment of it, anywhere"""
 
 
 def load(
@@ -75,6 +74,32 @@ def load(
     `debug` lays the preset `debug` over file and profile, below the overrides: one process, tiny batches. `base` are
     folders to look for plug-in files in before the usual ones: the run folder, when the settings are a run's.
     """
+    return _finish(*_layered(target, overrides, profile, debug, base))
+
+
+def said(
+    target: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, profile: Profile | None = None
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """All layers as one mapping, without the defaults and judged by nobody, and the folders plug-ins are looked for in.
+
+    `load` makes of it what it makes of the target, and it can still be changed.
+    """
+    merged, problems, source, _, base, _ = _layered(target, overrides, profile, False, ())
+    if problems:
+        raise ConfigError(problems, str(source) if source else "")
+    return merged.values, base
+
+
+_Layered = tuple[Merged, list[Problem], Path | None, str | None, tuple[Path, ...], list[str]]
+
+
+def _layered(
+    target: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    profile: Profile | None,
+    debug: bool,
+    base: Sequence[Path],
+) -> _Layered:
     own, own_name, source, text, warnings = _target(target)
     own, problems = nested(own)
     from_command = override_layer([parse_override(each) for each in texts(overrides)])
@@ -108,8 +133,7 @@ def load(
         if values and origin not in merged.origins.values():
             warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
     warnings += _without_layers(merged)
-    said = plain(merged.values)
-    return replace(_finish(merged, problems, source, text, base, warnings), said=said)
+    return merged, problems, source, text, base, warnings
 
 
 def _finish(

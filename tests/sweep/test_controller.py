@@ -1,0 +1,267 @@
+"""A sweep carried out on this machine: every trial exactly once, whoever is killed; retries, extensions, stops.
+
+Most trials here are small programs: they go the way that trainings go, in a fraction of the time.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tests.counts import count
+from tiltyard.config.load import dump_yaml
+from tiltyard.run import disk
+from tiltyard.run.folder import list_runs
+from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.local import AT_WORK
+from tiltyard.sweep.report import look
+
+# Says when it began and when it was done, and whether another process was at the same trial meanwhile.
+PROGRAM = """
+import json, os, pathlib, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+place, name = pathlib.Path(os.environ["TILTYARD_TRIAL"]), os.environ["TILTYARD_TRIAL"].rsplit("/", 1)[-1]
+def say(what):
+    with open("said.jsonl", "a") as file:
+        file.write(json.dumps({"what": what, "trial": name, "given": given, "time": time.time(),
+            "argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
+            "threads": os.environ["OMP_NUM_THREADS"], "odd": os.environ.get("ODD")}) + "\\n")
+mine = place / "mine"
+if mine.exists() and pathlib.Path("/proc", mine.read_text()).exists():
+    say("overlap")
+mine.write_text(str(os.getpid()))
+say("began")
+time.sleep(float(given.get("sleep", 0.0)))
+if given.get("x") in pathlib.Path("bad").read_text().split():
+    sys.exit("x is bad today")
+say("done")
+mine.unlink()
+"""
+
+
+def said(what: str) -> list[dict[str, Any]]:
+    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
+
+
+def write_plan(**values: Any) -> Path:
+    Path("program.py").write_text(PROGRAM)
+    Path("bad").write_text(values.pop("bad", ""))
+    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.05, **values}
+    Path("plan.yaml").write_text(dump_yaml(made))
+    return Path("plan.yaml")
+
+
+def controller(*words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tiltyard", "sweep", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Any, seconds: float = 100.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def kill_trials(sweep: Sweep) -> None:
+    """kill -9 of everything that trials started; each has a session of its own."""
+    for mark in (sweep.folder / AT_WORK).glob("*"):
+        try:
+            pid = json.loads(mark.read_text())["pid"]
+            if os.fsencode(sweep.folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.killpg(pid, signal.SIGKILL)
+        except (OSError, ValueError, KeyError):
+            pass
+
+
+def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
+    odd = 'it\'s "$(touch x)"; a\nb'
+    write_plan(space={"x": [1, 2], "text": [odd, "--"]}, seeds=2, max_parallel=2, environment={"ODD": odd})
+    out = tiltyard("sweep", "start", "plan.yaml")
+    assert "8: 8 finished" in out.stdout
+    done = said("done")
+    assert len(done) == 8
+    assert len({line["trial"] for line in done}) == 8
+    assert Counter((line["given"]["x"], line["given"]["text"], line["given"]["seed"]) for line in done) == Counter(
+        (x, text, seed) for x in "12" for text in (odd, "--") for seed in "01"
+    )
+    assert all(line["odd"] == odd for line in done)
+    usable = sorted(os.sched_getaffinity(0))
+    shares = {tuple(line["cores"]) for line in done}
+    assert {core for share in shares for core in share} <= set(usable)
+    assert all(len(share) == max(1, len(usable) // 2) for share in shares)
+    assert {line["threads"] for line in done} == {str(len(share)) for share in shares}
+    assert not Path("x").exists()
+    # started again there is nothing left to do, and a second sweep is only made when asked for
+    assert "goes on" in tiltyard("sweep", "start", "plan.yaml").stderr
+    assert len(said("done")) == 8
+    tiltyard("sweep", "start", "plan.yaml", "--new")
+    assert len(said("done")) == 16
+
+
+def test_failures_are_retried_with_back_off_told_and_retried_by_hand(tiltyard: Command) -> None:
+    write_plan(space={"x": [1, 2, 3]}, bad="2", retries=2, back_off=0.3, max_parallel=3)
+    out = tiltyard("sweep", "start", "plan.yaml", expect=1)
+    assert "3: 2 finished, 1 failed" in out.stdout
+    assert "trial 2 failed: exit code 1: x is bad today" in out.stdout
+    began = [line["time"] for line in said("began") if line["given"]["x"] == "2"]
+    assert len(began) == 3
+    assert began[1] - began[0] >= 0.3
+    assert began[2] - began[1] >= 0.6
+    assert tiltyard("sweep", "status", expect=1).stdout == out.stdout
+    tiltyard("sweep", "start", "toy", expect=1)
+    assert len(said("began")) == 5, "a trial that failed for good is started by `retry` only"
+
+    Path("bad").write_text("")
+    assert "trial 2" in tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
+    assert "3: 3 finished" in tiltyard("sweep", "retry", "--failed").stdout
+    assert [line["given"]["x"] for line in said("began")[5:]] == ["2"]
+    assert "no trial" in tiltyard("sweep", "retry", "--failed").stderr
+
+
+def test_extensions_add_trials(tiltyard: Command) -> None:
+    write_plan(space={"x": {"range": [0.0, 1.0]}}, search="random", trials=2, seeds=2, max_parallel=2)
+    tiltyard("sweep", "start", "plan.yaml")
+    tiltyard("sweep", "extend", "--trials", "1")
+    tiltyard("sweep", "extend", "--seeds", "1", "--dry-run")
+    tiltyard("sweep", "extend", "--seeds", "1")
+    found = Counter((line["given"]["x"], line["given"]["seed"]) for line in said("done"))
+    assert set(found.values()) == {1}
+    assert len(found) == 3 * 3
+    assert {seed for _, seed in found} == {"0", "1", "2"}
+    assert "--seeds" in tiltyard("sweep", "extend", expect=2).stderr
+    write_plan(name="grid", space={"x": [1]})
+    tiltyard("sweep", "start", "plan.yaml")
+    assert "is a grid" in tiltyard("sweep", "extend", "grid", "--trials", "1", expect=2).stderr
+
+
+def test_pauses_and_order(tiltyard: Command) -> None:
+    write_plan(space={"x": list(range(8))}, order="random", pause_between=0.4, max_parallel=8)
+    tiltyard("sweep", "start", "plan.yaml")
+    started = [
+        float(event["time"][17:23]) + 60 * float(event["time"][14:16])
+        for event in disk.read_lines(find_sweep("last").folder / "events.jsonl")[0]
+        if event["kind"] == "started"
+    ]
+    assert all((after - before) % 3600 >= 0.39 for before, after in itertools.pairwise(started))
+    order = [trial.settings["x"] for trial in find_sweep("last").trials()]
+    assert sorted(order) == list(range(8)) != order
+
+
+def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1, 2]})
+    out = tiltyard("sweep", "start", "plan.yaml", "--dry-run")
+    assert [line.split() for line in out.stdout.splitlines()[1:]] == [["1", "0", "1"], ["2", "0", "2"]]
+    write_plan(space={"x": list(range(200)), "y": list(range(200))})
+    assert "40,000 trials" in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
+    write_plan(program=["no-such-program-anywhere"])
+    assert "no such program" in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
+    assert not runs.exists()
+    assert "no sweep" in tiltyard("sweep", "status", expect=2).stderr
+    assert "did you mean 'status'" in tiltyard("sweep", "statsu", expect=2).stderr
+    assert "has no --csv" in tiltyard("sweep", "best", "--csv", expect=2).stderr
+
+
+def test_a_sweep_is_stopped_from_elsewhere_and_goes_on(tiltyard: Command) -> None:
+    write_plan(space={"x": [1, 2, 3, 4], "sleep": [20.0]}, max_parallel=2)
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: len(said("began")) == 2)
+    assert "is carried out by" in tiltyard("sweep", "start", "last", expect=2).stderr
+    tiltyard("sweep", "stop")
+    assert child.wait(20) == 75
+    assert look(find_sweep("last")).counts == {"stopped": 2, "waiting": 2}
+    assert said("done") == []
+    Path("program.py").write_text(PROGRAM.replace("time.sleep", "float"))
+    assert "4: 4 finished" in tiltyard("sweep", "start", "last").stdout
+    assert len(said("done")) == 4
+
+
+def test_in_the_background(tiltyard: Command) -> None:
+    write_plan(space={"x": [1, 2]}, seeds=2, max_parallel=4)
+    name = tiltyard("sweep", "start", "plan.yaml", "--detach").stdout.strip()
+    os.chdir("/")  # where the sweep was started is where its programs run
+    wait_until(lambda: look(find_sweep(name)).state == "finished")
+    assert "4: 4 finished" in tiltyard("sweep", "watch", name).stdout
+
+
+@pytest.mark.slow
+def test_kill_9_of_controllers_and_trials_at_any_moment(runs: Path) -> None:
+    """Every trial is done exactly once, and never by two processes at once."""
+    rng = random.Random(5)
+    write_plan(space={"x": list(range(6)), "sleep": [0.3]}, seeds=2, max_parallel=3, retries=100, back_off=0.0)
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: list(runs.glob("toy/sweep-0001/manifest.jsonl")))
+    sweep = find_sweep("toy", runs)
+    for number in range(count(60)):
+        time.sleep(rng.uniform(0.0, 1.5))
+        if rng.random() < 0.3:
+            kill_trials(sweep)
+        child.kill()
+        child.wait()
+        if rng.random() < 0.5:
+            kill_trials(sweep)
+        child = controller("start", "plan.yaml" if number % 2 else str(sweep.folder))
+    _, errors = child.communicate(timeout=200)
+    assert child.returncode == 0, errors
+    assert list(runs.glob("toy/sweep-*")) == [sweep.folder]
+    assert said("overlap") == []
+    assert sorted(line["trial"] for line in said("done")) == sorted(
+        sweep.place(trial.number).name for trial in sweep.trials()
+    )
+    assert len(list_runs(runs)) == 12
+    assert not list(sweep.folder.glob(".new-*"))
+
+
+TINY = {
+    "env": "CartPole-v1",
+    "name": "tiny",
+    "engine": {"kind": "serial", "envs": 4},
+    "algo": {"rollout": 16, "minibatch": 64, "epochs": 1},
+    "stop": {"env_steps": 2048},
+    "eval": {"every": 1024, "episodes": 2},
+    "save": {"env_steps": 256},
+    "track": {"tensorboard": False},
+}
+
+
+@pytest.mark.slow
+def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs: Path) -> None:
+    """Controller and trials; TILTYARD_LONG=1 does the 3 x 2 grid with 5 seeds."""
+    long = count(10) == 10
+    space = {"algo.lr": [1e-3, 3e-4, 1e-4] if long else [1e-3, 1e-4], "algo.gamma": [0.98, 0.99] if long else [0.99]}
+    plan = {"experiment": TINY, "space": space, "seeds": 5 if long else 2, "max_parallel": 2, "back_off": 0.0}
+    Path("plan.yaml").write_text(dump_yaml(plan))
+    child = controller("start", "plan.yaml")
+    total = 30 if long else 4
+    wait_until(lambda: sum(bool(list(each.glob("checkpoints/0*"))) for each in runs.glob("tiny/sweep-0001/0*")) > 1)
+    if long:
+        wait_until(lambda: sum(row["state"] == "finished" for row in list_runs(runs)) >= 15, 1000)
+    sweep = find_sweep("tiny", runs)
+    child.kill()
+    child.wait()
+    kill_trials(sweep)
+    child = controller("start", "plan.yaml")
+    _, errors = child.communicate(timeout=250 if not long else 2000)
+    assert child.returncode == 0, errors
+    rows = list_runs(runs)
+    assert [row["state"] for row in rows] == ["finished"] * total
+    assert {row["env_steps"] for row in rows} == {2048}
+    report = look(sweep)
+    assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
+    assert all(row.value is not None for row in report.rows)
+    assert any(row.attempt == 2 for row in report.rows), "those that were killed went on"

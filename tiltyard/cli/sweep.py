@@ -1,0 +1,385 @@
+"""`sweep`: many runs from one plan.
+
+start             check every trial, make the sweep's folder, carry it out here; started again, it goes on
+status watch      how it stands, from the folders alone          best    what came out
+retry extend      write a decision down, and carry it out unless somebody does already
+stop              ask whoever carries it out, and every trial, to save and end
+
+All but start, retry and extend import nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.cli import text
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
+from tiltyard.run import disk
+
+if TYPE_CHECKING:
+    from tiltyard.sweep.folder import Sweep
+    from tiltyard.sweep.prepare import Prepared
+    from tiltyard.sweep.report import Report
+
+SHOWN = 20  # points in the table; files have all of them
+
+# action -> options that it has
+ACTIONS: dict[str, tuple[str, ...]] = {
+    "start": ("on", "yes", "dry_run", "new", "detach"),
+    "status": ("json", "csv"),
+    "watch": ("every",),
+    "retry": ("failed", "detach", "dry_run"),
+    "extend": ("trials", "seeds", "detach", "dry_run"),
+    "stop": ("wait", "dry_run"),
+    "best": ("json",),
+}
+
+
+def configure_sweep(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `tiltyard sweep`."""
+    parser.add_argument("action", metavar="ACTION", help=" | ".join(ACTIONS))
+    parser.add_argument(
+        "target",
+        metavar="SWEEP|PLAN",
+        nargs="?",
+        help="a sweep: its id, folder or name, the newest when left out; start: a plan (YAML, or Python)",
+    )
+    parser.add_argument("--on", metavar="PROFILE", help="start: profile of the site file to run with")
+    parser.add_argument("--yes", action="store_true", help="start: more than 10,000 trials are meant")
+    parser.add_argument("--new", action="store_true", help="start: another sweep, though this plan has one")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    parser.add_argument("--detach", action="store_true", help="carry it out in the background")
+    parser.add_argument("--failed", action="store_true", help="retry: all trials that failed")
+    parser.add_argument("--trials", type=int, metavar="N", help="extend: so many more combinations")
+    parser.add_argument("--seeds", type=int, metavar="N", help="extend: so many more seeds of every combination")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="watch: between two looks (2)")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="stop: wait for trials (60)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--csv", action="store_true", help="print CSV, a line per trial")
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    if args.action not in ACTIONS:
+        raise UseError(f"`tiltyard sweep` has no {args.action!r}", did_you_mean(args.action, ACTIONS))
+    every = {name for names in ACTIONS.values() for name in names} - {"every", "wait"}
+    strange = [name for name in sorted(every - set(ACTIONS[args.action])) if getattr(args, name) not in (None, False)]
+    if strange:
+        owners = [action for action, names in ACTIONS.items() if strange[0] in names]
+        raise UseError(
+            f"`tiltyard sweep {args.action}` has no --{strange[0].replace('_', '-')}", f"{' and '.join(owners)} have it"
+        )
+    chosen: int = globals()[f"_{args.action}"](args)
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------- start
+
+
+def _start(args: argparse.Namespace) -> int:
+    if args.target is None:
+        raise UseError("`tiltyard sweep start` needs a plan or a sweep", "tiltyard sweep start plan.yaml")
+    sources = _plans(args.target)
+    if not sources:
+        sweep = _find(args.target)
+        if args.new or args.on or args.yes:
+            raise UseError(f"{sweep.id} is a sweep, and goes on as it was started", "name a plan for another one")
+        if args.dry_run:
+            return _say_dry(sweep)
+        return _carry_out(sweep, args.detach)
+    from tiltyard.sweep import prepare
+
+    code = EXIT_DONE
+    made = [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]
+    for prepared in made:
+        if args.dry_run:
+            _dry(prepared)
+            continue
+        known = None if args.new else prepare.same_sweep(prepared)
+        sweep = known or prepare.begin(prepared, [Path(sys.argv[0]).name, *sys.argv[1:]])
+        if known is None:
+            sys.stderr.write(f"sweep {sweep.id}: {prepared.count:,} trials, {prepared.plan.max_parallel} at once\n")
+        else:
+            sys.stderr.write(f"this plan is sweep {sweep.id}, which goes on; --new starts another\n")
+        result = _carry_out(sweep, args.detach)
+        code = code or result
+        if result == EXIT_RESUMABLE:
+            break
+    return code
+
+
+def _plans(target: str) -> list[Any]:
+    """The plans that a word means: a YAML file, or RUN_DESCRIPTION in Python; none where it means a sweep."""
+    if target.endswith((".yaml", ".yml")):
+        return [Path(target)]
+    return []
+
+
+def _dry(prepared: Prepared) -> None:
+    from tiltyard.sweep.report import shown
+
+    keys = list(dict.fromkeys(key for trial in prepared.trials for key in trial.settings))
+    table = [
+        [str(trial.number), str(trial.seed), *(shown(trial.settings.get(key)) for key in keys)]
+        for trial in prepared.trials
+    ]
+    if table:
+        sys.stdout.write(text.table(("trial", "seed", *keys), table, right=(0, 1)))
+    else:
+        said = f"search: {prepared.plan.search} chooses {prepared.plan.trials} combinations as it goes"
+        sys.stdout.write(f"{said}, each with {len(prepared.plan.seeds)} seeds\n")
+    sys.stderr.write(f"{prepared.count:,} trials of {prepared.name} would be started; nothing was made\n")
+
+
+def _say_dry(sweep: Sweep) -> int:
+    from tiltyard.sweep.report import look
+
+    left = [row for row in look(sweep).rows if not row.over]
+    lines = [f"trial {row.trial.number} ({row.state})\n" for row in left]
+    sys.stdout.write("".join(lines))
+    sys.stderr.write(f"{len(left)} known trials of {sweep.id} would go on; nothing was started\n")
+    return EXIT_DONE
+
+
+def _carry_out(sweep: Sweep, detach: bool) -> int:
+    """Carry a sweep out in this process, or in one that stays when this terminal is closed."""
+    if detach:
+        return _in_background(sweep)
+    from tiltyard.sweep.controller import carry_out
+    from tiltyard.sweep.local import Local
+    from tiltyard.sweep.report import look
+
+    def say(sentence: str) -> None:
+        sys.stderr.write(text.clean(sentence) + "\n")
+
+    code = carry_out(sweep, Local, say)
+    sys.stdout.write(_text(look(sweep)))
+    return code
+
+
+def _in_background(sweep: Sweep) -> int:
+    if sweep.controlled:
+        sys.stderr.write(f"sweep {sweep.id} is being carried out already\n")
+        return EXIT_DONE
+    log = sweep.folder / "controller.log"
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "tiltyard", "sweep", "start", str(sweep.folder)]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    sys.stderr.write(f"sweep {sweep.id} is carried out by pid {child.pid}; it may be logged out of\n")
+    sys.stderr.write(f"next: tiltyard sweep watch {sweep.typed}\n")
+    sys.stdout.write(f"{sweep.id}\n")
+    return EXIT_DONE
+
+
+# ---------------------------------------------------------------------------------------------- look
+
+
+def _find(target: str | None) -> Sweep:
+    from tiltyard.sweep.folder import find_sweep
+
+    return find_sweep(target or "last")
+
+
+def _status(args: argparse.Namespace) -> int:
+    from tiltyard.sweep import report
+
+    found = report.look(_find(args.target))
+    if args.json:
+        sys.stdout.write(disk.to_json(report.as_data(found), indent=2) + "\n")
+    elif args.csv:
+        sys.stdout.write(report.as_csv(found))
+    else:
+        sys.stdout.write(_text(found))
+    return EXIT_FAILED if found.state == "failed" else EXIT_DONE
+
+
+def _text(found: Report) -> str:
+    """A sweep on one screen."""
+    from tiltyard.sweep.report import controller_of
+
+    sweep, plan = found.sweep, found.plan
+    who = controller_of(sweep)
+    counts = ", ".join(f"{count} {state}" for state, count in found.counts.items())
+    lines = [
+        f"sweep    {sweep.id}",
+        f"state    {found.state}{f', carried out by {who}' if who else ''}",
+        f"trials   {found.total:,}: {counts}",
+    ]
+    if plan.program is None:
+        lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, {plan.goal}d")
+    lines += ["", _table(found).rstrip("\n")]
+    for row in found.failed[:10]:
+        lines.append(f"trial {row.trial.number} failed: {text.clean(row.reason)}")
+    lines += ["", f"folder   {os.path.relpath(sweep.folder)}", f"next     {_next(found)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: Report) -> str:
+    from tiltyard.sweep.report import shown
+
+    keys = found.keys
+    lines = []
+    for group in found.groups[:SHOWN]:
+        values = group.values
+        spread = f"{text.number(min(values))} to {text.number(max(values))}" if len(values) > 1 else ""
+        over = sum(row.over for row in group.rows)
+        states = ", ".join(dict.fromkeys(row.state for row in group.rows))
+        steps = sum(row.env_steps for row in group.rows)
+        settings = [shown(group.settings.get(key)) for key in keys]
+        seeds = f"{over} of {len(group.rows)}"
+        lines.append([*settings, text.number(group.value), spread, seeds, text.count(steps), states])
+    head = (*keys, "value", "over seeds", "over", "env steps", "state")
+    right = (len(keys), len(keys) + 2, len(keys) + 3)
+    more = len(found.groups) - SHOWN
+    said = f"... and {more:,} more combinations; --csv and --json have all\n" if more > 0 else ""
+    return text.table(head, lines, right=right) + said if lines else ""
+
+
+def _next(found: Report) -> str:
+    typed = found.sweep.typed
+    if found.state == "failed":
+        return f"tiltyard sweep retry --failed {typed}"
+    if found.state == "finished":
+        return f"tiltyard sweep best {typed}"
+    return f"tiltyard sweep {'watch' if found.state == 'running' else 'start'} {typed}"
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Look again and again until nobody carries it out. Ending this ends nothing else."""
+    from tiltyard.sweep.report import look
+
+    sweep, before = _find(args.target), ""
+    while True:
+        found = look(sweep)
+        said = _text(found)
+        if said != before:
+            sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + said)
+            sys.stdout.flush()
+            before = said
+        if found.state != "running":
+            return {"finished": EXIT_DONE, "failed": EXIT_FAILED}.get(found.state, EXIT_RESUMABLE)
+        time.sleep(max(0.1, args.every))
+
+
+def _best(args: argparse.Namespace) -> int:
+    from tiltyard.sweep import report
+
+    found = report.look(_find(args.target))
+    group = next((group for group in found.groups if group.value is not None), None)
+    if group is None:
+        raise UseError(f"no trial of {found.sweep.id} has recorded {found.plan.metric.name} yet", "wait for one")
+    interval = report.bootstrap(group.values)
+    row = next(row for row in found.groups[0].rows if row.value == _best_value(found, group.values))
+    if args.json:
+        data: dict[str, Any] = {"settings": group.settings, "value": group.value, "interval": interval}
+        data |= {
+            "values": group.values,
+            "trials": [report.row_data(each) for each in group.rows],
+            "best": report.row_data(row),
+        }
+        sys.stdout.write(disk.to_json(data, indent=2) + "\n")
+        return EXIT_DONE
+    from tiltyard.run.folder import Run
+
+    assert row.folder is not None
+    run = Run(row.folder)
+    words = " ".join(f"{key}={report.shown(value)}" for key, value in group.settings.items())
+    low_high = f" ({text.number(interval[0])} to {text.number(interval[1])})" if interval else ""
+    lines = [
+        ("settings", words or "as in the experiment"),
+        ("value", f"{found.plan.metric.name} {text.number(group.value)}{low_high} over {len(group.values)} seeds"),
+        ("best run", f"{run.id}, {text.number(row.value)}"),
+        ("next", f"tiltyard eval {run.typed} --best"),
+    ]
+    sys.stdout.write("".join(f"{name:<9} {text.clean(value)}\n" for name, value in lines))
+    return EXIT_DONE
+
+
+def _best_value(found: Report, values: list[float]) -> float:
+    return max(values) if found.plan.better > 0 else min(values)
+
+
+# ---------------------------------------------------------------------------------------------- decide
+
+
+def _retry(args: argparse.Namespace) -> int:
+    from tiltyard.sweep.report import look
+
+    if not args.failed:
+        raise UseError("`tiltyard sweep retry` needs to know which trials", "add --failed")
+    sweep = _find(args.target)
+    failed = [row.trial.number for row in look(sweep).failed if not row.trial.refused]
+    if not failed:
+        sys.stderr.write(f"no trial of {sweep.id} has failed\n")
+        return EXIT_DONE
+    sys.stderr.write(f"to be started again: trial {', '.join(map(str, failed))}\n")
+    if args.dry_run:
+        return EXIT_DONE
+    for number in failed:
+        sweep.decide("retry", trial=number)
+    return _act(sweep, args.detach)
+
+
+def _extend(args: argparse.Namespace) -> int:
+    sweep = _find(args.target)
+    plan = sweep.plan()
+    points, seeds = args.trials or 0, args.seeds or 0
+    if points < 0 or seeds < 0 or not points + seeds:
+        raise UseError("`tiltyard sweep extend` needs to know by how much", "--trials 10, or --seeds 2")
+    if points and plan.search == "grid":
+        raise UseError(
+            f"{sweep.id} is a grid, which has all combinations already", "--seeds 2 runs each of them two more times"
+        )
+    sys.stderr.write(f"{sweep.id} is extended by {points} combinations and {seeds} seeds\n")
+    if args.dry_run:
+        return EXIT_DONE
+    sweep.decide("extend", points=points, seeds=seeds)
+    return _act(sweep, args.detach)
+
+
+def _act(sweep: Sweep, detach: bool) -> int:
+    """Whoever carries the sweep out hears of the decision; nobody does: carry it out."""
+    if sweep.controlled:
+        sys.stderr.write(f"sweep {sweep.id} is being carried out, and hears of it\n")
+        return EXIT_DONE
+    return _carry_out(sweep, detach)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from tiltyard.sweep.report import look
+
+    sweep = _find(args.target)
+    found = look(sweep)
+    at_work = [row for row in found.rows if row.state == "running"]
+    if args.dry_run or (not at_work and not sweep.controlled):
+        sys.stderr.write(f"{len(at_work)} trials of {sweep.id} are at work\n")
+        return EXIT_DONE
+    disk.write_text(sweep.stop_file, f"{disk.now()}\n")
+    if not sweep.controlled:
+        for row in at_work:
+            _ask(row.folder)
+    deadline = time.monotonic() + args.wait
+    while sweep.controlled or any(row.state == "running" for row in look(sweep).rows):
+        if time.monotonic() >= deadline:
+            sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")
+            return EXIT_FAILED
+        time.sleep(0.1)
+    sys.stderr.write(f"sweep {sweep.id} is stopped\nnext: tiltyard sweep start {sweep.typed}\n")
+    return EXIT_DONE
+
+
+def _ask(folder: Path | None) -> None:
+    """Ask a trial that nobody watches to save and end."""
+    from tiltyard.run.lock import life, read_owner
+
+    owner = read_owner(folder) if folder is not None else None
+    if owner is not None and life(owner) == "alive":
+        with contextlib.suppress(OSError):
+            os.kill(int(owner["pid"]), signal.SIGTERM)

@@ -1,0 +1,243 @@
+"""A sweep on disk: one folder below its name, its trials in it.
+
+    runs/cartpole/sweep-0001/
+      plan.yaml        the plan, with the experiment as it was; never changed     sweep.json   when, whence, by whom
+      manifest.jsonl   trial -> settings; lines are only ever added               decisions.jsonl  retry, extend, ...
+      plugins/         the user's code as it was at the start                     events.jsonl, lock.json  as in a run
+      0001-brisk-otter/, 0002-...       the trials: ordinary runs, made when they are started
+
+A trial's folder follows from its number, so nobody can make it twice. Which (point, seed) a number stands for follows
+from the plan and the decisions; the settings of a point are in the manifest as soon as they are known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shlex
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.load import dump_yaml
+from tiltyard.config.place import runs_root
+from tiltyard.config.plans import Plan, load_plan
+from tiltyard.errors import TiltyardError, UseError, did_you_mean
+from tiltyard.run import disk
+from tiltyard.run.lock import life, read_owner
+from tiltyard.run.names import ADJECTIVES, ANIMALS
+from tiltyard.run.status import SWEEP_FOLDER
+from tiltyard.sweep.space import Point, fingerprint
+
+SCHEMA = 1
+PLAN, FACTS, MANIFEST, DECISIONS = "plan.yaml", "sweep.json", "manifest.jsonl", "decisions.jsonl"
+STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep. `number` counts from 1, as does `point`: the combination that it is a run of."""
+
+    number: int
+    point: int
+    seed: int
+    settings: Point
+    refused: str = ""
+    """why the settings, asked of a search, make no experiment"""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Holds nothing but its place; every question reads the disk."""
+
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        """cartpole/sweep-0001"""
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def typed(self) -> str:
+        """What a command typed here names the sweep by: its id where that finds it, else its path."""
+        try:
+            found = find_sweep(self.id).folder.samefile(self.folder)
+        except (TiltyardError, OSError):
+            found = False
+        return shlex.quote(self.id if found else str(self.folder))
+
+    @property
+    def stop_file(self) -> Path:
+        return self.folder / STOP
+
+    def plan(self) -> Plan:
+        return load_plan(self.folder / PLAN)[0]
+
+    def facts(self) -> dict[str, Any]:
+        return disk.read_json(self.folder / FACTS)
+
+    def trials(self) -> list[Trial]:
+        """Those whose settings are known, by number."""
+        found: dict[int, Trial] = {}
+        for line in disk.read_lines(self.folder / MANIFEST)[0]:
+            trial = Trial(
+                line["trial"], line["point"], line["seed"], dict(line["settings"]), str(line.get("refused", ""))
+            )
+            found.setdefault(trial.number, trial)
+        return [found[number] for number in sorted(found)]
+
+    def place(self, number: int) -> Path:
+        """The folder of a trial, whether it is there yet or not."""
+        rng = random.Random(f"{self.id}/{number}")
+        return self.folder / f"{number:04d}-{rng.choice(ADJECTIVES)}-{rng.choice(ANIMALS)}"
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return disk.read_lines(self.folder / DECISIONS)[0]
+
+    def decide(self, kind: str, **facts: Any) -> None:
+        """Write a decision down; only then is it acted upon. kinds: retry, extend, failed, ended early."""
+        disk.append_line(self.folder / DECISIONS, disk.to_json({"time": disk.now(), "kind": kind, **facts}))
+
+    def add_to_manifest(self, trial: Trial) -> None:
+        disk.append_line(self.folder / MANIFEST, disk.to_json(_line(trial)))
+
+    @property
+    def controlled(self) -> bool:
+        """Whether a controller seems to be at work, here or elsewhere."""
+        owner = read_owner(self.folder)
+        return owner is not None and life(owner) != "dead"
+
+
+def _line(trial: Trial) -> dict[str, Any]:
+    line = {"trial": trial.number, "point": trial.point, "seed": trial.seed, "settings": trial.settings}
+    return {**line, "refused": trial.refused} if trial.refused else line
+
+
+def wanted(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(point, seed) of every trial by its number: those of the plan, then those of each extension."""
+    seeds, pairs = list(plan.seeds), []
+    pairs += [(point, seed) for point in range(1, points + 1) for seed in seeds]
+    for decision in decisions:
+        if decision.get("kind") != "extend":
+            continue
+        more = int(decision.get("points", 0))
+        pairs += [(point, seed) for point in range(points + 1, points + more + 1) for seed in seeds]
+        points += more
+        new = [max(seeds) + 1 + i for i in range(int(decision.get("seeds", 0)))]
+        pairs += [(point, seed) for point in range(1, points + 1) for seed in new]
+        seeds += new
+    return pairs
+
+
+# ---------------------------------------------------------------------------------------------- making
+
+
+def digest(plan: Plan, profile: str | None) -> str:
+    """Equal for plans that say the same."""
+    return hashlib.sha256(fingerprint([plan.model_dump(mode="json"), profile]).encode()).hexdigest()
+
+
+def make(
+    root: Path,
+    name: str,
+    plan: Plan,
+    trials: Sequence[Trial],
+    *,
+    base: Sequence[Path] = (),
+    profile: str | None = None,
+    plugins: Iterable[tuple[Path, Path]] = (),
+    command: Sequence[str] = (),
+) -> Sweep:
+    """A new sweep's folder, complete before anybody can find it. `plugins` are files and where they go."""
+    group = disk.absolute(root) / name
+    draft = group / f".new-sweep-{disk.unique()}"
+    facts = {
+        "schema": SCHEMA,
+        "created": disk.now(),
+        "digest": digest(plan, profile),
+        "cwd": str(Path.cwd()),
+        "base": [str(folder) for folder in base],
+        "profile": profile,
+        "command": list(command),
+    }
+    try:
+        draft.mkdir(parents=True)
+        for source, place in plugins:
+            (draft / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, draft / place)
+        disk.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json", exclude_none=True)))
+        disk.write_json(draft / FACTS, facts)
+        disk.write_text(draft / MANIFEST, "".join(disk.to_json(_line(trial)) + "\n" for trial in trials))
+        disk.sync_folder(draft)
+        return Sweep(_renamed(draft, group))
+    except OSError as error:
+        hint = "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours with room"
+        raise TiltyardError(f"the sweep could not be written in {group}: {error.strerror or error}", hint) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _renamed(draft: Path, group: Path) -> Path:
+    """The draft under the first free number: a folder that is there already cannot be renamed over."""
+    numbers = [int(path.name.partition("-")[2]) for path in group.iterdir() if SWEEP_FOLDER.fullmatch(path.name)]
+    number = max(numbers, default=0) + 1
+    while True:
+        place = group / f"sweep-{number:04d}"
+        try:
+            draft.rename(place)
+        except OSError:
+            if not place.exists():
+                raise
+            number += 1
+            continue
+        disk.sync_folder(group)
+        return place
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def sweeps(root: Path) -> list[Sweep]:
+    """All sweeps, the oldest first."""
+    found = []
+    for folder in root.glob("*/sweep-*"):
+        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
+            found.append((_created(folder), folder))
+    return [Sweep(disk.absolute(folder)) for _, folder in sorted(found)]
+
+
+def _created(folder: Path) -> str:
+    try:
+        return str(disk.read_json(folder / FACTS).get("created"))
+    except (OSError, ValueError):
+        return ""
+
+
+def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
+    """The sweep that `text` means: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 where that is the
+    only one, cartpole (its newest) or last (the newest of all)."""
+    root = runs_root() if root is None else root
+    given = os.fspath(text).rstrip("/")
+    path = Path(given).absolute()
+    for folder in (path, *path.parents):
+        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
+            return Sweep(disk.absolute(folder))
+    every = sweeps(root)
+    if not every:
+        raise UseError(f"there is no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")
+    if given == "last":
+        return every[-1]
+    for named in (
+        [each for each in every if each.id == given],
+        [each for each in every if each.folder.parent.name == given][-1:],
+        [each for each in every if given in (each.folder.name, each.folder.name.removeprefix("sweep-").lstrip("0"))],
+    ):
+        if len(named) > 1:
+            some = ", ".join(each.id for each in named[:5])
+            raise UseError(f"{given!r} means {len(named)} sweeps", f"write one of them in full: {some}")
+        if named:
+            return named[0]
+    raise UseError(f"there is no sweep {given!r} in {root}", did_you_mean(given, [each.id for each in every]))

@@ -1,0 +1,280 @@
+"""From a plan to a sweep's folder: every point built and checked before anything is started or written.
+
+    plan ── points ──> each point's settings validated, all problems told at once
+                   ──> each kind of env, model and engine among them tried out once, as `tiltyard train` would
+                   ──> folder
+
+A search that learns cannot be built in advance: of it the ends of each dimension and some draws are checked, and what
+it asks for later and makes no experiment is a failed trial.
+
+What tries things out is imported when it is needed: a controller that lives for days has no torch in its memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import Loaded, load, said
+from tiltyard.config.place import runs_root
+from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
+from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.frozen import copy_plugins
+from tiltyard.run.folder import Run, create
+from tiltyard.sweep import program
+from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
+from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint, grid, grid_size
+
+MANY = 10_000
+_SAMPLE = 20  # random draws of a space that are checked before a search that learns begins
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan that passed every check and only needs its folder."""
+
+    name: str
+    plan: Plan
+    points: list[Point]
+    """all of them, or none where a search will ask for them"""
+    base: tuple[Path, ...]
+    profile: str | None
+    plugins: list[tuple[Path, Path]]
+    """copies, and where they go in the sweep's folder"""
+    kept: tempfile.TemporaryDirectory[str] | None = None
+    """where the copies lie; deleted with this object"""
+
+    @property
+    def trials(self) -> list[Trial]:
+        pairs = wanted(self.plan, len(self.points), ())
+        return [
+            Trial(number, point, seed, self.points[point - 1]) for number, (point, seed) in enumerate(pairs, start=1)
+        ]
+
+    @property
+    def count(self) -> int:
+        """How many trials there will be."""
+        return (self.plan.trials or len(self.points)) * len(self.plan.seeds)
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as overrides: what one would type to train the same."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
+
+
+def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> Prepared:
+    """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
+    plan, where = load_plan(source)
+    found = dimensions(plan)
+    points = _points(plan, found, many)
+    if plan.program is not None:
+        program.check(plan)
+        return Prepared(plan.name or program.name(plan), plan, points, (), None, [])
+    chosen = _local_profile(profile)
+    tree, base = said(_target(plan, where), profile=chosen)
+    plan = plan.model_copy(update={"experiment": _with_sources(tree)})
+    built = _build(plan, points or _samples(plan, found), base)
+    _check_metric(plan, built)
+    name = plan.name or built[0].run_name
+    kept, plugins = _try_out(built, base)
+    return Prepared(name, plan, points, base, profile, plugins, kept)
+
+
+def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
+    """Make the sweep's folder."""
+    return make(
+        runs_root(),
+        prepared.name,
+        prepared.plan,
+        prepared.trials,
+        base=prepared.base,
+        profile=prepared.profile,
+        plugins=prepared.plugins,
+        command=command,
+    )
+
+
+def same_sweep(prepared: Prepared) -> Sweep | None:
+    """The newest sweep that was started from the same plan."""
+    mark = digest(prepared.plan, prepared.profile)
+    of_name = [sweep for sweep in sweeps(runs_root()) if sweep.folder.parent.name == prepared.name]
+    return next((sweep for sweep in reversed(of_name) if sweep.facts().get("digest") == mark), None)
+
+
+def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
+    """The trial's folder, made by whoever holds the sweep's lock; the settings were checked when the sweep began."""
+    place = sweep.place(trial.number)
+    if place.exists():
+        return place
+    facts = sweep.facts()
+    if plan.program is not None:
+        program.make(sweep, plan, trial)
+        return place
+    loaded = load_trial(sweep, plan, trial)
+    with tempfile.TemporaryDirectory(prefix="tiltyard-trial-") as folder:
+        copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
+        if any(member.from_ is not None for member in loaded.experiment.cast.values()):
+            from tiltyard.engines.freeze import freeze
+
+            copies = freeze(loaded.experiment, loaded.base, copies)
+        run: Run = create(
+            sweep.folder.parent.parent,
+            loaded.experiment,
+            base=[*map(Path, facts["base"]), *loaded.base],
+            command=["tiltyard", "train", *words(trial.settings), f"seed={trial.seed}"],
+            copies=copies,
+            profile=facts.get("profile"),
+            place=place,
+        )
+    return run.folder
+
+
+def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
+    """A trial's experiment, with the plug-ins as they were when the sweep began."""
+    base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
+    loaded = load(plan.experiment, [*words(trial.settings), f"seed={trial.seed}"], base=base)
+    return replace(loaded, experiment=_found(loaded.experiment, sweep.folder.parent.parent))
+
+
+# ------------------------------------------------------------------------------------------------ parts of prepare
+
+
+def _local_profile(name: str | None) -> Profile | None:
+    if name is None:
+        return None
+    if pick_profile(load_site()[0], name).launcher != "local":
+        raise UseError(
+            f"profile {name!r} starts jobs, and a sweep starts its trials on this machine",
+            "name a profile whose launcher is local",
+        )
+    return apply_profile(name)
+
+
+def _target(plan: Plan, where: Path) -> str | Path | dict[str, Any]:
+    """The plan's experiment; a file's name is relative to the plan's own file."""
+    if isinstance(plan.experiment, str) and (where / plan.experiment).is_file():
+        return where / plan.experiment
+    assert plan.experiment is not None
+    return plan.experiment
+
+
+def _found(experiment: Experiment, root: Path) -> Experiment:
+    """The experiment with the runs that it takes weights from as folders."""
+    if experiment.model.init is None and experiment.resume in ("auto", "never"):
+        return experiment
+    from tiltyard.start import with_found_sources
+
+    return with_found_sources(experiment, root)
+
+
+def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
+    """Runs that weights come from, as folders: `newest run of cartpole` would be another one once trials are made."""
+    from tiltyard.start import source_folder
+
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("init"), str):
+        tree = {**tree, "model": {**model, "init": source_folder(model["init"], runs_root())}}
+    if isinstance(tree.get("resume"), str) and tree["resume"] not in ("auto", "never"):
+        tree = {**tree, "resume": source_folder(tree["resume"], runs_root())}
+    return tree
+
+
+def fixed_count(plan: Plan) -> int:
+    """How many points the plan itself has."""
+    return plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
+
+
+def _points(plan: Plan, found: Sequence[Dimension], many: bool) -> list[Point]:
+    count = fixed_count(plan)
+    if count * len(plan.seeds) > MANY and not many:
+        raise UseError(f"this plan has {count * len(plan.seeds):,} trials", "add --yes if all of them are meant")
+    if plan.adaptive:
+        return []
+    if plan.search == "random":
+        return list(itertools.islice(draws(found, plan.seed), count))
+    return plan.points or grid(found, shuffled_by=plan.seed if plan.order == "random" else None)
+
+
+def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:
+    """Points that show what is wrong with a space: its draws, and one of them with each end of each dimension."""
+    some = list(itertools.islice(draws(found, plan.seed), _SAMPLE))
+    for each in found:
+        ends = each.grid() if isinstance(each, Choices) else [{each.key: each.at(0.0)}, {each.key: each.at(1.0)}]
+        some += [{**some[0], **end} for end in ends]
+    return some
+
+
+def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Experiment]:
+    """Each point's experiment, or all problems of all of them, each with the first point that has it."""
+    built: list[Experiment] = []
+    first: dict[tuple[str, str], tuple[Problem, Point]] = {}
+    count: dict[tuple[str, str], int] = {}
+    for point in points:
+        try:
+            built.append(_found(load(plan.experiment, words(point), base=base).experiment, runs_root()))
+        except UseError as error:
+            problems = error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error), error.hint)]
+            for problem in problems:
+                key = (problem.setting, problem.message)
+                first.setdefault(key, (problem, point))
+                count[key] = count.get(key, 0) + 1
+    if first:
+        raise ConfigError([_in_point(*first[key], count[key]) for key in first], "the points of the plan")
+    if any(each.engine.tune for each in built):
+        hint = "find the settings first, with `tiltyard tune`, and write them into the experiment"
+        raise UseError("engine.tune measures one run alone on its machine, and trials share it", hint)
+    return built
+
+
+def _in_point(problem: Problem, point: Point, count: int) -> Problem:
+    others = f", and {count - 1} more" if count > 1 else ""
+    where = f" (in {' '.join(words(point)) or 'the experiment'}{others})"
+    return Problem(problem.setting, problem.value, problem.message + where, problem.hint)
+
+
+def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
+    from tiltyard.start import evaluates, require_metric
+
+    require_metric(plan.metric.name, f"metric = {plan.metric.name}")
+    if plan.metric.name.startswith("eval/") and not all(evaluates(each) for each in built):
+        hint = "set eval.at_end: true in the experiment, or compare by train/return"
+        raise UseError(f"metric = {plan.metric.name} needs evaluations, and a trial would make none", hint)
+
+
+def _try_out(
+    built: Sequence[Experiment], base: tuple[Path, ...]
+) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
+    """Every kind of env, model and engine among the trials tried out once; copies of all plug-ins that they name."""
+    from tiltyard.start import check_copies
+
+    kinds = {_kind(experiment): experiment for experiment in built}
+    if len(kinds) > 1:
+        sys.stderr.write(f"trying out {len(kinds)} kinds of env, model and engine\n")
+    kept = tempfile.TemporaryDirectory(prefix="tiltyard-sweep-")
+    plugins: dict[Path, Path] = {}
+    for number, experiment in enumerate(kinds.values()):
+        folder = Path(kept.name) / str(number)
+        folder.mkdir()
+        resume = experiment.resume
+        continues = None if resume in ("auto", "never") else Path(resume)
+        copies, _ = check_copies(experiment, base, continues, folder)
+        for file in copies.files:
+            if file.parts[0] == "plugins" and file.parts[1] != "outside":
+                plugins.setdefault(file, folder / file)
+    return kept, [(source, place) for place, source in plugins.items()]
+
+
+def _kind(experiment: Experiment) -> str:
+    """What decides whether an experiment works here: everything but plain numbers of the algorithm."""
+    values = experiment.model_dump(mode="json", by_alias=True)
+    parts = {name: values[name] for name in ("env", "model", "policies", "match", "engine", "resume", "track")}
+    algo = {name: value for name, value in values["algo"].items() if not isinstance(value, float)}
+    return fingerprint({**parts, "algo": algo, "video": experiment.eval.video, "best": experiment.save.best})

@@ -1,0 +1,139 @@
+"""Trials that are any other program: the parameters as flags, a folder with a status, a log per attempt.
+
+    python -m tiltyard.sweep.program FOLDER      what is started in a trial's place: runs it, says how it ended
+
+The folder is the program's own to write to: TILTYARD_TRIAL names it. A program that is started again starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.config.plans import Plan
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
+from tiltyard.run import disk
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run, write_status
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import SCHEMA, STATUS, run_id
+
+if TYPE_CHECKING:
+    from tiltyard.sweep.folder import Sweep, Trial
+
+FILE = "program.json"
+
+
+def check(plan: Plan) -> None:
+    """UseError for a program that is not here."""
+    assert plan.program
+    first = plan.program[0]
+    if first != "python" and shutil.which(first) is None:
+        raise UseError(f"program = {first}: there is no such program", "give its path, or put its folder on PATH")
+
+
+def name(plan: Plan) -> str:
+    """A name for the sweep's folder: that of the script, or of the module, or of the program."""
+    assert plan.program
+    words = [word for word in plan.program if not word.startswith("-")]
+    chosen = words[1] if words[0].startswith("python") and len(words) > 1 else words[0]
+    cleaned = "".join(letter if letter.isalnum() or letter in "_.+" else "-" for letter in Path(chosen).stem)
+    return cleaned.strip("-.")[:80] or "program"
+
+
+def command(plan: Plan, trial: Trial) -> list[str]:
+    """The program's command line: its own words, then the parameters as flags."""
+    assert plan.program
+    first, *rest = plan.program
+    made = [sys.executable if first == "python" else first, *rest]
+    for key, value in trial.settings.items():
+        made += _flag(f"{plan.flag}{key}", value)
+    return [*made, f"{plan.flag}seed={trial.seed}"] if plan.seeds != [0] or trial.seed else made
+
+
+def _flag(flag: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [flag, *(str(each) for each in value)]
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
+    """A trial's folder, complete before anybody can list it."""
+    place = sweep.place(trial.number)
+    draft = place.with_name(f".new-{place.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    made = disk.now()
+    assert plan.program
+    status = {
+        "schema": SCHEMA,
+        "id": run_id(place),
+        "name": sweep.folder.parent.name,
+        "env": plan.program[0],
+        "tags": [],
+        "notes": "",
+        "state": "created",
+        "reason": "",
+        "progress": {"env_steps": 0, "frames": 0, "updates": 0, "episodes": 0, "seconds": 0.0},
+        "attempt": 0,
+        "heartbeat": 0,
+        "updated": made,
+        "created": made,
+        "host": "",
+        "pid": 0,
+    }
+    disk.write_json(draft / FILE, {"command": command(plan, trial), "folder": sweep.facts()["cwd"]})
+    disk.write_json(draft / STATUS, status)
+    disk.sync_folder(draft)
+    draft.rename(place)
+
+
+def run(folder: Path) -> int:
+    """Run the program of a trial; its end is in status.json."""
+    trial = Run(folder)
+    with Lock(trial):
+        told = disk.read_json(folder / FILE)
+        attempt = int(trial.status()["attempt"]) + 1
+        write_status(trial, state="running", reason="", attempt=attempt, pid=os.getpid(), host=os.uname().nodename)
+        log_event(trial, "started", f"Attempt {attempt} was started.")
+        (folder / "logs").mkdir(exist_ok=True)
+        asked: list[int] = []
+        with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
+            environment = {**os.environ, "TILTYARD_TRIAL": str(folder)}
+            child = subprocess.Popen(told["command"], stdout=log, stderr=log, cwd=told["folder"], env=environment)
+
+            def forward(number: int, frame: FrameType | None) -> None:
+                asked.append(number)
+                child.send_signal(signal.SIGTERM)
+
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+                signal.signal(number, forward)
+            code = child.wait()
+        if code == 0:
+            state, reason, result = "finished", "exit code 0", EXIT_DONE
+        elif asked or code == EXIT_RESUMABLE:
+            state, reason, result = "stopped", "asked by a signal" if asked else "exit code 75", EXIT_RESUMABLE
+        else:
+            how = f"exit code {code}" if code > 0 else f"signal {-code}"
+            state, reason, result = "failed", f"{how}{_last_line(folder, attempt)}", EXIT_FAILED
+        write_status(trial, state=state, reason=reason)
+        log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
+    return result
+
+
+def _last_line(folder: Path, attempt: int) -> str:
+    text = (folder / "logs" / f"attempt-{attempt}.log").read_bytes()[-2000:].decode("utf-8", "replace").strip()
+    return f": {text.splitlines()[-1][:200]}" if text else ""
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1])))

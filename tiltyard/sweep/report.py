@@ -1,0 +1,200 @@
+"""What a sweep says of itself: how it stands, which point is best, tables for people and for programs.
+
+All of it is read off the folders, anywhere that sees them. Numbers over seeds are interquartile means; intervals are
+bootstrapped, and importance is the share of the variance between points that one setting explains by itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from tiltyard.config.plans import Plan
+from tiltyard.run.lock import life, read_owner
+from tiltyard.sweep.folder import Sweep, wanted
+from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
+from tiltyard.sweep.space import Choices, dimensions, fingerprint, grid_size
+
+RESAMPLES = 2000
+BINS = 4
+ORDER = ("finished", "ended", "running", "queued", "created", "stopped", "lost", "failed", "waiting")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A sweep as it stands."""
+
+    sweep: Sweep
+    plan: Plan
+    rows: list[Row]
+    total: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many trials are in each state."""
+        states = [row.state for row in self.rows]
+        found = {state: states.count(state) for state in ORDER if state in states}
+        unknown = self.total - len(self.rows)
+        return {**found, "waiting": found.get("waiting", 0) + unknown} if unknown else found
+
+    @property
+    def state(self) -> str:
+        """finished, failed (over, and some trial failed), running (somebody carries it out), or stopped."""
+        if len(self.rows) == self.total and all(row.over for row in self.rows):
+            return "failed" if any(row.state == "failed" for row in self.rows) else "finished"
+        return "running" if self.sweep.controlled else "stopped"
+
+    @property
+    def groups(self) -> list[Group]:
+        """The points, the best first."""
+        return ranked(groups(self.rows), self.plan.better)
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if row.state == "failed"]
+
+    @property
+    def keys(self) -> list[str]:
+        """The settings that are varied."""
+        return list(dict.fromkeys(key for row in self.rows for key in row.trial.settings))
+
+
+def look(sweep: Sweep) -> Report:
+    """Read everything there is to say."""
+    plan, decisions = sweep.plan(), sweep.decisions()
+    points = plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
+    return Report(sweep, plan, rows(sweep, plan), len(wanted(plan, points, decisions)))
+
+
+def controller_of(sweep: Sweep) -> str:
+    """Who carries it out, in words."""
+    owner = read_owner(sweep.folder)
+    if owner is None or life(owner) == "dead":
+        return ""
+    return f"pid {owner.get('pid')} on host {owner.get('host')}"
+
+
+# ---------------------------------------------------------------------------------------------- for programs
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """Everything as plain data."""
+    return {
+        "sweep": report.sweep.id,
+        "folder": str(report.sweep.folder),
+        "state": report.state,
+        "controller": controller_of(report.sweep),
+        "metric": report.plan.metric.name,
+        "goal": report.plan.goal,
+        "trials": report.total,
+        "counts": report.counts,
+        "points": [
+            {
+                "point": group.point,
+                "settings": group.settings,
+                "value": group.value,
+                "values": group.values,
+                "trials": [row.trial.number for row in group.rows],
+            }
+            for group in report.groups
+        ],
+        "rows": [row_data(row) for row in report.rows],
+    }
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    return {
+        "trial": row.trial.number,
+        "point": row.trial.point,
+        "seed": row.trial.seed,
+        "state": row.state,
+        "reason": row.reason,
+        "value": row.value,
+        "env_steps": row.env_steps,
+        "seconds": row.seconds,
+        "folder": str(row.folder) if row.folder else None,
+        "settings": row.trial.settings,
+    }
+
+
+def as_csv(report: Report) -> str:
+    """One line per trial, a column per setting."""
+    keys = report.keys
+    lines = io.StringIO(newline="")
+    writer = csv.writer(lines)
+    facts = ("trial", "point", "seed", "state", "value", "env_steps", "seconds", "folder")
+    writer.writerow([*facts, *keys])
+    for row in report.rows:
+        data = row_data(row)
+        settings = [shown(row.trial.settings[key]) if key in row.trial.settings else "" for key in keys]
+        writer.writerow([*("" if data[fact] is None else data[fact] for fact in facts), *settings])
+    return lines.getvalue()
+
+
+def shown(value: Any) -> str:
+    """A setting's value as one would write it."""
+    return value if isinstance(value, str) else fingerprint(value)
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def bootstrap(values: Sequence[float], *, level: float = 0.95) -> tuple[float, float] | None:
+    """The interval of the interquartile mean by resampling; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    rng = random.Random(0)
+    found = sorted(interquartile_mean(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    cut = (1 - level) / 2
+    return found[math.floor(cut * (RESAMPLES - 1))], found[math.ceil((1 - cut) * (RESAMPLES - 1))]
+
+
+def importance(report: Report) -> list[tuple[str, float]]:
+    """(settings, share) of each dimension, the largest first: how much of the variance between points it explains by
+    itself, less what as many groups would explain by chance. Needs at least four points with a value."""
+    known = [group for group in report.groups if group.value is not None]
+    if len(known) < 4:
+        return []
+    values = [group.value or 0.0 for group in known]
+    found = []
+    for keys, is_choice in _axes(report):
+        seen: list[list[Any]] = [[group.settings.get(key) for key in keys] for group in known]
+        labels = [fingerprint(each) for each in seen]
+        if not is_choice and len(set(labels)) > BINS:
+            labels = _bins([float(each[0]) for each in seen])
+        found.append((",".join(keys), explained(labels, values)))
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
+    if report.plan.points:
+        return [((key,), True) for key in report.keys]
+    return [(each.keys, isinstance(each, Choices)) for each in dimensions(report.plan)]
+
+
+def _bins(values: list[float]) -> list[str]:
+    """Which quarter of the values each lies in."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    labels = [""] * len(values)
+    for place, index in enumerate(order):
+        labels[index] = str(place * BINS // len(values))
+    return labels
+
+
+def explained(labels: Sequence[str], values: Sequence[float]) -> float:
+    """The share of the variance between the groups (omega squared), from 0 to 1."""
+    middle = fmean(values)
+    total = sum((value - middle) ** 2 for value in values)
+    parts = {label: [value for mark, value in zip(labels, values, strict=True) if mark == label] for label in labels}
+    free = len(values) - len(parts)
+    if total <= 0 or free <= 0:
+        return 0.0
+    between = sum(len(part) * (fmean(part) - middle) ** 2 for part in parts.values())
+    noise = (total - between) / free
+    return max(0.0, min(1.0, (between - (len(parts) - 1) * noise) / (total + noise)))

@@ -1,0 +1,171 @@
+"""What became of each trial, read off the folders: state, value, curve. Imports nothing heavy.
+
+    waiting     not started yet          created running stopped finished failed lost    as of any run
+    ended       early, by the plan's rule
+
+The value of a trial that is over is kept in results.jsonl, so that looking at a thousand trials reads a small file
+each. A line counts as long as the trial's status is the one that it was made from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.plans import Objective, Plan
+from tiltyard.run import disk, metrics
+from tiltyard.run.status import STATUS, observed_state
+from tiltyard.sweep.folder import Sweep, Trial
+
+RESULTS = "results.jsonl"
+OVER = ("finished", "failed", "ended")
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial as it stands."""
+
+    trial: Trial
+    state: str
+    reason: str = ""
+    value: float | None = None
+    env_steps: int = 0
+    seconds: float = 0.0
+    attempt: int = 0
+    updated: str = ""
+    folder: Path | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> list[Row]:
+    """Every trial whose settings are known, by number."""
+    known = {line.get("trial"): line for line in disk.read_lines(sweep.folder / RESULTS)[0]}
+    decisions = sweep.decisions()
+    ended = {each["trial"]: str(each.get("why", "")) for each in decisions if each["kind"] == "ended early"}
+    failed = {trial: each[-1] for trial, each in failures(decisions).items() if len(each) > plan.retries}
+    found = []
+    for trial in sweep.trials() if trials is None else trials:
+        row = look(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
+        if row.state in ("waiting", "created", "lost") and trial.number in failed:  # its process died once too often
+            row = replace(row, state="failed", reason=str(failed[trial.number].get("reason", "")))
+        found.append(row)
+    return found
+
+
+def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """What is on record of each trial's failures since somebody asked for a retry."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for each in decisions:
+        if each["kind"] == "failed":
+            found.setdefault(int(each["trial"]), []).append(each)
+        elif each["kind"] == "retry":
+            found.pop(int(each["trial"]), None)
+    return found
+
+
+def look(
+    sweep: Sweep, plan: Plan, trial: Trial, known: Mapping[str, Any] | None = None, ended: str | None = None
+) -> Row:
+    """One trial as it stands. `known` is its line in results.jsonl, `ended` why it was ended early."""
+    if trial.refused:
+        return Row(trial, "failed", trial.refused)
+    folder = sweep.place(trial.number)
+    try:
+        status = disk.read_json(folder / STATUS)
+    except FileNotFoundError:
+        return Row(trial, "waiting")
+    except (OSError, ValueError) as error:
+        return Row(trial, "failed", f"{STATUS} cannot be read: {error}", folder=folder)
+    state, reason = observed_state(folder, status), str(status.get("reason") or "")
+    if ended is not None and state != "finished":
+        state, reason = "ended", ended
+    progress = status.get("progress") or {}
+    updated = str(status.get("updated"))
+    if known is not None and known.get("updated") == updated:
+        value = disk.number(known.get("value"))
+    else:
+        value = value_of(curve(folder, plan.metric.name), plan.metric, plan.better)
+    return Row(
+        trial,
+        state,
+        reason,
+        value,
+        int(progress.get("env_steps") or 0),
+        float(progress.get("seconds") or 0.0),
+        int(status.get("attempt") or 0),
+        updated,
+        folder,
+    )
+
+
+def keep(sweep: Sweep, row: Row) -> None:
+    """Remember the value of a trial that is over."""
+    line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
+    disk.append_line(sweep.folder / RESULTS, disk.to_json(line))
+
+
+def curve(folder: Path, metric: str) -> Curve:
+    """Env steps and finite values of a metric."""
+    steps, values = metrics.series(metrics.read(folder), metric)
+    return [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
+
+
+def value_of(found: Curve, metric: Objective, better: float) -> float | None:
+    """The number that a trial is compared by."""
+    if not found:
+        return None
+    if metric.of == "last":
+        return found[-1][1]
+    return better * max(better * value for _, value in found)
+
+
+# ---------------------------------------------------------------------------------------------- over seeds
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trials of one point."""
+
+    point: int
+    rows: list[Row]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.rows[0].trial.settings
+
+    @property
+    def values(self) -> list[float]:
+        return [row.value for row in self.rows if row.value is not None]
+
+    @property
+    def value(self) -> float | None:
+        """The interquartile mean over the seeds that have a value."""
+        return interquartile_mean(self.values) if self.values else None
+
+
+def groups(found: Iterable[Row]) -> list[Group]:
+    """Trials by point, in the order of the points."""
+    made: dict[int, list[Row]] = {}
+    for row in found:
+        made.setdefault(row.trial.point, []).append(row)
+    return [Group(point, made[point]) for point in sorted(made)]
+
+
+def ranked(found: Iterable[Group], better: float) -> list[Group]:
+    """The best first; those without a value last."""
+    return sorted(found, key=lambda group: (group.value is None, -better * (group.value or 0.0), group.point))
+
+
+def interquartile_mean(values: list[float]) -> float:
+    """The mean of the middle half; values that lie on its border count by the part inside."""
+    ordered, count = sorted(values), len(values)
+    low, high = count / 4, 3 * count / 4
+    weights = [max(0.0, min(i + 1, high) - max(i, low)) for i in range(count)]
+    return sum(weight * value for weight, value in zip(weights, ordered, strict=True)) / sum(weights)

@@ -1,0 +1,114 @@
+"""Searches that learn: Optuna's samplers, asked in memory about what the trial folders say. Imports Optuna when asked.
+
+No study outlives the question: it is built anew from the points that are over, on their way or failed, and asked once.
+The sampler is seeded by the plan and the number of the point, so that the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiltyard.config.plans import Plan
+from tiltyard.errors import UseError
+from tiltyard.sweep.results import Group
+from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint
+
+STARTUP = 10  # points drawn at random before there is anything to learn from
+_TRIES = 20  # questions before a point that was there already is replaced by a draw
+
+
+def require_optuna(plan: Plan) -> None:
+    """UseError where a search needs Optuna and it is not installed."""
+    if plan.adaptive and importlib.util.find_spec("optuna") is None:
+        hint = "pip install 'tiltyard[sweep]', or use search: random"
+        raise UseError(f"search: {plan.search} needs the package optuna, which is not installed", hint)
+
+
+def ask(plan: Plan, found: Sequence[Group], number: int) -> Point:
+    """The settings of point `number`, given those before it."""
+    import optuna
+
+    space = dimensions(plan)
+    seen = {fingerprint(group.settings) for group in found}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that parts of it are experimental
+        study = optuna.create_study(
+            direction="maximize" if plan.better > 0 else "minimize", sampler=_sampler(plan, number)
+        )
+        distributions = {_name(each): _distribution(each) for each in space}
+        for group in found:
+            study.add_trial(_told(group, space, distributions))
+        for _ in range(_TRIES):
+            point = _point(space, study.ask(distributions).params)
+            if fingerprint(point) not in seen:
+                return point
+    # Optuna has nothing new to say; a small space may have been tried as a whole
+    some = itertools.islice(draws(space, plan.seed), 10 * (len(seen) + 1))
+    return next((each for each in some if fingerprint(each) not in seen), point)
+
+
+def _sampler(plan: Plan, number: int) -> Any:
+    from optuna.samplers import GPSampler, TPESampler
+
+    seed = int.from_bytes(hashlib.sha256(f"{plan.seed}/{number}".encode()).digest()[:4], "big")
+    if plan.search == "gp":
+        return GPSampler(seed=seed, n_startup_trials=STARTUP)
+    return TPESampler(seed=seed, n_startup_trials=STARTUP, multivariate=True, constant_liar=True)
+
+
+def _told(group: Group, space: Sequence[Dimension], distributions: Mapping[str, Any]) -> Any:
+    """A point as Optuna takes it: with its value, on its way, or failed."""
+    from optuna.trial import TrialState, create_trial
+
+    over = all(row.over for row in group.rows)
+    state = TrialState.RUNNING if not over else TrialState.FAIL if group.value is None else TrialState.COMPLETE
+    value = group.value if state == TrialState.COMPLETE else None
+    return create_trial(
+        params=_params(space, group.settings), distributions=dict(distributions), value=value, state=state
+    )
+
+
+def _name(each: Dimension) -> str:
+    return ",".join(each.keys)
+
+
+def _distribution(each: Dimension) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(each, Choices):
+        return CategoricalDistribution(list(range(len(each.values))))
+    if each.points is not None:
+        return CategoricalDistribution(each.spread())
+    if each.whole:
+        return IntDistribution(int(each.low), int(each.high), log=each.log, step=int(each.step or 1))
+    if each.step is not None:
+        return FloatDistribution(each.low, each.spread()[-1], step=each.step)
+    return FloatDistribution(each.low, each.high, log=each.log)
+
+
+def _params(space: Sequence[Dimension], settings: Point) -> dict[str, Any]:
+    return {_name(each): _param(each, settings) for each in space}
+
+
+def _param(each: Dimension, settings: Point) -> Any:
+    if isinstance(each, Choices):
+        marks = [fingerprint(list(value)) for value in each.values]
+        return marks.index(fingerprint([settings[key] for key in each.keys]))
+    return settings[each.key]
+
+
+def _point(space: Sequence[Dimension], params: Mapping[str, Any]) -> Point:
+    made: Point = {}
+    for each in space:
+        value = params[_name(each)]
+        if isinstance(each, Choices):
+            made |= dict(zip(each.keys, each.values[value], strict=True))
+        else:
+            made[each.key] = value if each.whole else float(f"{value:.10g}")
+    return made
