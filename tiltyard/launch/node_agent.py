@@ -108,6 +108,8 @@ def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word
 class Agent:
     """The first node's agent: one start of one job."""
 
+    HEARD = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
     def __init__(self, run: Run) -> None:
         self.run, self.folder = run, run.folder / FOLDER
         self.task = disk.read_json(self.folder / TASK)
@@ -119,7 +121,7 @@ class Agent:
         self._lost = ""  # how Ray's head was
         self._news: set[str] = set()
         self._limit = _end_time()
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        for number in self.HEARD:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -296,7 +298,11 @@ def main() -> int:
     """The exit code of this node's agent."""
     run = Run(Path(sys.argv[1]))
     if os.environ.get("SLURM_PROCID", "0") == "0":
-        return Agent(run).work()
+        try:
+            return Agent(run).work()
+        finally:
+            for number in Agent.HEARD:
+                signal.signal(number, signal.SIG_IGN)  # while Python ends there is nobody to hear them
     task = disk.read_json(run.folder / FOLDER / TASK)
     if task["nodes"] > 1:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
