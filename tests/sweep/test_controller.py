@@ -265,3 +265,36 @@ def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs
     assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
     assert all(row.value is not None for row in report.rows)
     assert any(row.attempt == 2 for row in report.rows), "those that were killed went on"
+
+
+# What a training would record, in no time: `x` a step, ten steps.
+LEARNER = """
+import json, os, sys, time, signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+x = int(sys.argv[1].split("=")[1])
+with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a", buffering=1) as file:
+    for step in range(1, 11):
+        file.write(json.dumps({"env_steps": 10 * step, "metrics": {"eval/return": x * step}}) + "\\n")
+        time.sleep(1.0)
+"""
+
+
+@pytest.mark.slow
+def test_who_falls_behind_is_ended_and_stays_so(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_plan(space={"x": [5, 1, 2]}, max_parallel=3, stop={"rule": "asha", "after": 30})
+    Path("program.py").write_text(LEARNER)
+    from tiltyard.sweep import controller as controlling
+    from tiltyard.sweep import prepare
+    from tiltyard.sweep.local import Local
+
+    monkeypatch.setattr(controlling, "JUDGE_PERIOD", 0.2)
+    sweep = prepare.begin(prepare.prepare("plan.yaml"))
+    assert controlling.carry_out(sweep, Local, print) == 0
+    states = {row.trial.settings["x"]: row.state for row in look(sweep).rows}
+    assert states == {5: "finished", 1: "ended", 2: "ended"}
+    reasons = [row.reason for row in look(sweep).rows if row.state == "ended"]
+    assert all("at 30 env steps" in reason for reason in reasons)
+    before = [row.updated for row in look(sweep).rows]
+    assert controlling.carry_out(sweep, Local, print) == 0
+    assert [row.updated for row in look(sweep).rows] == before, "nobody is started again"
+    assert look(sweep).groups[0].value == 50

@@ -109,8 +109,7 @@ def test_all_problems_of_a_space_are_told_at_once() -> None:
         ({"experiment": "x", "serch": "grid"}, "did you mean 'search'"),
         ({"experiment": "x", "goal": "most"}, "maximise, minimise"),
         ({"experiment": "x", "name": "a/b"}, "letters"),
-        ({"program": "x", "stop": {"rule": "asha", "after": 10}}, "another program"),
-        ({"program": "x", "search": "tpe", "trials": 3, "space": {"a": [1]}}, "another program"),
+        ({"experiment": "x", "stop": {"rule": "asha"}}, "stop.after: is missing"),
     ],
 )
 def test_what_makes_no_plan_is_told(values: dict[str, Any], said: str) -> None:

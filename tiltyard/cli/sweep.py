@@ -212,7 +212,7 @@ def _text(found: Report) -> str:
         f"state    {found.state}{f', carried out by {who}' if who else ''}",
         f"trials   {found.total:,}: {counts}",
     ]
-    if plan.program is None:
+    if plan.program is None or any(row.value is not None for row in found.rows):
         lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, {plan.goal}d")
     lines += ["", _table(found).rstrip("\n")]
     for row in found.failed[:10]:

@@ -68,7 +68,8 @@ class Plan(Settings):
     experiment: str | dict[str, Any] | None = None
     """An experiment's YAML file, an env id, or what an experiment file would say."""
     program: Annotated[list[str] | None, BeforeValidator(_words)] = None
-    """Any other program instead of an experiment: its command line. Parameters are added as flags."""
+    """Any other program instead of an experiment: its command line. Parameters are added as flags. What it appends to
+    metrics.jsonl in the folder that TILTYARD_TRIAL names is what its trials are compared by."""
     flag: str = Field(default="--", max_length=10)
     """What stands before a parameter's name on the program's command line."""
     space: dict[str, Any] = Field(default={}, max_length=1000)
@@ -164,9 +165,4 @@ def _cross_check(plan: Plan) -> list[Problem]:
         wrong("seeds", plan.seeds, "names a seed twice", "each seed is one run")
     if plan.name is not None and (not NAME.fullmatch(plan.name) or ".." in plan.name):
         wrong("name", plan.name, "has 1 to 80 letters, digits and . _ + -", "it becomes a folder's name")
-    for setting in ("stop",) if plan.stop else ():
-        if plan.program is not None:
-            wrong(setting, None, "judges metrics.jsonl, which another program does not write", "leave it out")
-    if plan.program is not None and plan.adaptive:
-        wrong("search", plan.search, "learns from metrics.jsonl, which another program does not write", "use random")
     return found

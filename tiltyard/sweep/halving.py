@@ -9,6 +9,7 @@ Each call judges from the curves alone, so a decision that was lost is made agai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from statistics import fmean, median
 
@@ -42,7 +43,7 @@ def asha(
         rung = max(reached)
         others = scores[rung]
         rank = 1 + sum(score > others[trial] for score in others.values())
-        places = max(1, len(others) // rule.factor)
+        places = math.ceil(len(others) / rule.factor)
         if rank > places:
             found[trial] = f"place {rank} of {len(others)} at {rung:,} env steps, and the first {places} go on"
     return found

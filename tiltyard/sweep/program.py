@@ -2,7 +2,8 @@
 
     python -m tiltyard.sweep.program FOLDER      what is started in a trial's place: runs it, says how it ended
 
-The folder is the program's own to write to: TILTYARD_TRIAL names it. A program that is started again starts anew.
+The folder is the program's own to write to: TILTYARD_TRIAL names it. Lines {"env_steps": ..., "metrics": {...}} that it
+appends to metrics.jsonl there are what its trials are compared by. A program that is started again starts anew.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""Who falls behind, on synthetic curves with a known best."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tiltyard.config.plans import EarlyStop, Plan, load_plan
+from tiltyard.sweep.halving import asha, behind, below_median
+from tiltyard.sweep.results import Curve
+
+ARMS, TOP, EVERY = 27, 27_000, 500
+Rule = Callable[[EarlyStop, dict[int, Curve], set[int]], dict[int, str]]
+
+
+def race(rule: EarlyStop, judge: Rule, seed: int, slots: int = 4) -> tuple[int, dict[int, Curve], set[int]]:
+    """Arms that approach different heights at different speeds, with noise, some at a time in a random order; the best
+    of them, the curves, and who was ended."""
+    rng = random.Random(seed)
+    heights = {arm: arm / ARMS for arm in range(ARMS)}
+    speeds = {arm: rng.uniform(1500, 4000) for arm in range(ARMS)}
+    waiting = list(range(ARMS))
+    rng.shuffle(waiting)
+    curves: dict[int, Curve] = {}
+    running: set[int] = set()
+    ended: set[int] = set()
+    while waiting or running:
+        while waiting and len(running) < slots:
+            arm = waiting.pop()
+            running.add(arm)
+            curves[arm] = []
+        for arm in sorted(running):
+            step = len(curves[arm]) * EVERY + EVERY
+            value = heights[arm] * (1 - math.exp(-step / speeds[arm])) + rng.gauss(0, 0.01)
+            curves[arm].append((step, value))
+        out = set(judge(rule, curves, running))
+        ended |= out
+        running = {arm for arm in running - out if curves[arm][-1][0] < TOP}
+    return max(heights, key=heights.__getitem__), curves, ended
+
+
+def test_asha_keeps_the_best_of_27_arms_in_19_of_20_seeds_and_saves_most_of_the_work() -> None:
+    rule = EarlyStop(rule="asha", after=3000, factor=3)
+    kept, steps = 0, []
+    for seed in range(20):
+        best, curves, ended = race(rule, asha, seed)
+        kept += best not in ended
+        steps.append(sum(curve[-1][0] for curve in curves.values()))
+    assert kept >= 19
+    assert max(steps) < 0.5 * ARMS * TOP, "less than half of what it costs to run all of them"
+
+
+def test_the_median_rule_keeps_the_best_and_ends_bad_ones() -> None:
+    rule = EarlyStop(rule="median", after=3000, least=5)
+    kept, share = 0, []
+    for seed in range(20):
+        best, _, ended = race(rule, below_median, seed)
+        kept += best not in ended
+        share.append(len(ended) / ARMS)
+    assert kept >= 19
+    assert 0.15 < sum(share) / len(share) < 0.6
+
+
+def test_asha_on_paper() -> None:
+    rule = EarlyStop(rule="asha", after=10, factor=3)
+    curves: dict[int, Curve] = {n: [(5, 99.0 if n == 1 else 0.0), (10, float(n))] for n in range(1, 7)}
+    # best so far: arm 1 showed 99 before the first rung
+    assert set(asha(rule, curves, set(curves))) == {2, 3, 4, 5}
+    assert set(asha(rule, curves, set(curves), last=True)) == {1, 2, 3, 4}
+    assert asha(rule, curves, {6}) == {}
+    assert asha(rule, {1: [(9, 0.0)], 2: [(9, 1.0)]}, {1, 2}) == {}, "nobody has come as far as the first rung"
+    curves[6].append((30, 0.0))
+    assert 6 not in asha(rule, curves, {6}), "alone at its rung, whatever it shows"
+    said = asha(rule, curves, {2})[2]
+    assert said == "place 6 of 6 at 10 env steps, and the first 2 go on"
+
+
+@pytest.mark.parametrize(("goal", "out"), [("maximise", {1}), ("minimise", {7})])
+def test_less_can_be_better(goal: str, out: set[int]) -> None:
+    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
+    curves: dict[int, Curve] = {n: [(10, float(n))] for n in range(1, 8)}
+    assert set(behind(plan, curves, {1, 4, 7})) == out
+
+
+def test_no_rule_no_end() -> None:
+    plan = load_plan({"experiment": "x"})[0]
+    assert behind(plan, {1: [(10, 0.0)], 2: [(10, 1.0)]}, {1, 2}) == {}
