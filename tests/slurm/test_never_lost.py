@@ -47,11 +47,11 @@ SMALL = {
     "algo.rollout": 16,
     "algo.minibatch": 64,
     "algo.epochs": 1,
-    "save.env_steps": 64,
+    "save.env_steps": 128,
     "eval.at_end": "false",
     "track.tensorboard": "false",
 }
-STEPS = 8192  # minutes with the brake, a second without
+STEPS = 4096  # minutes with the brake, a second without
 BRAKE = Path("brake")
 Start = Callable[..., Cluster]
 
@@ -103,9 +103,9 @@ def sentences(run: Run, kind: str) -> list[str]:
 
 
 def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
-    """Six minutes on a clock that is ten times as fast; the run needs several times that."""
+    """Five minutes on a clock that is ten times as fast; the run needs several times that."""
     cluster = own_cluster("--nodes", "1", "--speed", "10")
-    profile(resources='{cpus: 1, time: "6:00"}')
+    profile(resources='{cpus: 1, time: "5:00"}')
     run, job = submitted(tiltyard)
     wait_for(lambda: len(sentences(run, "requeued")) >= 3, "three requeues", 290)
     goes_on_to_its_end(tiltyard, run)
@@ -121,20 +121,24 @@ def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: 
 def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     """An update that takes longer than the time that is left; then one that somebody cancels while it saves."""
     cluster = own_cluster("--nodes", "1", "--speed", "10", conf="KillWait=100\n")
-    profile(0.25, resources='{cpus: 1, time: "3:00"}')
+    profile(1.0, resources='{cpus: 1, time: "5:00"}')  # a minute for an update, half a minute for the job
     run, job = submitted(tiltyard)
+    wait_for(lambda: cluster.state(job) == "COMPLETING", "the time limit")
+    BRAKE.write_text("0.02")
     wait_for(lambda: cluster.restarts(job) == 1, "a requeue")
     assert "ended while it saved, near its time limit" in " ".join(sentences(run, "stopped"))
-    wait_for(lambda: run.status()["attempt"] == 2 and run.state == "running", "the second attempt")
+    running(run, attempt=2)
+    before = cluster.restarts(job)
     cluster.ask("scancel", "--signal=USR2", job)
     cluster.ask("scancel", job)
     wait_for(lambda: cluster.state(job) == "CANCELLED", "the end of the job")
-    assert (run.state, cluster.restarts(job)) == ("stopped", 1)
+    assert (run.state, cluster.restarts(job)) == ("stopped", before)
     tiltyard("resume", run.id, "--detach")
     goes_on_to_its_end(tiltyard, run)
     is_as_if_nothing_had_happened(run)
 
 
+@pytest.mark.xdist_group("slurm")
 def test_requeued_from_outside_and_killed_on_the_way(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     profile()
     run, job = submitted(tiltyard)
@@ -182,6 +186,7 @@ def test_a_node_drops_dead(tiltyard: Command, own_cluster: Start, runs: Path) ->
     is_as_if_nothing_had_happened(run)
 
 
+@pytest.mark.xdist_group("slurm")
 def test_where_requeue_is_forbidden_the_script_is_submitted_again(
     tiltyard: Command, cluster: Cluster, runs: Path
 ) -> None:
