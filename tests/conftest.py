@@ -18,6 +18,37 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+SLOW = (  # files whose tests train or start processes, each for seconds: `make check` leaves them out
+    "cli/test_bench.py",
+    "cli/test_plugins.py",
+    "cli/test_train.py",
+    "cli/test_tune.py",
+    "data/test_episodes.py",
+    "engines/test_apart.py",
+    "engines/test_batched_actor.py",
+    "engines/test_colearners.py",
+    "engines/test_left_behind.py",
+    "engines/test_local.py",
+    "engines/test_nursery.py",
+    "engines/test_resume_equals.py",
+    "envs/test_isolate.py",
+    "evaluation/test_evaluate.py",
+    "faults/test_disk_full.py",
+    "faults/test_diverged.py",
+    "faults/test_foreign_end.py",
+    "faults/test_kill.py",
+    "faults/test_signals.py",
+    "faults/test_takeover.py",
+    "launch/test_agent.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.as_posix().endswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 @dataclass(frozen=True)
 class Said:
     """What a command wrote."""

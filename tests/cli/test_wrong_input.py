@@ -215,7 +215,7 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
         if "number" not in kind:
             continue
         plain, _, variant = name.partition(" (")
-        variant = variant.rstrip(")")
+        variant = variant.rstrip(")").partition(" or ")[0]
         around = [f"algo.id={variant.removeprefix('id: ')}"] if variant.startswith("id:") else []
         if plain.startswith("<schedule>"):
             shape = variant.removeprefix("kind: ")

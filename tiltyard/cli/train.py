@@ -199,6 +199,7 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
 
 def run_fork(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
+    at = parse_at(args.at)
     from tiltyard import start
     from tiltyard.cli import jobs
     from tiltyard.run.folder import find
@@ -206,7 +207,7 @@ def run_fork(args: argparse.Namespace) -> int:
     with data_stdout() as data:
         profile = None if args.here else jobs.profile_of(find(args.run))
         jobs.check_words(args, profile, expectation)
-        prepared = start.prepare_fork(args.run, args.overrides, at=parse_at(args.at), trust_code=args.trust_code)
+        prepared = start.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
