@@ -1,7 +1,7 @@
 """`sweep`: many runs from one plan.
 
 start             check every trial, make the sweep's folder, carry it out here; started again, it goes on
-status watch      how it stands, from the folders alone          best    what came out
+status watch      how it stands, from the folders alone          best plot    what came out
 retry extend      write a decision down, and carry it out unless somebody does already
 stop              ask whoever carries it out, and every trial, to save and end
 
@@ -40,6 +40,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "extend": ("trials", "seeds", "detach", "dry_run"),
     "stop": ("wait", "dry_run"),
     "best": ("json",),
+    "plot": ("out",),
 }
 
 
@@ -62,6 +63,7 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="extend: so many more seeds of every combination")
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="watch: between two looks (2)")
     parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="stop: wait for trials (60)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="plot: where the pictures go")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--csv", action="store_true", help="print CSV, a line per trial")
 
@@ -206,7 +208,7 @@ def _text(found: Report) -> str:
 
     sweep, plan = found.sweep, found.plan
     who = controller_of(sweep)
-    counts = ", ".join(f"{count} {state}" for state, count in found.counts.items())
+    counts = ", ".join(f"{count:,} {state}" for state, count in found.counts.items())
     lines = [
         f"sweep    {sweep.id}",
         f"state    {found.state}{f', carried out by {who}' if who else ''}",
@@ -222,7 +224,7 @@ def _text(found: Report) -> str:
 
 
 def _table(found: Report) -> str:
-    from tiltyard.sweep.report import shown
+    from tiltyard.sweep.report import brief
 
     keys = found.keys
     lines = []
@@ -232,7 +234,7 @@ def _table(found: Report) -> str:
         over = sum(row.over for row in group.rows)
         states = ", ".join(dict.fromkeys(row.state for row in group.rows))
         steps = sum(row.env_steps for row in group.rows)
-        settings = [shown(group.settings.get(key)) for key in keys]
+        settings = [brief(group.settings.get(key)) for key in keys]
         seeds = f"{over} of {len(group.rows)}"
         lines.append([*settings, text.number(group.value), spread, seeds, text.count(steps), states])
     head = (*keys, "value", "over seeds", "over", "env steps", "state")
@@ -304,6 +306,16 @@ def _best(args: argparse.Namespace) -> int:
 
 def _best_value(found: Report, values: list[float]) -> float:
     return max(values) if found.plan.better > 0 else min(values)
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from tiltyard.sweep import pictures
+    from tiltyard.sweep.report import look
+
+    found = look(_find(args.target))
+    for picture in pictures.draw(found, args.out or found.sweep.folder / "pictures"):
+        sys.stdout.write(f"{os.path.relpath(picture)}\n")
+    return EXIT_DONE
 
 
 # ---------------------------------------------------------------------------------------------- decide

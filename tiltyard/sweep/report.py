@@ -142,6 +142,11 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else fingerprint(value)
 
 
+def brief(value: Any) -> str:
+    """The same for people: four digits of a long number."""
+    return f"{value:.4g}" if isinstance(value, float) else shown(value)
+
+
 # ---------------------------------------------------------------------------------------------- numbers
 
 

@@ -1,0 +1,138 @@
+"""Before a sweep begins: every combination is built and checked, and what it needs is kept as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.config.load import dump_yaml
+from tiltyard.errors import ConfigError, UseError
+from tiltyard.sweep import prepare
+from tiltyard.sweep.folder import find_sweep
+from tiltyard.sweep.local import environment, least_busy, shares, visible_gpus
+
+EXPERIMENT = {
+    "env": "CartPole-v1",
+    "name": "tiny",
+    "engine": {"kind": "serial", "envs": 2},
+    "algo": {"rollout": 8, "minibatch": 16, "epochs": 1},
+    "stop": {"env_steps": 16},
+    "eval": {"every": 0, "episodes": 1},
+    "track": {"tensorboard": False},
+}
+
+
+def plan(space: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"experiment": EXPERIMENT, "space": space, **more}
+
+
+def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare.prepare(plan({"algo.lr": [1e-3, -1.0], "algo.gama": [0.9], "algo.epochs": [1, 0]}))
+    told = error.value.details
+    assert "algo.lr = -1.0: must be at least 0 (in algo.lr=-1.0 algo.gama=0.9 algo.epochs=1, and 1 more)" in told
+    assert "algo.epochs = 0: must be at least 1 (in algo.lr=0.001 algo.gama=0.9 algo.epochs=0, and 1 more)" in told
+    assert "did you mean 'algo.gamma'" in told
+    assert len(error.value.problems) == 3
+    assert not runs.exists()
+
+
+def test_what_only_two_settings_together_show_is_found_in_its_point(runs: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare.prepare(plan({"algo.rollout": [8, 16], "algo.minibatch": [16, 32]}))
+    assert "in algo.rollout=8 algo.minibatch=32)" in error.value.details
+    prepare.prepare(plan({"algo.rollout, algo.minibatch": [[8, 16], [16, 32]]}))
+
+
+def test_ends_of_a_space_are_checked_before_a_search_begins(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="points of the plan") as error:
+        prepare.prepare(plan({"algo.gamma": {"range": [0.9, 1.5]}}, search="tpe", trials=3))
+    assert "algo.gamma" in error.value.details
+
+
+def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
+    with pytest.raises(UseError, match="NoSuchEnv"):
+        prepare.prepare(plan({"env.id": ["CartPole-v1", "NoSuchEnv-v7"]}))
+    with pytest.raises(UseError, match="no metric"):
+        prepare.prepare(plan({"algo.lr": [1e-3]}, metric="eval/retrun"))
+    with pytest.raises(UseError, match="needs evaluations"):
+        prepare.prepare(plan({"eval.at_end": [True, False]}))
+    assert not runs.exists()
+
+
+@pytest.mark.slow
+def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
+    tiltyard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plug-ins too: a trial that is made later has the code of the sweep's start."""
+    folder = tmp_path / "lab"
+    folder.mkdir()
+    (folder / "own.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\nclass Own(CartPoleEnv):\n    pass\n"
+    )
+    (folder / "own.yaml").write_text(dump_yaml({**EXPERIMENT, "env": "own.py:Own"}))
+    (folder / "plan.yaml").write_text(
+        dump_yaml({"experiment": "own.yaml", "space": {"algo.lr": [1e-3, 1e-4]}, "retries": 0})
+    )
+    made = prepare.prepare(folder / "plan.yaml")
+    sweep = prepare.begin(made)
+    (folder / "own.py").write_text("raise SystemExit('the new code was run')")
+    (folder / "own.yaml").write_text("broken: [")
+    monkeypatch.chdir("/")
+    tiltyard("sweep", "start", str(sweep.folder))
+    copies = [path.read_text() for path in sweep.folder.glob("0*/plugins/own.py")]
+    assert len(copies) == 2
+    assert all("CartPoleEnv" in copy for copy in copies)
+    assert [trial.settings for trial in find_sweep("tiny").trials()] == [{"algo.lr": 1e-3}, {"algo.lr": 1e-4}]
+
+
+def test_a_profile_counts_and_jobs_are_not_started(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWEEP_TOLD", "0")
+    site = {
+        "profiles": {
+            "here": {"set": {"engine.threads": 1}, "environment": {"SWEEP_TOLD": "1"}},
+            "there": {"launcher": "slurm", "resources": {"time": "1:00:00"}},
+        }
+    }
+    (tmp_path / "tiltyard.yaml").write_text(dump_yaml(site))
+    made = prepare.prepare(plan({"algo.lr": [1e-3]}), profile="here")
+    sweep = prepare.begin(made)
+    folder = prepare.make_trial(sweep, sweep.plan(), sweep.trials()[0])
+    from tiltyard.run.folder import Run
+
+    assert Run(folder).experiment().engine.threads == 1
+    assert Run(folder).status()["profile"] == "here"
+    with pytest.raises(UseError, match="starts jobs"):
+        prepare.prepare(plan({"algo.lr": [1e-3]}), profile="there")
+
+
+# ------------------------------------------------------------------------------------------------ shares of a machine
+
+
+def test_cores_are_divided() -> None:
+    assert shares([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
+    assert shares([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3, 4]]
+    assert shares([3, 7], 5) == [[3], [7], [3], [7], [3]]
+    assert shares([0, 1, 2], 1) == [[0, 1, 2]]
+
+
+def test_gpus_are_packed_the_least_busy_first() -> None:
+    taken: list[str | None] = []
+    for _ in range(5):
+        taken.append(least_busy(["2", "5"], taken, 2))
+    assert taken == ["2", "5", "2", "5", None]
+    assert least_busy(["2", "5"], ["2", "2", "5"], 3) == "5"
+
+
+def test_gpus_are_those_that_may_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ["3", "GPU-ab"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: B (UUID: y)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == ["0", "1"]
+    made = environment({"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, {"B": "2"}, [0, 1], "1")
+    assert made == {"A": "1", "B": "2", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"}

@@ -1,0 +1,146 @@
+"""What a sweep says of itself, from its folders alone."""
+
+import csv
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_light import HEAVY, SPY
+from tests.conftest import Command
+from tests.sweep.fake import fake_sweep, status
+from tiltyard.run import disk
+from tiltyard.sweep import results
+from tiltyard.sweep.pictures import bands
+from tiltyard.sweep.report import bootstrap, explained, importance, look
+from tiltyard.sweep.results import interquartile_mean
+
+
+def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
+    assert interquartile_mean([3.0]) == 3.0
+    assert interquartile_mean([1.0, 3.0]) == 2.0
+    assert interquartile_mean([-1000.0, 1.0, 3.0, 1000.0]) == 2.0
+    assert interquartile_mean([0.0, 10.0, 20.0, 30.0, 1000.0]) == pytest.approx((0.75 * 10 + 20 + 0.75 * 30) / 2.5)
+
+
+def test_the_bootstrap_interval_covers_the_truth() -> None:
+    rng = random.Random(1)
+    hits = 0
+    for _ in range(60):
+        low, high = bootstrap([rng.gauss(7.0, 2.0) for _ in range(20)]) or (0.0, 0.0)
+        hits += low <= 7.0 <= high
+    assert hits >= 50
+    assert bootstrap([1.0]) is None
+    assert bootstrap([2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_what_explains_the_variance() -> None:
+    rng = random.Random(0)
+    labels = ["a", "b", "c"] * 40
+    assert explained(labels, [float(ord(label)) for label in labels]) == pytest.approx(1.0, abs=0.01)
+    assert explained(labels, [rng.gauss(0, 1) for _ in labels]) < 0.05
+    half = [ord(label) + rng.gauss(0, 0.82) for label in labels]
+    assert 0.3 < explained(labels, half) < 0.7
+    assert explained(["a"] * 5, [1.0] * 5) == 0.0
+
+
+def test_bands_go_as_far_as_all_curves_do() -> None:
+    steps, middle, low, high = bands([[(10, 0.0), (20, 2.0), (30, 9.0)], [(10, 2.0), (20, 4.0)]])
+    assert steps == [10, 20]
+    assert middle == [1.0, 3.0]
+    assert low == [0.0, 2.0]
+    assert high == [2.0, 4.0]
+    assert bands([[(5, 1.0)]])[1] == [1.0]
+
+
+def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
+    sweep = fake_sweep(runs, 6, 3)
+    disk.write_json(sweep.place(4) / "status.json", status(4, state="failed", reason="out of luck\x1b[2J"))
+    disk.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and nobody holds its lock
+    (sweep.place(6) / "status.json").unlink()
+    out = tiltyard("sweep", "status", "fake").stdout
+    assert "18: 15 finished, 1 lost, 1 failed, 1 waiting" in out
+    assert "trial 4 failed: out of luck [2J" in out
+    values = [float(line.split()[4]) for line in out.splitlines() if "of 3" in line]
+    assert values == sorted(values, reverse=True)
+    assert len(values) == 6
+
+    data = json.loads(tiltyard("sweep", "status", "--json").stdout)
+    assert (data["sweep"], data["state"], data["trials"]) == ("fake/sweep-0001", "stopped", 18)
+    assert len(data["rows"]) == 18
+    lines = list(csv.DictReader(io.StringIO(tiltyard("sweep", "status", "--csv").stdout)))
+    assert [line["trial"] for line in lines] == [str(number) for number in range(1, 19)]
+    for line, row in zip(lines, data["rows"], strict=True):
+        assert float(line["algo.lr"]) == row["settings"]["algo.lr"]
+        assert line["state"] == row["state"]
+        assert line["value"] == ("" if row["value"] is None else str(row["value"]))
+
+    best = json.loads(tiltyard("sweep", "best", "--json").stdout)
+    assert best["settings"] == data["points"][0]["settings"]
+    assert best["interval"][0] <= best["value"] <= best["interval"][1]
+    assert best["best"]["value"] == max(best["values"])
+    assert "algo.lr=" in tiltyard("sweep", "best").stdout
+
+
+def test_last_and_best_and_less_is_better(runs: Path) -> None:
+    best = look(fake_sweep(runs, 4, 1))
+    last = look(fake_sweep(runs, 4, 1, metric={"name": "eval/return", "of": "last"}))
+    least = look(fake_sweep(runs, 4, 1, goal="minimise"))
+    pairs = zip(best.rows, last.rows, least.rows, strict=True)
+    assert all((c.value or 0) <= (b.value or 0) <= (a.value or 0) for a, b, c in pairs)
+    assert [g.value for g in least.groups] == sorted(g.value or 0 for g in least.groups)
+
+
+def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path) -> None:
+    sweep = fake_sweep(runs, 2, 1)
+    rows = look(sweep).rows
+    for row in rows:
+        results.keep(sweep, row)
+    for row in rows:
+        (sweep.place(row.trial.number) / "metrics.jsonl").write_text(
+            disk.to_json({"env_steps": 1, "metrics": {"eval/return": 12345.0}}) + "\n"
+        )
+    disk.write_json(sweep.place(2) / "status.json", status(2, updated="later: somebody trained it on"))
+    assert [row.value for row in look(sweep).rows] == [rows[0].value, 12345.0]
+
+
+def test_importance_names_what_matters(runs: Path) -> None:
+    found = importance(look(fake_sweep(runs, 60, 1)))
+    assert found[0][0] == "algo.lr"
+    assert found[0][1] > 0.5
+    shares = dict(found)
+    assert shares["algo.epochs"] < 0.15
+    assert shares["model.activation"] < 0.15
+    assert importance(look(fake_sweep(runs, 3, 1))) == []
+
+
+def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    fake_sweep(runs, 8, 2)
+    out = tiltyard("sweep", "plot", "--out", str(tmp_path / "shown")).stdout.split()
+    assert [Path(each).name for each in out] == ["curves.png", "importance.png", "parallel.png"]
+    assert all(Path(each).read_bytes().startswith(b"\x89PNG") for each in out)
+    sweep = fake_sweep(runs, 1, 1, records=0)
+    assert "yet" in tiltyard("sweep", "plot", str(sweep.folder), expect=2).stderr
+    assert "yet" in tiltyard("sweep", "best", str(sweep.folder), expect=2).stderr
+
+
+@pytest.mark.parametrize("action", ["status", "watch", "best"])
+def test_looking_imports_nothing_heavy(action: str, runs: Path) -> None:
+    fake_sweep(runs, 3, 2)
+    code = SPY.format(words=["sweep", action], heavy=(*HEAVY, "optuna"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "IMPORTED:"
+
+
+def test_sweeps_are_found_by_their_names(tiltyard: Command, runs: Path) -> None:
+    first = fake_sweep(runs, 1, 1)
+    assert first.id in tiltyard("sweep", "status", "1").stdout
+    second = fake_sweep(runs, 1, 1)
+    for name in ("last", "fake", "2", "sweep-0002", "fake/sweep-0002", str(second.folder), str(second.place(1))):
+        assert second.id in tiltyard("sweep", "status", name).stdout
+    assert "no sweep 'fale'" in tiltyard("sweep", "status", "fale", expect=2).stderr
