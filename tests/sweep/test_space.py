@@ -8,7 +8,7 @@ import pytest
 
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.errors import ConfigError
-from tiltyard.sweep.space import dimensions, draws, fingerprint, grid, grid_size
+from tiltyard.sweep.space import dimensions, draws, fingerprint, fixed_points, grid, grid_size
 
 
 def plan(space: dict[str, Any], **more: Any) -> Plan:
@@ -34,10 +34,16 @@ def test_a_grid_has_every_combination_once_with_coupled_settings() -> None:
     assert {p["algo.lr"] for p in points} == {1e-4, 1e-3, 1e-2}
     assert {p["algo.entropy"] for p in points} == {0.0, 0.1, 0.2}
     assert {type(p["algo.epochs"]) for p in points} == {int}
-    shuffled = grid(found, shuffled_by=1)
-    assert shuffled != points
-    assert sorted(map(fingerprint, shuffled)) == sorted(map(fingerprint, points))
-    assert shuffled == grid(found, shuffled_by=1)
+
+
+@pytest.mark.parametrize("what", [{"space": {"a": list(range(9))}}, {"points": [{"a": i} for i in range(9)]}])
+def test_a_random_order_is_the_same_again(what: dict[str, Any]) -> None:
+    made = load_plan({"experiment": "x", "order": "random", **what})[0]
+    order = [point["a"] for point in fixed_points(made, 9)]
+    assert sorted(order) == list(range(9)) != order
+    assert order == [point["a"] for point in fixed_points(made, 9)]
+    other = made.model_copy(update={"seed": 1})
+    assert order != [point["a"] for point in fixed_points(other, 9)]
 
 
 def test_draws_stay_inside_and_are_the_same_again() -> None:

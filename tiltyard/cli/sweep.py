@@ -121,6 +121,16 @@ def _plans(target: str) -> list[Any]:
     """The plans that a word means: a YAML file, or RUN_DESCRIPTION in Python; none where it means a sweep."""
     if target.endswith((".yaml", ".yml")):
         return [Path(target)]
+    from tiltyard.sweep.description import is_module, load_description
+
+    if target.endswith(".py"):
+        return list(load_description(target).plans())
+    try:
+        _find(target)
+    except UseError:
+        if is_module(target):
+            return list(load_description(target).plans())
+        raise
     return []
 
 

@@ -72,6 +72,10 @@ class Plan(Settings):
     metrics.jsonl in the folder that TILTYARD_TRIAL names is what its trials are compared by."""
     flag: str = Field(default="--", max_length=10)
     """What stands before a parameter's name on the program's command line."""
+    name_flag: str | None = Field(default=None, min_length=1, max_length=100)
+    """Flag by which the program is told its trial's name; not told when left out."""
+    folder_flag: str | None = Field(default=None, min_length=1, max_length=100)
+    """Flag by which the program is told the sweep's folder, which its trial's folder lies in."""
     space: dict[str, Any] = Field(default={}, max_length=1000)
     """What is varied: a setting's dotted name, or several with commas between them that change together. A list of
     choices, or {range: [a, b]}, {log: [a, b]}, {int: [a, b]}, with `step` or `points` where a grid needs them."""
@@ -92,7 +96,7 @@ class Plan(Settings):
     seed: CountOrZero = 0
     """Root of the draws and of the order."""
     order: Literal["given", "random"] = "given"
-    """Of a grid."""
+    """Of a grid, and of points."""
     max_parallel: Whole = Field(default=1, ge=1, le=10_000)
     """Trials at once; the machine's cores are divided among them."""
     trials_per_gpu: Whole | None = Field(default=None, ge=1, le=1000)

@@ -9,7 +9,6 @@ work (the processes outlive it) and what is to be done, and no trial is made or 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,9 +25,9 @@ from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
 from tiltyard.sweep.local import OUTPUT
-from tiltyard.sweep.prepare import fixed_count, load_trial, make_trial
+from tiltyard.sweep.prepare import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
-from tiltyard.sweep.space import Point, dimensions, draws, grid
+from tiltyard.sweep.space import Point, fixed_count, fixed_points
 
 PERIOD = 0.2  # seconds between two looks
 JUDGE_PERIOD = 2.0  # seconds between two looks at curves
@@ -162,13 +161,7 @@ class Controller:
 
     def _fixed_point(self, point: int) -> Point:
         if len(self.fixed) < point:
-            space = dimensions(self.plan)
-            most = max(each for each, _ in self.pairs)
-            if self.plan.search == "random":
-                self.fixed = list(itertools.islice(draws(space, self.plan.seed), most))
-            else:
-                shuffled_by = self.plan.seed if self.plan.order == "random" else None
-                self.fixed = self.plan.points or grid(space, shuffled_by=shuffled_by)
+            self.fixed = fixed_points(self.plan, max(each for each, _ in self.pairs))
         return self.fixed[point - 1]
 
     def _add(self, trial: Trial) -> None:

@@ -31,7 +31,7 @@ from tiltyard.frozen import copy_plugins
 from tiltyard.run.folder import Run, create
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
-from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint, grid, grid_size
+from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint, fixed_count, fixed_points
 
 MANY = 10_000
 _SAMPLE = 20  # random draws of a space that are checked before a search that learns begins
@@ -74,7 +74,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
     plan, where = load_plan(source)
     found = dimensions(plan)
-    points = _points(plan, found, many)
+    points = _points(plan, many)
     if plan.program is not None:
         program.check(plan)
         return Prepared(plan.name or program.name(plan), plan, points, (), None, [])
@@ -187,20 +187,11 @@ def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def fixed_count(plan: Plan) -> int:
-    """How many points the plan itself has."""
-    return plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
-
-
-def _points(plan: Plan, found: Sequence[Dimension], many: bool) -> list[Point]:
+def _points(plan: Plan, many: bool) -> list[Point]:
     count = fixed_count(plan)
     if count * len(plan.seeds) > MANY and not many:
         raise UseError(f"this plan has {count * len(plan.seeds):,} trials", "add --yes if all of them are meant")
-    if plan.adaptive:
-        return []
-    if plan.search == "random":
-        return list(itertools.islice(draws(found, plan.seed), count))
-    return plan.points or grid(found, shuffled_by=plan.seed if plan.order == "random" else None)
+    return [] if plan.adaptive else fixed_points(plan, count)
 
 
 def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:

@@ -49,14 +49,16 @@ def name(plan: Plan) -> str:
     return cleaned.strip("-.")[:80] or "program"
 
 
-def command(plan: Plan, trial: Trial) -> list[str]:
+def command(sweep: Sweep, plan: Plan, trial: Trial) -> list[str]:
     """The program's command line: its own words, then the parameters as flags."""
     assert plan.program
     first, *rest = plan.program
     made = [sys.executable if first == "python" else first, *rest]
     for key, value in trial.settings.items():
         made += _flag(f"{plan.flag}{key}", value)
-    return [*made, f"{plan.flag}seed={trial.seed}"] if plan.seeds != [0] or trial.seed else made
+    made += [f"{plan.flag}seed={trial.seed}"] if plan.seeds != [0] or trial.seed else []
+    made += [f"{plan.name_flag}={sweep.place(trial.number).name}"] if plan.name_flag else []
+    return made + ([f"{plan.folder_flag}={sweep.folder}"] if plan.folder_flag else [])
 
 
 def _flag(flag: str, value: Any) -> list[str]:
@@ -92,7 +94,7 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
         "host": "",
         "pid": 0,
     }
-    disk.write_json(draft / FILE, {"command": command(plan, trial), "folder": sweep.facts()["cwd"]})
+    disk.write_json(draft / FILE, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
     disk.write_json(draft / STATUS, status)
     disk.sync_folder(draft)
     draft.rename(place)

@@ -19,7 +19,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.run.lock import life, read_owner
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
-from tiltyard.sweep.space import Choices, dimensions, fingerprint, grid_size
+from tiltyard.sweep.space import Choices, dimensions, fingerprint, fixed_count
 
 RESAMPLES = 2000
 BINS = 4
@@ -68,8 +68,7 @@ class Report:
 def look(sweep: Sweep) -> Report:
     """Read everything there is to say."""
     plan, decisions = sweep.plan(), sweep.decisions()
-    points = plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
-    return Report(sweep, plan, rows(sweep, plan), len(wanted(plan, points, decisions)))
+    return Report(sweep, plan, rows(sweep, plan), len(wanted(plan, fixed_count(plan), decisions)))
 
 
 def controller_of(sweep: Sweep) -> str:

@@ -199,11 +199,24 @@ def grid_size(found: Sequence[Dimension]) -> int:
     return math.prod(len(each.values) if isinstance(each, Choices) else len(each.spread()) for each in found)
 
 
-def grid(found: Sequence[Dimension], *, shuffled_by: int | None = None) -> list[Point]:
-    """Every combination, the last dimension fastest, or in an order that a seed decides."""
-    points = [_joined(parts) for parts in itertools.product(*(each.grid() for each in found))]
-    if shuffled_by is not None:
-        random.Random(f"order/{shuffled_by}").shuffle(points)
+def grid(found: Sequence[Dimension]) -> list[Point]:
+    """Every combination, the last dimension fastest."""
+    return [_joined(parts) for parts in itertools.product(*(each.grid() for each in found))]
+
+
+def fixed_count(plan: Plan) -> int:
+    """How many points the plan itself has."""
+    return plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
+
+
+def fixed_points(plan: Plan, count: int) -> list[Point]:
+    """The first points of a plan whose search does not learn."""
+    found = dimensions(plan)
+    if plan.search == "random":
+        return list(itertools.islice(draws(found, plan.seed), count))
+    points = [dict(point) for point in plan.points] or grid(found)
+    if plan.order == "random":
+        random.Random(f"order/{plan.seed}").shuffle(points)
     return points
 
 

@@ -1,0 +1,108 @@
+"""The Python form: parameters, plans made of them, and programs that are given them as flags."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.errors import UseError
+from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
+from tiltyard.sweep.folder import find_sweep, sweeps
+
+PARAMS = ParamGrid(
+    [("seed", seeds(2)), ("algo.lr", [1e-3, 1e-4]), (("algo.rollout", "algo.minibatch"), ([8, 16], [16, 32]))]
+)
+
+
+def test_grids_and_lists() -> None:
+    found = list(PARAMS.generate_params())
+    assert len(found) == 8
+    assert found[0] == {"seed": 0, "algo.lr": 1e-3, "algo.rollout": 8, "algo.minibatch": 16}
+    assert found[1] == {"seed": 0, "algo.lr": 1e-3, "algo.rollout": 16, "algo.minibatch": 32}
+    mixed = list(PARAMS.generate_params(randomize=True))
+    assert mixed != found
+    assert sorted(map(str, mixed)) == sorted(map(str, found))
+    assert list(ParamList([{"a": 1}, {"b": 2}]).generate_params()) == [{"a": 1}, {"b": 2}]
+    with pytest.raises(UseError, match="one value for each"):
+        list(ParamGrid([(("a", "b"), [[1]])]).generate_params())
+
+
+def test_trainings_become_plans_with_seeds() -> None:
+    made = RunDescription(
+        "study",
+        [Experiment("one run", "tiltyard train cartpole.yaml stop.env_steps=1e4", PARAMS, {"A": "b c"})],
+        settings={"max_parallel": 3},
+    )
+    [plan] = made.plans()
+    assert plan["name"] == "study-one-run"
+    assert plan["experiment"] == "cartpole.yaml"
+    assert plan["seeds"] == [0, 1]
+    assert plan["environment"] == {"A": "b c"}
+    assert plan["max_parallel"] == 3
+    assert len(plan["points"]) == 4
+    assert plan["points"][0] == {"stop.env_steps": 1e4, "algo.lr": 1e-3, "algo.rollout": 8, "algo.minibatch": 16}
+    uneven = ParamList([{"x": 1, "seed": 0}, {"x": 2, "seed": 1}])
+    with pytest.raises(UseError, match="same seeds"):
+        RunDescription("s", [Experiment("e", "tiltyard train x.yaml", uneven)]).plans()
+    with pytest.raises(UseError, match="no command of a sweep"):
+        RunDescription("s", [Experiment("e", "tiltyard train x.yaml --on there")]).plans()
+
+
+DESCRIPTION = """
+from names import NAMES
+from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription
+
+RUN_DESCRIPTION = RunDescription(
+    "study",
+    [
+        Experiment(NAMES[0], "python say.py --fixed 'a b'", ParamGrid([("lr", [0.1, 0.2]), ("layers", [[1, 2]])])),
+        Experiment(NAMES[1], "python say.py", ParamList([{"on": True, "text": "it's $HOME"}]), {"TOLD": "x;y"}),
+    ],
+    experiment_arg_name="--experiment",
+    experiment_dir_arg_name="--train_dir",
+    settings={"max_parallel": 2},
+)
+"""
+SAY = """
+import json, os, sys
+open("said", "a").write(json.dumps([sys.argv[1:], os.environ.get("TOLD")]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("word", ["study.py", "study"])
+def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, runs: Path) -> None:
+    Path("study.py").write_text(DESCRIPTION)
+    Path("names.py").write_text("NAMES = ['first', 'second']")
+    Path("say.py").write_text(SAY)
+    tiltyard("sweep", "start", word, "--dry-run")
+    assert not runs.exists()
+    tiltyard("sweep", "start", word)
+    assert [sweep.id for sweep in sweeps(runs)] == ["study-first/sweep-0001", "study-second/sweep-0001"]
+    said = [json.loads(line) for line in Path("said").read_text().splitlines()]
+    first, second = find_sweep("study-first"), find_sweep("study-second")
+    assert sorted(argv for argv, _ in said[:2]) == [
+        [
+            "--fixed",
+            "a b",
+            f"--lr={lr}",
+            "--layers",
+            "1",
+            "2",
+            f"--experiment={first.place(number).name}",
+            f"--train_dir={first.folder}",
+        ]
+        for number, lr in ((1, 0.1), (2, 0.2))
+    ]
+    assert said[2][0][:2] == ["--on=True", "--text=it's $HOME"]
+    assert said[2][1] == "x;y"
+    assert second.trials()[0].settings == {"on": True, "text": "it's $HOME"}
+
+
+def test_what_is_no_description(tiltyard: Command) -> None:
+    Path("empty.py").write_text("")
+    assert "has no RUN_DESCRIPTION" in tiltyard("sweep", "start", "empty.py", expect=2).stderr
+    assert "no file" in tiltyard("sweep", "start", "nowhere.py", expect=2).stderr
+    assert "no sweep" in tiltyard("sweep", "start", "nowhere", expect=2).stderr
+    with pytest.raises(UseError):
+        load_description("empty.py")

@@ -1,0 +1,188 @@
+"""The Python form of sweeps: parameters made by code, for Tiltyard's trainings and for any other program.
+
+    from tiltyard.sweep.description import Experiment, ParamGrid, RunDescription, seeds
+
+    params = ParamGrid([
+        ("seed", seeds(5)),
+        ("algo.lr", [1e-3, 3e-4]),
+        (("algo.rollout", "algo.minibatch"), ([64, 128], [128, 256])),     # change together
+    ])
+    RUN_DESCRIPTION = RunDescription("study", [Experiment("cartpole", "tiltyard train cartpole.yaml", params)])
+
+`tiltyard sweep start study.py` (or the module's dotted name) makes one sweep of each experiment. A command that begins
+with `tiltyard train` has key=value settings; every other one is given its parameters as flags: --lr=0.001.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import random
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.load import parse_override
+from tiltyard.errors import UseError
+from tiltyard.sweep.space import Point, fingerprint
+
+NAME = "RUN_DESCRIPTION"
+
+
+def seeds(count: int) -> list[int]:
+    """Different seeds, the same on every call."""
+    return list(range(count))
+
+
+@dataclass(frozen=True)
+class ParamList:
+    """The combinations themselves."""
+
+    combinations: Sequence[Mapping[str, Any]]
+
+    def generate_params(self, randomize: bool = False) -> Iterator[Point]:
+        """Every combination, in the order given or in another, which is always the same."""
+        found = [dict(each) for each in self.combinations]
+        if randomize:
+            random.Random(0).shuffle(found)
+        return iter(found)
+
+
+@dataclass(frozen=True)
+class ParamGrid:
+    """All combinations of (name, values). Several names in place of one, with as many values each, change together."""
+
+    grid_tuples: Sequence[tuple[str | Sequence[str], Sequence[Any]]]
+
+    def generate_params(self, randomize: bool = False) -> Iterator[Point]:
+        """Every combination, the last parameter fastest, or in another order, which is always the same."""
+        rows = []
+        for names, values in self.grid_tuples:
+            if isinstance(names, str):
+                rows.append([{names: value} for value in values])
+                continue
+            wrong = [value for value in values if len(value) != len(names)]
+            if wrong:
+                raise UseError(f"{wrong[0]!r} is not one value for each of {', '.join(names)}", "give as many values")
+            rows.append([dict(zip(names, value, strict=True)) for value in values])
+        found = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*rows)]
+        return ParamList(found).generate_params(randomize)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A command and what is varied about it."""
+
+    name: str
+    command: str
+    params: ParamGrid | ParamList | Iterable[Mapping[str, Any]] = ()
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+
+    def points(self) -> list[Point]:
+        """The combinations; one without parameters when there are none."""
+        made = self.params.generate_params() if isinstance(self.params, ParamGrid | ParamList) else self.params
+        return [dict(each) for each in made] or [{}]
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """Experiments that belong together, and how they are run: the other settings of a plan."""
+
+    run_name: str
+    experiments: Sequence[Experiment]
+    experiment_arg_name: str | None = None
+    """flag by which another program is told its trial's name: "--experiment" """
+    experiment_dir_arg_name: str | None = None
+    """flag by which it is told the folder that its trial lies in: "--train_dir" """
+    param_prefix: str = "--"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """as in a plan: max_parallel, pause_between, order, trials_per_gpu, retries, metric, goal, stop"""
+
+    def plans(self) -> list[dict[str, Any]]:
+        """One plan for each experiment."""
+        return [self._plan(experiment) for experiment in self.experiments]
+
+    def _plan(self, experiment: Experiment) -> dict[str, Any]:
+        name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", f"{self.run_name}-{experiment.name}").strip("-.")[:80]
+        plan = {"name": name, "environment": dict(experiment.env_vars), **self.settings}
+        words, points = shlex.split(experiment.command), experiment.points()
+        target = _trained(words)
+        if target is None:
+            flags = {"flag": self.param_prefix, "name_flag": self.experiment_arg_name}
+            flags["folder_flag"] = self.experiment_dir_arg_name
+            return {**plan, "program": words, "points": points, **flags}
+        changes = dict(parse_override(word) for word in target[1:])
+        points, found = _without_seeds([{**changes, **point} for point in points])
+        return {**plan, "experiment": target[0], "points": points, **({"seeds": found} if found else {})}
+
+
+def _trained(words: Sequence[str]) -> list[str] | None:
+    """What stands behind `tiltyard train`, or None for another command."""
+    for front in (("tiltyard", "train"), ("python", "-m", "tiltyard", "train")):
+        if tuple(words[: len(front)]) == front:
+            rest = list(words[len(front) :])
+            options = [word for word in rest if word.startswith("--")]
+            if options or not rest:
+                hint = "write `tiltyard train FILE key=value ...`; profiles are chosen by `sweep start --on`"
+                raise UseError(f"{shlex.join(words)!r} is no command of a sweep", hint)
+            return rest
+    return None
+
+
+def _without_seeds(points: Sequence[Point]) -> tuple[list[Point], list[int]]:
+    """Points without their seed, each once, and the seeds that all of them have."""
+    by_point: dict[str, tuple[Point, list[int]]] = {}
+    for point in points:
+        rest = {key: value for key, value in point.items() if key != "seed"}
+        found = by_point.setdefault(fingerprint(rest), (rest, []))[1]
+        found += [point["seed"]] if "seed" in point else []
+    lists = [sorted(found) for _, found in by_point.values()]
+    if any(each != lists[0] for each in lists):
+        raise UseError("the combinations do not have the same seeds", "give each of them all seeds, as ParamGrid does")
+    return [point for point, _ in by_point.values()], lists[0]
+
+
+def load_description(text: str) -> RunDescription:
+    """RUN_DESCRIPTION of a Python file, or of a module by its dotted name."""
+    if text.endswith(".py"):
+        path = Path(text)
+        if not path.is_file():
+            raise UseError(f"there is no file {text}", "give a plan, or a Python file with a RUN_DESCRIPTION")
+        spec = importlib.util.spec_from_file_location(f"description_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.absolute().parent))
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.pop(0)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(text)
+        finally:
+            sys.path.pop(0)
+    found = getattr(module, NAME, None)
+    if not isinstance(found, RunDescription):
+        hint = "RUN_DESCRIPTION = RunDescription(name, [Experiment(...)])"
+        raise UseError(f"{text} has no {NAME}", f"write {hint}")
+    return found
+
+
+def is_module(text: str) -> bool:
+    """Whether a word is a module that could be imported here."""
+    if not all(part.isidentifier() for part in text.split(".")):
+        return False
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(text) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)
