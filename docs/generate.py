@@ -1,6 +1,7 @@
 """Writes the reference pages that are read off the code: `python docs/generate.py`, or `make docs`.
 
     docs/reference/settings.md    every setting, from the settings classes
+    docs/reference/plans.md       every setting of a sweep's plan, from its class
     docs/reference/metrics.md     every metric, from the table in tiltyard.run.metrics
 
 A test compares the pages with what this script would write. Everything else in docs/ is written by hand.
@@ -23,12 +24,19 @@ Every record of `metrics.jsonl` holds some of these under `metrics`. TensorBoard
 Losses and the like are there once per update; `eval/...` where an evaluation was made.
 
 """
+PLANS = """# Plans of sweeps
+
+Written by `python docs/generate.py`. [Sweeps](../guides/sweeps.md) shows them at work.
+`metric: eval/return` is short for `metric: {name: eval/return}`.
+
+"""
 
 
 def pages() -> dict[Path, str]:
     """Path -> text of every generated page."""
     return {
         HERE / "settings.md": reference.reference_page(),
+        HERE / "plans.md": PLANS + reference.plan_page(),
         HERE / "metrics.md": METRICS + metrics.reference_page(),
     }
 

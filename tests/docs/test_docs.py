@@ -232,7 +232,7 @@ def test_make_demo_works_with_the_environment_it_finds(tmp_path: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
-    assert len(pages) == 2
+    assert len(pages) == 3
     for path, text in pages.items():
         assert Path(path).read_text(encoding="utf-8") == text, f"{path} is stale: python docs/generate.py"
 

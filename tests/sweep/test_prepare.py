@@ -107,6 +107,25 @@ def test_a_profile_counts_and_jobs_are_not_started(runs: Path, tmp_path: Path, m
         prepare.prepare(plan({"algo.lr": [1e-3]}), profile="there")
 
 
+def test_nothing_of_a_plan_is_lost_in_its_folder(runs: Path) -> None:
+    tree = {**EXPERIMENT, "algo": {**EXPERIMENT["algo"], "kl_stop": None}}  # type: ignore[dict-item]
+    made = prepare.prepare({"experiment": tree, "points": [{"algo.kl_stop": None}, {"algo.kl_stop": 0.1}]})
+    sweep = prepare.begin(made)
+    assert sweep.plan() == made.plan
+    assert sweep.plan().points[0] == {"algo.kl_stop": None}
+    assert sweep.plan().experiment["algo"]["kl_stop"] is None  # type: ignore[index, call-overload]
+    assert prepare.same_sweep(made) == sweep
+    assert sweep.trials() == made.trials
+
+
+def test_a_plan_that_no_file_can_hold_is_refused_before_anything_is_made(runs: Path) -> None:
+    many = [{"x": i, "y": i, "z": i} for i in range(30_000)]
+    made = prepare.prepare({"program": ["python"], "points": many}, many=True)
+    with pytest.raises(UseError, match="100,000"):
+        prepare.begin(made)
+    assert list(runs.glob("*/*")) == []
+
+
 # ------------------------------------------------------------------------------------------------ shares of a machine
 
 

@@ -164,6 +164,20 @@ def _figure(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
+def plan_page() -> str:
+    """Every setting of a sweep's plan as a Markdown table."""
+    from tiltyard.config.plans import Plan
+
+    lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(_table_row(row) for row in _rows(Plan, "", ""))]) + "\n"
+
+
+def _table_row(row: Row) -> str:
+    name, kind, default, meaning = row
+    cells = [f"`{name}`", kind, f"`{default}`" if default else "", meaning]
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
 def reference_page() -> str:
     """The table as Markdown, one heading per section."""
     lines = [
@@ -173,12 +187,12 @@ def reference_page() -> str:
         "`algo.lr` is `lr` below `algo` in a file and `algo.lr=3e-4` on the command line.",
     ]
     section = None
-    for name, kind, default, meaning in describe():
+    for row in describe():
+        name, kind, _, _ = row
         top = name.split(".")[0] if "." in name or kind.startswith("mapping") else ""
         if top != section:
             section = top
             title = {"": "The experiment", "<schedule>": "Schedules"}.get(top, top)
             lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
-        cells = [f"`{name}`", kind, f"`{default}`" if default else "", meaning]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append(_table_row(row))
     return "\n".join(lines) + "\n"

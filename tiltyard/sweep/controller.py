@@ -20,7 +20,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.run.lock import Lock, life, read_owner
+from tiltyard.run.lock import Lock, read_owner
 from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
@@ -48,11 +48,12 @@ class Backend(Protocol):
 
 def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say) -> int:
     """Run a sweep until nothing is left to do; the exit code: 0 all finished, 1 some failed, 75 stopped."""
-    owner = read_owner(sweep.folder)
     try:
         lock = Lock.acquire(Run(sweep.folder))
     except UseError as error:
-        owner = read_owner(sweep.folder) or owner or {}
+        owner = read_owner(sweep.folder)
+        if owner is None:
+            raise
         raise UseError(
             f"sweep {sweep.id} is carried out by pid {owner.get('pid')} on host {owner.get('host')} already",
             f"tiltyard sweep watch {sweep.typed}",
@@ -67,12 +68,6 @@ def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say)
             controller.step(stop=bool(signals.asked) or sweep.stop_file.exists())
             time.sleep(PERIOD)
         return controller.exit_code()
-
-
-def somebody_here(sweep: Sweep) -> bool:
-    """Whether a controller of this machine is at work."""
-    owner = read_owner(sweep.folder)
-    return owner is not None and life(owner) == "alive"
 
 
 class Controller:

@@ -27,7 +27,7 @@ from tiltyard.config.place import runs_root
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
-from tiltyard.run.lock import life, read_owner
+from tiltyard.run.lock import seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.status import SWEEP_FOLDER
 from tiltyard.sweep.space import Point, fingerprint
@@ -107,8 +107,7 @@ class Sweep:
     @property
     def controlled(self) -> bool:
         """Whether a controller seems to be at work, here or elsewhere."""
-        owner = read_owner(self.folder)
-        return owner is not None and life(owner) != "dead"
+        return seems_alive(self.folder)
 
 
 def _line(trial: Trial) -> dict[str, Any]:
@@ -168,7 +167,8 @@ def make(
         for source, place in plugins:
             (draft / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, draft / place)
-        disk.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json", exclude_none=True)))
+        disk.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json")))
+        load_plan(draft / PLAN)  # as all who come later will
         disk.write_json(draft / FACTS, facts)
         disk.write_text(draft / MANIFEST, "".join(disk.to_json(_line(trial)) + "\n" for trial in trials))
         disk.sync_folder(draft)

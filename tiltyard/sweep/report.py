@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from tiltyard.config.plans import Plan
-from tiltyard.run.lock import life, read_owner
+from tiltyard.run.lock import read_owner
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import Choices, dimensions, fingerprint, fixed_count
@@ -45,10 +45,12 @@ class Report:
 
     @property
     def state(self) -> str:
-        """finished, failed (over, and some trial failed), running (somebody carries it out), or stopped."""
+        """running (somebody carries it out), finished, failed (over, and some trial failed) or stopped."""
+        if self.sweep.controlled:
+            return "running"
         if len(self.rows) == self.total and all(row.over for row in self.rows):
             return "failed" if any(row.state == "failed" for row in self.rows) else "finished"
-        return "running" if self.sweep.controlled else "stopped"
+        return "stopped"
 
     @property
     def groups(self) -> list[Group]:
@@ -73,8 +75,8 @@ def look(sweep: Sweep) -> Report:
 
 def controller_of(sweep: Sweep) -> str:
     """Who carries it out, in words."""
-    owner = read_owner(sweep.folder)
-    if owner is None or life(owner) == "dead":
+    owner = read_owner(sweep.folder) if sweep.controlled else None
+    if owner is None:
         return ""
     return f"pid {owner.get('pid')} on host {owner.get('host')}"
 
