@@ -21,15 +21,17 @@ from tiltyard.errors import UseError
 BASE = [Path(__file__).parent]
 
 
-def engines(instance: str) -> list[str]:
-    """Command lines of the engines of one game."""
+def engines(instance: str) -> list[int]:
+    """Processes that are engines of one game."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-    return [words for words in found if f"+viz_instance_id {instance}" in words]
+        if f"+viz_instance_id {instance}" in words:
+            found.append(int(process.name))
+    return found
 
 
 def shared(instance: str) -> list[Path]:
@@ -123,7 +125,8 @@ def test_a_film_shows_the_screen_as_it_was_rendered() -> None:
     env.close()
 
 
-def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["owner", "engine"])
+def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: Path, first: str) -> None:
     code = "import time; from tiltyard.envs.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
     code += "print(env._game.get_instance_id(), flush=True); time.sleep(60)"
     child = subprocess.Popen(
@@ -136,6 +139,8 @@ def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: 
     assert child.stdout is not None
     instance = child.stdout.readline().strip()
     assert len(engines(instance)) == 1 and len(shared(instance)) == 3 and len(list(tmp_path.iterdir())) == 1
+    if first == "engine":  # whose name nobody can read any more
+        os.kill(engines(instance)[0], signal.SIGKILL)
     child.kill()
     child.wait()
     deadline = time.monotonic() + 20

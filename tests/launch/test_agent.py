@@ -94,8 +94,13 @@ def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None
 def stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A small run with a job folder, as an agent finds it; it has far to go."""
     monkeypatch.setenv("TILTYARD_HEARTBEAT", "1")
+    Path("patient.py").write_text(
+        "import os, time\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Patient(CartPoleEnv):\n    def __init__(self, render_mode=None):\n"
+        "        super().__init__(render_mode=render_mode)\n        time.sleep(float(os.environ.get('PATIENCE', '0')))\n"
+    )
     settings = {
-        "env": "CartPole-v1",
+        "env": "patient.py:Patient",
         "engine": {"kind": "serial", "envs": 2},
         "algo": {"rollout": 16, "minibatch": 32, "epochs": 1},
         "stop": {"env_steps": 64},
@@ -168,8 +173,9 @@ def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> Non
     assert any("back into the queue (1 of at most 100 times)" in sentence for sentence in sentences)
 
 
-def test_a_run_that_comes_no_further_is_given_up(stopped: Run) -> None:
+def test_a_run_that_comes_no_further_is_given_up(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last job came no further, and this one is told of its limit before it has learned anything."""
+    monkeypatch.setenv("PATIENCE", "1.5")
     (stopped.folder / FOLDER / "counts.json").write_text('{"requeues": 1, "still": 1}')
     child = agent(stopped, "stop.env_steps=1e9")
     wait_for(lambda: "job 5 started" in stopped.events_file.read_text(), "the agent's start")

@@ -4,10 +4,12 @@ An engine does not notice that its owner is gone: without this, a kill -9 would 
 folder for ever. Run as a program, with the standard library only, in a session of its own.
 
     stdin: a folder per line, each the scratch folder of one engine      end of stdin: the owner is gone
+           FOLDER TAB INSTANCE once it has started: an engine may end by itself before anybody can ask it for its name
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -32,10 +34,13 @@ def engines(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
-def clean(folder: Path) -> None:
+def clean(folder: Path, known: set[str]) -> None:
     """End the engine of a folder and remove its shared memory and the folder itself."""
     for process, instance in engines(folder):
-        os.kill(process, signal.SIGKILL)
+        known.add(instance)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    for instance in known:
         for name in _SEGMENTS:
             Path(f"/dev/shm/ViZDoom{name}{instance}").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -45,10 +50,13 @@ def main() -> None:
     """Wait for the owner's end, then clean up behind it; what it closed itself is gone already."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    folders = [Path(line.rstrip("\n")) for line in sys.stdin]
-    for folder in folders:
-        if folder.is_dir():
-            clean(folder)
+    folders: dict[Path, set[str]] = {}
+    for line in sys.stdin:
+        folder, _, instance = line.rstrip("\n").partition("\t")
+        folders.setdefault(Path(folder), set()).update({instance} - {""})
+    for place, instances in folders.items():
+        if place.is_dir():
+            clean(place, instances)
 
 
 if __name__ == "__main__":

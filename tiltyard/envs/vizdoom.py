@@ -129,10 +129,11 @@ class Doom(gymnasium.Env[Any, Any]):
 
     def _start(self) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="tiltyard-doom-"))
-        _tell_warden(self._scratch)
+        _tell_warden(str(self._scratch))
         self._game.set_doom_config_path(str(self._scratch / CONFIG))
         with _in(self._scratch):  # the engine leaves a folder where it starts
             self._game.init()
+        _tell_warden(f"{self._scratch}\t{self._game.get_instance_id()}")
 
     def _observe(self) -> None:
         state = self._game.get_state()
@@ -213,8 +214,8 @@ def _in(folder: Path) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _tell_warden(folder: Path) -> None:
-    """Have somebody clean this folder when we are gone. It reads from a pipe that only we hold open."""
+def _tell_warden(line: str) -> None:
+    """Have somebody clean up behind an engine when we are gone. It reads from a pipe that only we hold open."""
     warden = _wardens.get(os.getpid())
     if warden is None or warden.poll() is not None:
         command = [sys.executable, "-I", "-S", str(_WARDEN)]
@@ -223,4 +224,4 @@ def _tell_warden(folder: Path) -> None:
             command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
         )
     assert warden.stdin is not None
-    print(folder, file=warden.stdin, flush=True)
+    print(line, file=warden.stdin, flush=True)

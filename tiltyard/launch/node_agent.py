@@ -27,18 +27,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.children import die_with, killed_by
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.launch import AGAIN, COUNTS, FOLDER, STOP, TASK, VERDICT
 from tiltyard.launch.commands import environment
-from tiltyard.launch.ray_nodes import RayNode
 from tiltyard.run import checkpoint, disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
+
+if TYPE_CHECKING:
+    from tiltyard.launch.ray_nodes import RayNode
 
 TICK = 0.5  # seconds between looks at the clock
 NOTICE = 5.0  # seconds that Ray takes to see that a part of its head is gone
@@ -136,6 +138,8 @@ class Agent:
         self._take_up()
         if self.task["nodes"] == 1:
             return self._see_through(os.environ)
+        from tiltyard.launch.ray_nodes import RayNode  # brings torch along
+
         self.ray = RayNode(self.run.folder, self.task)
         try:
             more = self.ray.lead(self.run.experiment().engine.learners)
@@ -305,6 +309,8 @@ def main() -> int:
                 signal.signal(number, signal.SIG_IGN)  # while Python ends there is nobody to hear them
     task = disk.read_json(run.folder / FOLDER / TASK)
     if task["nodes"] > 1:
+        from tiltyard.launch.ray_nodes import RayNode
+
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         RayNode(run.folder, task).serve()
     return EXIT_DONE

@@ -41,7 +41,7 @@ from tiltyard.engines.rllib.cluster import (
 )
 from tiltyard.errors import TiltyardError
 from tiltyard.launch import FOLDER
-from tiltyard.machine import free_memory, usable_cores
+from tiltyard.machine import free_memory, own_address, usable_cores
 from tiltyard.run import disk
 
 LOOK = 0.2  # seconds between looks at the folder
@@ -78,7 +78,7 @@ class RayNode:
         if self.task["samplers"]:
             self.offered = taken = learning
         for tries_left in reversed(range(TRIES)):
-            address, port = _own_address(), _free_port()
+            address, port = own_address(), _free_port()
             self._start("--head", f"--port={port}", "--include-dashboard=false", address=address)
             if self._answers(address, port):
                 break
@@ -141,7 +141,7 @@ class RayNode:
             return
         tries = int(self.task["retry"])
         while True:
-            self._start(f"--address={head['address']}", address=_own_address())
+            self._start(f"--address={head['address']}", address=own_address())
             self._tell("joined")
             assert self.process is not None
             if self._until_over(lambda: self.process is not None and self.process.poll() is not None):
@@ -276,18 +276,6 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:
         ray = "none"
     return {"python": platform.python_version(), "ray": ray}
-
-
-def _own_address() -> str:
-    """The address by which other nodes reach this one: that of its name, or of the way out where that is no use."""
-    with contextlib.suppress(OSError):
-        found = socket.gethostbyname(socket.gethostname())
-        if not found.startswith("127."):
-            return found
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; an address that is nobody's
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _free_port() -> int:

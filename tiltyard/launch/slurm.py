@@ -27,7 +27,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.masking import looks_secret
-from tiltyard.run.status import write_status
+from tiltyard.run.status import root_of, write_status
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 
@@ -58,7 +58,7 @@ def script(job: Job) -> str:
         f"# Run {_one_line(job.name)}, profile {_one_line(profile.name)}. It may be submitted by hand, too.",
         *([] if named else [f'exec >>{shlex.quote(str(run))}/logs/job-"$SLURM_JOB_ID".out 2>&1']),
         *set_up(profile, shlex.quote(str(run / FOLDER / SECRETS))),
-        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(run.parent.parent))}",
+        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root_of(run)))}",
         "",
         f"run={shlex.quote(str(run))}",
         "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
