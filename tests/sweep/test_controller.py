@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tests.counts import count
+from tests.counts import LONG, count
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
 from tiltyard.run.folder import list_runs
@@ -177,13 +177,17 @@ def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs:
     assert "has no --csv" in tiltyard("sweep", "best", "--csv", expect=2).stderr
 
 
-def test_a_sweep_is_stopped_from_elsewhere_and_goes_on(tiltyard: Command) -> None:
+@pytest.mark.parametrize("way", ["sweep stop", "SIGTERM"])
+def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3, 4], "sleep": [20.0]}, max_parallel=2)
     child = controller("start", "plan.yaml")
     wait_until(lambda: len(said("began")) == 2)
     assert "is carried out by" in tiltyard("sweep", "start", "last", expect=2).stderr
-    tiltyard("sweep", "stop")
-    assert child.wait(20) == 75
+    if way == "SIGTERM":
+        child.terminate()
+    else:
+        tiltyard("sweep", "stop")
+    assert child.wait(60) == 75
     assert look(find_sweep("last")).counts == {"stopped": 2, "waiting": 2}
     assert said("done") == []
     Path("program.py").write_text(PROGRAM.replace("time.sleep", "float"))
@@ -199,7 +203,26 @@ def test_in_the_background(tiltyard: Command) -> None:
     assert "4: 4 finished" in tiltyard("sweep", "watch", name).stdout
 
 
+def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
+    write_plan(space={"x": [1, 2]}, bad="2", max_parallel=3)
+    wait = 'while given["x"] == "1" and not pathlib.Path("go").exists():\n    time.sleep(0.1)\n'
+    Path("program.py").write_text(PROGRAM.replace("time.sleep", wait + "time.sleep", 1))
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: look(find_sweep("last")).failed if list(Path("runs").glob("*/sweep-*")) else False)
+    assert look(find_sweep("last")).state == "running", "a trial that failed is not the end"
+    Path("bad").write_text("")
+    assert "hears of it" in tiltyard("sweep", "retry", "--failed").stderr
+    assert "hears of it" in tiltyard("sweep", "extend", "--seeds", "1").stderr
+    wait_until(lambda: len(said("done")) == 2)
+    Path("go").touch()
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    assert look(find_sweep("last")).counts == {"finished": 4}
+    assert len(said("done")) == 4
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3000 if LONG else 300)
 def test_kill_9_of_controllers_and_trials_at_any_moment(runs: Path) -> None:
     """Every trial is done exactly once, and never by two processes at once."""
     rng = random.Random(5)
@@ -240,23 +263,23 @@ TINY = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000 if LONG else 300)
 def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs: Path) -> None:
     """Controller and trials; TILTYARD_LONG=1 does the 3 x 2 grid with 5 seeds."""
-    long = count(10) == 10
-    space = {"algo.lr": [1e-3, 3e-4, 1e-4] if long else [1e-3, 1e-4], "algo.gamma": [0.98, 0.99] if long else [0.99]}
-    plan = {"experiment": TINY, "space": space, "seeds": 5 if long else 2, "max_parallel": 2, "back_off": 0.0}
+    space = {"algo.lr": [1e-3, 3e-4, 1e-4] if LONG else [1e-3, 1e-4], "algo.gamma": [0.98, 0.99] if LONG else [0.99]}
+    plan = {"experiment": TINY, "space": space, "seeds": 5 if LONG else 2, "max_parallel": 2, "back_off": 0.0}
     Path("plan.yaml").write_text(dump_yaml(plan))
     child = controller("start", "plan.yaml")
-    total = 30 if long else 4
+    total = 30 if LONG else 4
     wait_until(lambda: sum(bool(list(each.glob("checkpoints/0*"))) for each in runs.glob("tiny/sweep-0001/0*")) > 1)
-    if long:
+    if LONG:
         wait_until(lambda: sum(row["state"] == "finished" for row in list_runs(runs)) >= 15, 1000)
     sweep = find_sweep("tiny", runs)
     child.kill()
     child.wait()
     kill_trials(sweep)
     child = controller("start", "plan.yaml")
-    _, errors = child.communicate(timeout=250 if not long else 2000)
+    _, errors = child.communicate(timeout=2000 if LONG else 250)
     assert child.returncode == 0, errors
     rows = list_runs(runs)
     assert [row["state"] for row in rows] == ["finished"] * total

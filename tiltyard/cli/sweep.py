@@ -288,7 +288,7 @@ def _best(args: argparse.Namespace) -> int:
     if group is None:
         raise UseError(f"no trial of {found.sweep.id} has recorded {found.plan.metric.name} yet", "wait for one")
     interval = report.bootstrap(group.values)
-    row = next(row for row in found.groups[0].rows if row.value == _best_value(found, group.values))
+    row = next(row for row in group.rows if row.value == _best_value(found, group.values))
     if args.json:
         data: dict[str, Any] = {"settings": group.settings, "value": group.value, "interval": interval}
         data |= {

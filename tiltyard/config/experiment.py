@@ -299,6 +299,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
 def _run_name(value: Any) -> Any:
     if isinstance(value, str) and (not NAME.fullmatch(value) or ".." in value):
         raise ValueError("a run's name has 1 to 80 letters, digits and . _ + -, and starts with a letter or digit")
+    if isinstance(value, str) and re.fullmatch(r"sweep-\d+", value):
+        raise ValueError("a run's name is not that of a sweep's folder")
     return value
 
 

@@ -7,7 +7,7 @@
 A search that learns cannot be built in advance: of it the ends of each dimension and some draws are checked, and what
 it asks for later and makes no experiment is a failed trial.
 
-What tries things out is imported when it is needed: a controller that lives for days has no torch in its memory.
+What tries things out is imported when it is needed: a controller in the background has no torch in its memory.
 """
 
 from __future__ import annotations

@@ -197,7 +197,9 @@ def explained(labels: Sequence[str], values: Sequence[float]) -> float:
     """The share of the variance between the groups (omega squared), from 0 to 1."""
     middle = fmean(values)
     total = sum((value - middle) ** 2 for value in values)
-    parts = {label: [value for mark, value in zip(labels, values, strict=True) if mark == label] for label in labels}
+    parts = {
+        label: [value for mark, value in zip(labels, values, strict=True) if mark == label] for label in set(labels)
+    }
     free = len(values) - len(parts)
     if total <= 0 or free <= 0:
         return 0.0
