@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ say("began")
 time.sleep(float(given.get("sleep", 0.0)))
 if given.get("x") in pathlib.Path("bad").read_text().split():
     sys.exit("x is bad today")
+with open(place / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
 say("done")
 mine.unlink()
 """
@@ -61,14 +64,31 @@ def write_plan(**values: Any) -> Path:
     return Path("plan.yaml")
 
 
+STARTED: "list[subprocess.Popen[str]]" = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path) -> Iterator[None]:
+    """What a test that fails leaves behind is ended."""
+    yield
+    while STARTED:
+        child = STARTED.pop()
+        child.kill()
+        child.wait()
+    for folder in tmp_path.glob("runs/*/sweep-*"):
+        kill_trials(Sweep(folder))
+
+
 def controller(*words: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", "sweep", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    STARTED.append(child)
+    return child
 
 
 def wait_until(condition: Any, seconds: float = 100.0) -> None:
@@ -223,10 +243,14 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000 if LONG else 300)
-def test_kill_9_of_controllers_and_trials_at_any_moment(runs: Path) -> None:
+@pytest.mark.parametrize("kind", ["grid", "tpe"])
+def test_kill_9_of_controllers_and_trials_at_any_moment(kind: str, runs: Path) -> None:
     """Every trial is done exactly once, and never by two processes at once."""
     rng = random.Random(5)
-    write_plan(space={"x": list(range(6)), "sleep": [0.3]}, seeds=2, max_parallel=3, retries=100, back_off=0.0)
+    values: Any = list(range(6)) if kind == "grid" else {"range": [0.0, 1.0]}
+    learning: dict[str, Any] = {} if kind == "grid" else {"search": "tpe", "trials": 6}
+    space = {"x": values, "sleep": [0.3]}
+    write_plan(space=space, seeds=2, max_parallel=3, retries=100, back_off=0.0, **learning)
     child = controller("start", "plan.yaml")
     wait_until(lambda: list(runs.glob("toy/sweep-0001/manifest.jsonl")))
     sweep = find_sweep("toy", runs)
@@ -247,6 +271,8 @@ def test_kill_9_of_controllers_and_trials_at_any_moment(runs: Path) -> None:
         sweep.place(trial.number).name for trial in sweep.trials()
     )
     assert len(list_runs(runs)) == 12
+    assert len({json.dumps(trial.settings) for trial in sweep.trials()}) == 6
+    assert sorted(row.value for row in look(sweep).rows) == sorted(row.trial.settings["x"] for row in look(sweep).rows)
     assert not list(sweep.folder.glob(".new-*"))
 
 

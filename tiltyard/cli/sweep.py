@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
+from tiltyard.cli.sweep_summary import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
 from tiltyard.run import disk
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
     from tiltyard.sweep.prepare import Prepared
     from tiltyard.sweep.report import Report
-
-SHOWN = 20  # points in the table; files have all of them
 
 # action -> options that it has
 ACTIONS: dict[str, tuple[str, ...]] = {
@@ -172,7 +171,7 @@ def _carry_out(sweep: Sweep, detach: bool) -> int:
         sys.stderr.write(text.clean(sentence) + "\n")
 
     code = carry_out(sweep, Local, say)
-    sys.stdout.write(_text(look(sweep)))
+    sys.stdout.write(summary(look(sweep)))
     return code
 
 
@@ -208,59 +207,8 @@ def _status(args: argparse.Namespace) -> int:
     elif args.csv:
         sys.stdout.write(report.as_csv(found))
     else:
-        sys.stdout.write(_text(found))
+        sys.stdout.write(summary(found))
     return EXIT_FAILED if found.state == "failed" else EXIT_DONE
-
-
-def _text(found: Report) -> str:
-    """A sweep on one screen."""
-    from tiltyard.sweep.report import controller_of
-
-    sweep, plan = found.sweep, found.plan
-    who = controller_of(sweep)
-    counts = ", ".join(f"{count:,} {state}" for state, count in found.counts.items())
-    lines = [
-        f"sweep    {sweep.id}",
-        f"state    {found.state}{f', carried out by {who}' if who else ''}",
-        f"trials   {found.total:,}: {counts}",
-    ]
-    if plan.program is None or any(row.value is not None for row in found.rows):
-        lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, {plan.goal}d")
-    lines += ["", _table(found).rstrip("\n")]
-    for row in found.failed[:10]:
-        lines.append(f"trial {row.trial.number} failed: {text.clean(row.reason)}")
-    lines += ["", f"folder   {os.path.relpath(sweep.folder)}", f"next     {_next(found)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _table(found: Report) -> str:
-    from tiltyard.sweep.report import brief
-
-    keys = found.keys
-    lines = []
-    for group in found.groups[:SHOWN]:
-        values = group.values
-        spread = f"{text.number(min(values))} to {text.number(max(values))}" if len(values) > 1 else ""
-        over = sum(row.over for row in group.rows)
-        states = ", ".join(dict.fromkeys(row.state for row in group.rows))
-        steps = sum(row.env_steps for row in group.rows)
-        settings = [brief(group.settings.get(key)) for key in keys]
-        seeds = f"{over} of {len(group.rows)}"
-        lines.append([*settings, text.number(group.value), spread, seeds, text.count(steps), states])
-    head = (*keys, "value", "over seeds", "over", "env steps", "state")
-    right = (len(keys), len(keys) + 2, len(keys) + 3)
-    more = len(found.groups) - SHOWN
-    said = f"... and {more:,} more combinations; --csv and --json have all\n" if more > 0 else ""
-    return text.table(head, lines, right=right) + said if lines else ""
-
-
-def _next(found: Report) -> str:
-    typed = found.sweep.typed
-    if found.state == "failed":
-        return f"tiltyard sweep retry --failed {typed}"
-    if found.state == "finished":
-        return f"tiltyard sweep best {typed}"
-    return f"tiltyard sweep {'watch' if found.state == 'running' else 'start'} {typed}"
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -270,7 +218,7 @@ def _watch(args: argparse.Namespace) -> int:
     sweep, before = _find(args.target), ""
     while True:
         found = look(sweep)
-        said = _text(found)
+        said = summary(found)
         if said != before:
             sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + said)
             sys.stdout.flush()

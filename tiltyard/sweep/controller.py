@@ -176,7 +176,8 @@ class Controller:
         settings = known or search.ask(self.plan, results.groups(self.rows.values()), point)
         trial = Trial(number, point, seed, settings)
         try:
-            load_trial(self.sweep, self.plan, trial)
+            if self.plan.program is None:
+                load_trial(self.sweep, self.plan, trial)
         except UseError as error:
             trial = Trial(number, point, seed, settings, f"{error.message} {error.details}".strip())
         self._add(trial)

@@ -1,0 +1,61 @@
+"""A sweep on one screen: what `tiltyard sweep status` says, as lines. Reads what the report has, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tiltyard.cli import text
+from tiltyard.sweep.report import brief, controller_of
+
+if TYPE_CHECKING:
+    from tiltyard.sweep.report import Report
+
+SHOWN = 20  # points in the table; files have all of them
+
+
+def summary(found: Report) -> str:
+    """A sweep on one screen."""
+    sweep, plan = found.sweep, found.plan
+    who = controller_of(sweep)
+    counts = ", ".join(f"{count:,} {state}" for state, count in found.counts.items())
+    lines = [
+        f"sweep    {sweep.id}",
+        f"state    {found.state}{f', carried out by {who}' if who else ''}",
+        f"trials   {found.total:,}: {counts}",
+    ]
+    if plan.program is None or any(row.value is not None for row in found.rows):
+        lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, {plan.goal}d")
+    lines += ["", _table(found).rstrip("\n")]
+    for row in found.failed[:10]:
+        lines.append(f"trial {row.trial.number} failed: {text.clean(row.reason)}")
+    lines += ["", f"folder   {os.path.relpath(sweep.folder)}", f"next     {_next(found)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: Report) -> str:
+    keys = found.keys
+    lines = []
+    for group in found.groups[:SHOWN]:
+        values = group.values
+        spread = f"{text.number(min(values))} to {text.number(max(values))}" if len(values) > 1 else ""
+        over = sum(row.over for row in group.rows)
+        states = ", ".join(dict.fromkeys(row.state for row in group.rows))
+        steps = sum(row.env_steps for row in group.rows)
+        settings = [brief(group.settings.get(key)) for key in keys]
+        seeds = f"{over} of {len(group.rows)}"
+        lines.append([*settings, text.number(group.value), spread, seeds, text.count(steps), states])
+    head = (*keys, "value", "over seeds", "over", "env steps", "state")
+    right = (len(keys), len(keys) + 2, len(keys) + 3)
+    more = len(found.groups) - SHOWN
+    said = f"... and {more:,} more combinations; --csv and --json have all\n" if more > 0 else ""
+    return text.table(head, lines, right=right) + said if lines else ""
+
+
+def _next(found: Report) -> str:
+    typed = found.sweep.typed
+    if found.state == "failed":
+        return f"tiltyard sweep retry --failed {typed}"
+    if found.state == "finished":
+        return f"tiltyard sweep best {typed}"
+    return f"tiltyard sweep {'watch' if found.state == 'running' else 'start'} {typed}"
