@@ -2,7 +2,15 @@
 
 import os
 
+import pytest
+
 LONG = os.environ.get("TILTYARD_LONG") == "1"
+
+
+def only_when_long(takes: str) -> None:
+    """Skip a test that takes that long, except in the long run."""
+    if not LONG:
+        pytest.skip(f"{takes}: make test-long runs it")
 
 
 def count(long: int) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 import tiltyard as product
 from tests.conftest import Command
+from tests.counts import count, only_when_long
 from tests.engines.test_resume_equals import final
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
@@ -107,12 +108,13 @@ def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: 
     cluster = own_cluster("--nodes", "1", "--speed", "10")
     profile(resources='{cpus: 1, time: "5:00"}')
     run, job = submitted(tiltyard)
-    wait_for(lambda: len(sentences(run, "requeued")) >= 3, "three requeues", 290)
+    wanted = count(3)
+    wait_for(lambda: len(sentences(run, "requeued")) >= wanted, f"{wanted} requeues", 290)
     goes_on_to_its_end(tiltyard, run)
     requeued = sentences(run, "requeued")
-    assert len(requeued) >= 3 and len(requeued) == cluster.restarts(job)
-    assert requeued[2].startswith("the time limit is near: saved at env step ")
-    assert "(3 of at most 100 times)" in requeued[2]
+    assert len(requeued) >= wanted and len(requeued) == cluster.restarts(job)
+    assert requeued[wanted - 1].startswith("the time limit is near: saved at env step ")
+    assert f"({wanted} of at most 100 times)" in requeued[wanted - 1]
     logs = sorted(path.name for path in (run.folder / "logs").glob("attempt-*.log"))
     assert len(logs) == len(requeued) + 1
     is_as_if_nothing_had_happened(run)
@@ -120,6 +122,7 @@ def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: 
 
 def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     """An update that takes longer than the time that is left; then one that somebody cancels while it saves."""
+    only_when_long("a minute")
     cluster = own_cluster("--nodes", "1", "--speed", "10", conf="KillWait=100\n")
     profile(1.0, resources='{cpus: 1, time: "5:00"}')  # a minute for an update, half a minute for the job
     run, job = submitted(tiltyard)
@@ -172,6 +175,7 @@ def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
 
 
 def test_a_node_drops_dead(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    only_when_long("a minute")
     cluster = own_cluster("--nodes", "2", "--cpus", "1", conf="SlurmdTimeout=4\n")
     profile()
     run, job = submitted(tiltyard)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
 
 from tests.conftest import Command
-from tests.counts import LONG
+from tests.counts import only_when_long
 from tests.engines.rllib.test_commands import without_ray
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard.launch import FOLDER
@@ -137,8 +137,7 @@ def _of(pid: int, run: Run) -> bool:
 def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
     tiltyard: Command, nodes: Cluster, runs: Path, lost: str
 ) -> None:
-    if lost == "requeued" and not LONG:
-        pytest.skip("a minute: make test-long runs it")
+    only_when_long("two minutes")
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
     tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
     run = find("last")
@@ -170,8 +169,7 @@ def test_a_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Pat
 
 def test_two_jobs_at_once_never_see_each_other(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
     """On the same nodes, of the same user: each has a Ray of exactly its own nodes, a port and a token of its own."""
-    if not LONG:
-        pytest.skip("two minutes: make test-long runs it")
+    only_when_long("two minutes")
     for seed in ("1", "2"):
         tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=2000", f"seed={seed}", "--on", "three", "--detach")
     both = [Run(Path(row["folder"])) for row in list_runs(runs)]
