@@ -70,6 +70,7 @@ def test_asha_on_paper() -> None:
     assert set(asha(rule, curves, set(curves), last=True)) == {1, 2, 3, 4}
     assert asha(rule, curves, {6}) == {}
     assert asha(rule, {1: [(9, 0.0)], 2: [(9, 1.0)]}, {1, 2}) == {}, "nobody has come as far as the first rung"
+    assert asha(rule, {1: curves[1], 2: curves[2]}, {1, 2}) == {}, "two are too few to tell a third from"
     curves[6].append((30, 0.0))
     assert 6 not in asha(rule, curves, {6}), "alone at its rung, whatever it shows"
     said = asha(rule, curves, {2})[2]

@@ -31,7 +31,7 @@ __all__ = ["collect_with_diff", "mask_secrets", "sha256"]
 PACKAGES = (
     "tiltyard", "torch", "numpy", "gymnasium", "pydantic", "ruamel.yaml", "safetensors", "pyarrow", "rich",
     "tensorboardX", "imageio-ffmpeg", "pillow", "matplotlib", "wandb", "pygame-ce", "ray", "ale-py", "mujoco",
-    "box2d", "pettingzoo",
+    "box2d", "pettingzoo", "optuna",
 )
 # fmt: on
 # No other variable is ever written down, whatever it is called.

@@ -1,7 +1,8 @@
 """Who falls behind: successive halving (ASHA) and the median rule. Pure: curves in, trials to end and why out.
 
     asha     at env steps after, after*factor, after*factor^2, ... only the best one in `factor` of those that came as
-             far goes on; nobody waits for anybody, so early ones pass more easily and are judged again as others come
+             far goes on, once `factor` have come; nobody waits for anybody, so early ones pass more easily and are
+             judged again as others come
     median   whose best so far is worse than the median of the others' means up to the same env step is ended
 
 Each call judges from the curves alone, so a decision that was lost is made again by whoever looks next.
@@ -44,7 +45,7 @@ def asha(
         others = scores[rung]
         rank = 1 + sum(score > others[trial] for score in others.values())
         places = math.ceil(len(others) / rule.factor)
-        if rank > places:
+        if len(others) >= rule.factor and rank > places:
             found[trial] = f"place {rank} of {len(others)} at {rung:,} env steps, and the first {places} go on"
     return found
 
