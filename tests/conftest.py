@@ -40,12 +40,20 @@ SLOW = (  # files whose tests train or start processes, each for seconds: `make 
     "faults/test_signals.py",
     "faults/test_takeover.py",
     "launch/test_agent.py",
+    "doctor/test_nodes.py",
+    "envs/test_atari.py",
+    "envs/test_envpool.py",
+    "sweep/test_controller.py",
+    "tests/test_start.py",
+    "tests/test_training.py",
+    "track/test_mirrors.py",
+    "track/test_verdict.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.as_posix().endswith(SLOW):
+        if item.path.as_posix().endswith(SLOW) or "slurm" in item.path.parts:
             item.add_marker(pytest.mark.slow)
 
 

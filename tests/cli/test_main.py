@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Command
 
 
@@ -14,6 +16,7 @@ def typed(*words: str, stdout: int, unbuffered: str = "") -> "subprocess.Complet
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_letters_that_a_terminal_lacks_and_a_full_disk(tiltyard: Command, runs: Path) -> None:
     tiny = ["engine.envs=1", "algo.rollout=8", "algo.minibatch=8", "stop.env_steps=8", "eval.at_end=false"]
     tiltyard("train", "CartPole-v1", *tiny, "notes=für später")

@@ -111,7 +111,8 @@ def run_id(folder: Path) -> str:
 
 def root_of(folder: Path) -> Path:
     """The runs folder that a run's folder lies in."""
-    return folder.parents[2 if SWEEP_FOLDER.fullmatch(folder.parent.name) else 1]
+    place = folder.absolute()
+    return place.parents[2 if SWEEP_FOLDER.fullmatch(place.parent.name) else 1]
 
 
 def _folders(path: str | Path) -> list[os.DirEntry[str]]:
