@@ -48,10 +48,15 @@ def end(code: int, asked: str | None = None, **more: Any) -> End:
         (end(-11, tries_left=0), Counts(), "failed", Counts()),
         (end(1), Counts(), "failed", Counts()),
         (end(2, "SIGUSR2"), Counts(), "failed", Counts()),
+        (end(-9, lost="gone"), Counts(1, 1, 0), "requeue", Counts(1, 1, 1)),
+        (end(1, lost="gone"), Counts(1, 1, 3), "failed", Counts(1, 1, 3)),
+        (end(1, "SIGTERM", lost="gone"), Counts(), "stopped", Counts()),
+        (end(1, "SIGTERM", lost="gone", near=True), Counts(), "late", Counts(1)),
+        (end(-9, "SIGUSR2", lost="gone", stop=True), Counts(), "stopped", Counts()),
     ],
 )
 def test_the_verdict(how: End, counts: Counts, word: str, after: Counts) -> None:
-    assert (judge(how, counts, 10)[0], judge(how, counts, 10)[2]) == (word, after)
+    assert (judge(how, counts, 10, retry=3)[0], judge(how, counts, 10, retry=3)[2]) == (word, after)
 
 
 def test_verdicts_say_why() -> None:

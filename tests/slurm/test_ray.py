@@ -133,6 +133,28 @@ def _of(pid: int, run: Run) -> bool:
     return f"{run.folder}/" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
 
 
+def test_a_cancelled_job_is_gone_for_good(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """Slurm's SIGTERM ends Ray's processes too; that is no reason to go back into the queue, or to leave anything."""
+    only_when_long("a minute")
+    words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
+    tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
+    run = find("last")
+    job = run.status()["job"]["id"]
+    wait_for(lambda: list(run.checkpoints.glob("0*")), "a checkpoint", 400)
+    kept = folders_of(run)
+    nodes.ask("scancel", job)
+    over(nodes, run)
+    assert nodes.state(job) == "CANCELLED" and nodes.restarts(job) == 0
+    wait_for(lambda: run.state in ("stopped", "lost"), "an end")
+    assert run.status()["job"]["id"] == job and not (run.folder / FOLDER / "submitted-again").exists()
+    wait_for(lambda: not [pid for pid in processes("ray") if _of(pid, run)], "the end of Ray's processes")
+    assert nodes.ask("squeue", "-h") == ""
+    tiltyard("resume", run.id, "stop.env_steps=2000")  # which removes what a killed agent has left
+    assert run.state == "finished"
+    over(nodes, run)
+    assert not any(Path(each).parent.exists() for each in kept)
+
+
 @pytest.mark.parametrize("lost", ["head", "requeued"])
 def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
     tiltyard: Command, nodes: Cluster, runs: Path, lost: str

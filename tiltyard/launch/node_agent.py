@@ -79,7 +79,9 @@ class End:
 
 def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word, str, Counts]:
     """What becomes of the job, in a word and in a sentence, and the counts from here on."""
-    if end.lost and not end.stop:
+    if end.lost and (end.stop or end.asked == "SIGTERM"):  # Slurm ends Ray's processes along with the others
+        end = replace(end, code=EXIT_RESUMABLE)
+    elif end.lost:
         if counts.heads >= retry:
             return "failed", f"{end.lost}, and slurm.retry = {retry} are used up", counts
         return "requeue", f"{end.lost}: back into the queue", replace(counts, heads=counts.heads + 1)

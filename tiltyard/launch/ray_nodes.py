@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tiltyard.children import die_with
@@ -65,6 +66,7 @@ class RayNode:
         self.process: subprocess.Popen[bytes] | None = None
         self.offered = usable_cores()
         self.said: list[str] = []  # for the run's events
+        self.ended = False
 
     # -- the first node
 
@@ -129,7 +131,7 @@ class RayNode:
 
     def serve(self) -> None:
         """Join the head and stay until the first node says that it is over. A raylet that dies is started again."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first node saves now, and needs this one for it
+        signal.signal(signal.SIGTERM, self._note)
         head = self._head()
         if head is None:
             return
@@ -160,7 +162,7 @@ class RayNode:
         """What the first node has to say; None when it is over before it said anything."""
         deadline = time.monotonic() + float(self.task["wait"])
         while not (self.place / "head.json").exists():
-            if (self.place / "end").exists():
+            if self.ended or (self.place / "end").exists():
                 return None
             if time.monotonic() > deadline:
                 raise TiltyardError(
@@ -172,11 +174,14 @@ class RayNode:
 
     def _until_over(self, failed: Callable[[], bool]) -> bool:
         """Wait for the end; False when `failed` comes first."""
-        while not (self.place / "end").exists():
+        while not (self.ended or (self.place / "end").exists()):
             if failed():
                 return False
             time.sleep(LOOK)
         return True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.ended = True  # Slurm tells every process of a job, those of Ray too
 
     # -- Ray's own processes
 
