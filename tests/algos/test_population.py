@@ -1,0 +1,444 @@
+"""Population-based training on members that are numbers: whoever is right about these is right about trainings."""
+
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from tests.counts import count
+from tiltyard.algos.bandit import Bandit, root
+from tiltyard.algos.population import (
+    Exploit,
+    Gain,
+    Member,
+    Number,
+    Options,
+    Rules,
+    drawn,
+    is_ahead,
+    is_due,
+    pb2,
+    perturbed,
+    rank,
+    replacements,
+    schedule,
+    source_for,
+    weights,
+    with_weights,
+)
+from tiltyard.errors import UseError
+
+ALWAYS = Rules(period=100, start=100, replace=0.25, gap=0.0, relative_gap=0.0, rate=1.0)
+LR = Number("algo.lr", 1e-5, 1e-1, log=True)
+GAMMA = Number("algo.gamma", 0.9, 0.9999)
+EPOCHS = Number("algo.epochs", 1, 8, whole=True)
+LEAN = Number("env.options.lean", -1.0, 1.0)
+ROWS = Options(("algo.rollout", "algo.minibatch"), ((64, 128), (128, 256), (256, 256)))
+WORD = Options(("model.activation",), (("relu",), ("tanh",), ("silu",)))
+DIALS = (LR, GAMMA, EPOCHS, LEAN, ROWS, WORD)
+
+
+def rng(*seed):
+    return np.random.default_rng(seed or 0)
+
+
+def members(*scores, env_steps=100, decided=0):
+    return [Member(i, env_steps, score, decided) for i, score in enumerate(scores)]
+
+
+# ------------------------------------------------------------------------------------------------ who copies whom
+
+
+def test_the_best_come_first_and_who_has_no_score_comes_nowhere():
+    found = members(1.0, None, 3.0, math.nan, -2.0, 3.0, math.inf)
+    assert [each.number for each in rank(found)] == [2, 5, 0, 4]
+    assert [each.number for each in rank(found, maximise=False)] == [4, 0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("scores", "maximise", "found"),
+    [
+        ((4.0, 3.0, 2.0, 1.0), True, {3: 0}),
+        ((4.0, 3.0, 2.0, 1.0), False, {0: 3}),
+        ((-4.0, -3.0, -2.0, -1.0), True, {0: 3}),  # all below zero: the best is the nearest to it
+        ((-4.0, -3.0, -2.0, -1.0), False, {3: 0}),
+        ((-5.0, 0.0, 5.0, 1.0), True, {0: 2}),
+        ((-5.0, None, 5.0, 1.0), True, {0: 2}),
+        ((2.0, 2.0, 2.0, 2.0), True, {}),
+        ((None, None, None, 1.0), True, {}),
+        ((None, None, None, None), True, {}),
+    ],
+)
+def test_the_worst_copies_the_best(scores, maximise, found):
+    rules = Rules(period=100, start=100, replace=0.25, gap=1e-6, relative_gap=0.1, maximise=maximise)
+    assert replacements(rules, members(*scores), rng()) == found
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "ahead"),
+    [
+        (100.0, 91.0, False),
+        (100.0, 89.0, True),
+        (-91.0, -100.0, False),
+        (-89.0, -100.0, True),
+        (-100.0, -89.0, False),
+        (0.0, 0.0, False),
+        (1e-7, 0.0, False),  # a relative gap of 1, and nothing all the same
+        (0.0, -1e-7, False),
+        (0.0, -1.0, True),
+        (1.0, -1.0, True),
+        (0.05, -0.05, True),
+        (None, 0.0, False),
+        (0.0, None, False),
+    ],
+)
+def test_gaps_by_hand(better, worse, ahead):
+    first, second = members(better, worse)
+    assert is_ahead(Rules(gap=1e-6, relative_gap=0.1), first, second) is ahead
+    turned = members(*(None if each is None else -each for each in (better, worse)))
+    assert is_ahead(Rules(gap=1e-6, relative_gap=0.1, maximise=False), *turned) is ahead
+
+
+def test_a_gap_that_is_not_exceeded_keeps_the_member():
+    assert not is_ahead(Rules(gap=1.0, relative_gap=0.0), *members(3.0, 2.0))
+    assert is_ahead(Rules(gap=0.99, relative_gap=0.0), *members(3.0, 2.0))
+
+
+def test_a_member_is_decided_about_once_a_period_from_the_start_on():
+    rules = Rules(period=100, start=500)
+    counts = [(400, 0), (499, 0), (500, 0), (599, 500), (600, 500), (650, 600)]
+    due = [is_due(rules, Member(0, env_steps, 1.0, decided)) for env_steps, decided in counts]
+    assert due == [False, False, True, False, True, False]
+    others = members(5.0, 4.0, 3.0, env_steps=400)
+    assert replacements(rules, [*others, Member(3, 499, 0.0)], rng()) == {}
+    assert set(replacements(rules, [*others, Member(3, 500, 0.0)], rng())) == {3}
+
+
+def test_whoever_is_replaced_was_of_the_worst_due_and_behind_and_copies_one_of_the_best():
+    for seed in range(count(2000)):
+        draws = rng(1, seed)
+        size = int(draws.integers(1, 9))
+        scale = 10.0 ** draws.integers(-3, 4)
+        scores = np.round(draws.normal(draws.choice([-3, 0, 3]), 1, size) * scale, 3)
+        found = [
+            Member(i, int(draws.integers(0, 400)), None if draws.random() < 0.2 else float(score))
+            for i, score in enumerate(scores)
+        ]
+        rules = Rules(
+            period=100,
+            start=50,
+            maximise=bool(draws.integers(2)),
+            replace=float(draws.random()),
+            relative_gap=float(draws.random() * 0.5),
+        )
+        made = replacements(rules, found, rng(2, seed))
+        assert made == replacements(rules, found[::-1], rng(2, seed))  # whatever their order, the same draws
+        order = [each.number for each in rank(found, rules.maximise)]
+        most = math.ceil(rules.replace * len(order))
+        assert not set(made) & set(made.values())
+        assert len(made) <= min(most, len(order) // 2)
+        for number, source in made.items():
+            assert order.index(source) < most and order.index(number) >= len(order) - most
+            assert is_due(rules, found[number]) and is_ahead(rules, found[source], found[number])
+
+
+def test_the_source_is_drawn_from_all_of_the_best():
+    rules = Rules(period=100, start=100, replace=0.5)
+    assert {source_for(rules, members(9.0, 8.0, 1.0, 0.0), 3, rng(seed)) for seed in range(20)} == {0, 1}
+    assert source_for(rules, members(9.0, 8.0, 1.0, 0.0), 1, rng()) is None
+    assert replacements(Rules(period=100, start=100, replace=0.0), members(9.0, 0.0), rng()) == {}
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def test_drawn_settings_lie_in_their_spans_and_choices():
+    made = [drawn(DIALS, rng(seed)) for seed in range(300)]
+    assert made[7] == drawn(DIALS, rng(7)) != made[8]
+    assert {each["algo.epochs"] for each in made} == set(range(1, 9))
+    assert {(each["algo.rollout"], each["algo.minibatch"]) for each in made} == set(ROWS.values)
+    assert all(1e-5 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.9999 for each in made)
+    assert 0.4 < np.mean([each["algo.lr"] < 1e-3 for each in made]) < 0.6  # the middle of the logarithms
+    assert 0.4 < np.mean([each["algo.gamma"] < 1 - math.sqrt(0.1 * 1e-4) for each in made]) < 0.6
+
+
+def test_perturbed_settings_stay_near_inside_and_what_they_are():
+    rules = Rules(rate=1.0, factors=(1.1, 1.5))
+    for seed in range(count(3000)):
+        before = drawn(DIALS, rng(3, seed))
+        after = perturbed(DIALS, before, rules, rng(4, seed))
+        assert after == perturbed(DIALS, before, rules, rng(4, seed))
+        assert after.keys() == before.keys()
+        assert 1e-5 <= after["algo.lr"] <= 1e-1 and 0.9 <= after["algo.gamma"] <= 0.9999
+        factor = after["algo.lr"] / before["algo.lr"]
+        assert 1 / 1.5001 < factor < 1.5001 and (abs(math.log(factor)) > 0.095 or after["algo.lr"] in (1e-5, 1e-1))
+        assert 1 / 1.501 < (1 - after["algo.gamma"]) / (1 - before["algo.gamma"]) < 1.501
+        assert type(after["algo.epochs"]) is int and 1 <= after["algo.epochs"] <= 8
+        assert after["algo.epochs"] != before["algo.epochs"] or after["algo.epochs"] in (1, 8)
+        assert -1 <= after["env.options.lean"] <= 1
+        places = [ROWS.values.index((each["algo.rollout"], each["algo.minibatch"])) for each in (before, after)]
+        assert abs(places[0] - places[1]) == 1
+        assert (after["model.activation"],) in WORD.values
+
+
+def test_factors_by_hand():
+    twice = Rules(rate=1.0, factors=(2.0, 2.0))
+
+    def results(dial, value):
+        return sorted({perturbed([dial], {dial.key: value}, twice, rng(seed))[dial.key] for seed in range(20)})
+
+    assert results(LR, 1e-3) == [5e-4, 2e-3]
+    assert results(LR, 8e-2) == [4e-2, 1e-1]
+    assert results(GAMMA, 0.99) == [0.98, 0.995]
+    assert results(GAMMA, 0.92) == [0.9, 0.96]
+    assert results(EPOCHS, 3) == [2, 6]
+    assert results(Number("x", 1, 8, log=True, whole=True), 1) == [1, 2]
+    assert results(Number("x", 0.1, 0.9), 0.4) == [0.2, 0.8]
+    assert results(LEAN, 0.25) == [-0.75, 1.0]  # a factor would never change the sign
+    assert results(Number("x", 0.0, 0.4), 0.0) == [0.0, 0.2]  # nor leave 0
+    assert results(Number("x", 0, 4, whole=True), 0) == [0, 2]
+    assert results(Number("x"), -3.0) == [-6.0, -1.5]
+    assert results(Number("x"), 0.0) == [0.0]
+
+
+def test_a_rate_of_settings_changes_and_a_share_of_those_is_drawn_anew():
+    before = drawn(DIALS, rng())
+    assert perturbed(DIALS, before, Rules(rate=0.0), rng()) == before
+    many = [perturbed([LR], {"algo.lr": 1e-3}, Rules(rate=0.15), rng(5, seed))["algo.lr"] for seed in range(2000)]
+    assert 0.12 < np.mean([each != 1e-3 for each in many]) < 0.18
+    anew = Rules(rate=1.0, resample=1.0)
+    far = [perturbed([LR], {"algo.lr": 1e-3}, anew, rng(6, seed))["algo.lr"] for seed in range(50)]
+    assert min(far) < 1e-4 and max(far) > 1e-2
+    endless = [perturbed([Number("x")], {"x": 2.0}, anew, rng(6, seed))["x"] for seed in range(50)]
+    assert 2 / 1.5 <= min(endless) < max(endless) <= 2 * 1.5  # nothing to draw from: a factor
+
+
+def test_choices_that_are_not_among_them_are_redrawn_and_words_have_no_neighbours():
+    assert perturbed([WORD], {"model.activation": "gelu"}, ALWAYS, rng())["model.activation"] in (
+        "relu",
+        "tanh",
+        "silu",
+    )
+    found = {perturbed([WORD], {"model.activation": "relu"}, ALWAYS, rng(s))["model.activation"] for s in range(40)}
+    assert found == {"relu", "tanh", "silu"}
+    assert perturbed([Options(("x",), ((3,),))], {"x": 3}, ALWAYS, rng()) == {"x": 3}
+
+
+def test_reward_shaping_is_numbers_by_dotted_names():
+    shaping = {"kill": 1, "delta": {"health": [1, 2], "ammo": -0.02, "on": True}, "kind": "dense"}
+    flat = weights(shaping, "env.shaping")
+    assert flat == {"env.shaping.kill": 1.0, "env.shaping.delta.ammo": -0.02}
+    assert with_weights(shaping, "env.shaping", flat) == shaping
+    made = perturbed([Number(key) for key in flat], flat, ALWAYS, rng())
+    after = with_weights(shaping, "env.shaping", made)
+    assert (
+        after["kill"] == made["env.shaping.kill"] != 1 and after["delta"]["ammo"] == made["env.shaping.delta.ammo"] < 0
+    )
+    assert after["delta"]["health"] == [1, 2] and after["delta"]["on"] is True and shaping["kill"] == 1
+    with pytest.raises(UseError, match=r"'a\.b'"):
+        weights({"a.b": 1}, "env.shaping")
+
+
+@pytest.mark.parametrize(
+    "wrong", [("x", 2.0, 1.0), ("x", 0.0, 1.0, True), ("algo.gamma", 0.9, 1.0), ("x", math.nan, 1.0)]
+)
+def test_bounds_that_cannot_be(wrong):
+    with pytest.raises(UseError):
+        Number(*wrong)
+
+
+def test_what_has_no_bounds_cannot_be_drawn():
+    with pytest.raises(UseError, match="no bounds"):
+        drawn([Number("x")], rng())
+    with pytest.raises(UseError, match="no bounds"):
+        pb2([Number("x")], [Gain({"x": 1.0}, 100, 1.0)] * 9, [], ALWAYS, rng())
+
+
+def test_shares_and_settings_are_two_ways_to_say_the_same():
+    for dial in DIALS:
+        for seed in range(50):
+            settings = drawn([dial], rng(7, seed))
+            again = dial.at(dial.share(settings))
+            assert again == (settings if isinstance(dial, Options) else pytest.approx(settings, rel=1e-8))
+    assert LR.at(0.5)["algo.lr"] == pytest.approx(1e-3)
+    assert EPOCHS.columns(np.array([0.0, 0.05, 0.1, 1.0]))[:, 0] == pytest.approx([0, 0, 1 / 7, 1])
+    apart = WORD.columns(np.array([0.1, 0.5, 0.9]))
+    assert [float(np.linalg.norm(apart[i] - apart[j])) for i, j in ((0, 1), (0, 2), (1, 2))] == pytest.approx([1, 1, 1])
+
+
+# ------------------------------------------------------------------------------------------------ PB2
+
+
+def test_a_bandit_knows_what_it_saw_and_forgets_it():
+    points, times = np.linspace(0, 1, 9)[:, None], np.zeros(9)
+    bandit = Bandit(points, times, np.sin(6 * points[:, 0]))
+    bandit.forgotten = 0.2
+    bandit._solve()
+    mean, deviation = bandit._predict(points, 0.0)
+    assert mean == pytest.approx(np.sin(6 * points[:, 0]), abs=0.1) and deviation.max() < 0.2
+    later, unsure = bandit._predict(points, 50.0)
+    assert np.abs(later).max() < 0.01 and unsure.min() > 0.99
+    before = bandit.bound(points[:1], 5.0)[0]
+    bandit.expect(points[:1], 5.0)
+    assert bandit.bound(points[:1], 5.0)[0] < before
+
+
+def test_equal_points_have_a_root_too():
+    factor = root(np.ones((5, 5)))
+    assert factor @ factor.T == pytest.approx(np.ones((5, 5)), abs=1e-6)
+    with pytest.raises(np.linalg.LinAlgError):
+        root(-10 * np.eye(2))
+
+
+def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_is():
+    dials = (LR, LEAN)
+    few = [Gain(drawn(dials, rng(8, i)), 100, 1.0) for i in range(5)]
+    assert pb2(dials, few, [], ALWAYS, rng(1)) == drawn(dials, rng(1))
+    assert pb2(dials, [*few, Gain(few[0].settings, 100, math.nan)], [], ALWAYS, rng(1)) == drawn(dials, rng(1))
+    points = [drawn(dials, rng(9, i)) for i in range(40)]
+    gains = [
+        Gain(each, 100 + i // 4 * 100, -((LR.share(each) - 0.3) ** 2) - (LEAN.share(each) - 0.6) ** 2)
+        for i, each in enumerate(points)
+    ]
+    found = [pb2(dials, gains, points[:2], ALWAYS, rng(seed)) for seed in range(5)]
+    assert found[2] == pb2(dials, gains[::-1], points[:2], ALWAYS, rng(2))
+    for each in found:
+        assert (LR.share(each), LEAN.share(each)) == pytest.approx((0.3, 0.6), abs=0.2)
+
+
+def test_pb2_finds_whole_numbers_choices_and_words():
+    gains = []
+    for i in range(60):
+        each = drawn(DIALS, rng(10, i))
+        right = (
+            (each["algo.epochs"] == 5) + 2 * (each["algo.rollout"] == 256) + 2 * (each["model.activation"] == "tanh")
+        )
+        gains.append(Gain(each, 100 + i // 6 * 100, float(right)))
+    found = pb2(DIALS, gains, [], ALWAYS, rng())
+    assert found["model.activation"] == "tanh" and (found["algo.rollout"], found["algo.minibatch"]) == (256, 256)
+    assert type(found["algo.epochs"]) is int
+
+
+def test_pb2_takes_equal_gains_and_equal_settings():
+    same = [Gain({"algo.lr": 1e-3}, 100 * i, 2.0) for i in range(20)]
+    assert 1e-5 <= pb2([LR], same, [{"algo.lr": 1e-3}] * 3, ALWAYS, rng())["algo.lr"] <= 1e-1
+
+
+PERIODS, SIZE = 25, 5
+TUNED = (LR, Number("algo.clip", 0.05, 0.5))
+
+
+def away(settings, time, phase):
+    """How far settings are from an optimum that goes round in 80 periods."""
+    angle = 2 * math.pi * time / 80 + phase
+    best = (0.35 + 0.3 * math.sin(angle), 0.55 + 0.25 * math.cos(angle))
+    return math.dist([dial.share(settings) for dial in TUNED], best)
+
+
+def trained(seed, guided):
+    """A population that learns the faster the nearer it is to the optimum, from scores far below zero on. How far the
+    best and all of them were from it in the last five periods, and the best score."""
+    rules = Rules(period=100, start=100, gap=0.0, relative_gap=0.0, rate=1.0, factors=(1.1, 2.0))
+    draws, noise = rng(11, seed), rng(12, seed)
+    phase = draws.uniform(0, 2 * math.pi)
+    settings = [drawn(TUNED, draws) for _ in range(SIZE)]
+    scores, gains, far = [-100.0] * SIZE, [], []
+    for time in range(1, PERIODS + 1):
+        for i in range(SIZE):
+            gain = math.exp(-(away(settings[i], time, phase) ** 2) / (2 * 0.2**2)) + 0.03 * noise.normal()
+            gains.append(Gain(settings[i], 100 * time, gain))
+            scores[i] += gain
+        found = members(*scores, env_steps=100 * time, decided=100 * (time - 1))
+        apart = [away(each, time, phase) for each in settings]
+        far.append((apart[rank(found)[0].number], np.mean(apart)))
+        for i, source in replacements(rules, found, draws).items():
+            scores[i] = scores[source]
+            others = settings[:i] + settings[i + 1 :]
+            settings[i] = (
+                pb2(TUNED, gains, others, rules, draws) if guided else perturbed(TUNED, settings[source], rules, draws)
+            )
+    return (*np.mean(far[-5:], axis=0), -max(scores))
+
+
+def test_pb2_ends_nearer_the_optimum_than_random_perturbation():
+    guided, random = (np.array([trained(seed, each) for seed in range(20)]) for each in (True, False))
+    best, all_of_them, score = (guided < random).sum(axis=0)
+    assert min(best, all_of_them, score) >= 16, (best, all_of_them, score)
+    assert guided[:, 0].mean() < 0.7 * random[:, 0].mean()
+
+
+# ------------------------------------------------------------------------------------------------ lineage
+
+
+def exploit(member, source, at, source_at, after, counts_from=None):
+    return Exploit(member, source, at, source_at, source_at if counts_from is None else counts_from, {}, {"lr": after})
+
+
+FIRST = {0: {"lr": 0.0}, 1: {"lr": 1.0}, 2: {"lr": 2.0}}
+
+
+def test_a_schedule_by_hand():
+    made = [exploit(1, 0, 90, 100, 10.0), exploit(2, 1, 200, 150, 20.0), exploit(1, 0, 300, 310, 11.0)]
+    assert schedule(0, made, FIRST) == [(0, {"lr": 0.0})]
+    assert schedule(1, made, FIRST) == [(0, {"lr": 0.0}), (310, {"lr": 11.0})]
+    assert schedule(2, made, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 10.0}), (150, {"lr": 20.0})]
+    assert schedule(2, [], FIRST) == [(0, {"lr": 2.0})]
+
+
+def test_a_schedule_counts_what_the_weights_saw():
+    own = [exploit(1, 0, 90, 100, 10.0, counts_from=90), exploit(2, 1, 200, 150, 20.0, counts_from=200)]
+    assert schedule(2, own, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 10.0}), (160, {"lr": 20.0})]
+
+
+def test_a_copy_of_what_was_written_before_the_source_changed():
+    made = [exploit(0, 0, 100, 100, 5.0), exploit(1, 0, 90, 100, 10.0), exploit(2, 0, 90, 80, 20.0)]
+    assert schedule(0, made, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 5.0})]
+    assert schedule(1, made, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 10.0})]
+    assert schedule(2, made, FIRST) == [(0, {"lr": 0.0}), (80, {"lr": 20.0})]
+
+
+def test_an_exploit_survives_being_written_down():
+    one = exploit(1, 0, 90, 100, 10.0)
+    assert Exploit(**asdict(one)) == one
+
+
+@pytest.mark.parametrize("copied_along", [True, False], ids=["source's count", "own count"])
+def test_replaying_the_schedule_alone_gives_the_same_weights(copied_along):
+    """Weights that remember every step's settings in order; members of different speeds, each decided about alone."""
+    for seed in range(count(200)):
+        draws = rng(13, seed)
+        size = int(draws.integers(2, 6))
+        first = {i: drawn(TUNED, draws) for i in range(size)}
+        settings = dict(first)
+        counts = [0] * size
+        weights_of = [0.0] * size
+        seen = [0] * size
+        decided = [0] * size
+        made = []
+        for _ in range(60):
+            i = int(draws.integers(size))
+            for _ in range(int(draws.integers(1, 8))):
+                weights_of[i] = step(weights_of[i], settings[i])
+                counts[i], seen[i] = counts[i] + 1, seen[i] + 1
+            now = [Member(j, counts[j], weights_of[j] or None, decided[j]) for j in range(size)]
+            source = source_for(Rules(period=5, start=5, replace=0.5, relative_gap=0.0), now, i, draws)
+            if source is not None:
+                after = perturbed(TUNED, settings[source], ALWAYS, draws)
+                own = counts[source] if copied_along else counts[i]
+                made.append(Exploit(i, source, counts[i], counts[source], own, settings[i], after))
+                settings[i], weights_of[i], seen[i] = after, weights_of[source], seen[source]
+                counts[i] = decided[i] = own
+        assert made
+        for member in range(size):
+            plan = schedule(member, made, first)
+            assert plan[0][0] == 0 and [at for at, _ in plan] == sorted({at for at, _ in plan})
+            alone = 0.0
+            for done in range(seen[member]):
+                alone = step(alone, next(each for at, each in reversed(plan) if at <= done))
+            assert alone == weights_of[member]
+            assert plan[-1][1] == settings[member]
+
+
+def step(weight, settings):
+    return 0.9 * weight + math.sin(1e4 * settings["algo.lr"]) + settings["algo.clip"]
