@@ -58,6 +58,7 @@ GOALS = {
         450,
         [
             "engine.runners=0",
+            "algo.rollout=128",
             "algo.options={lr: 1e-3, train_batch_size_per_learner: 1024, minibatch_size: 256, num_epochs: 6}",
         ],
     ),

@@ -5,6 +5,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.engines.rllib.options import option_problems
+from tiltyard.engines.rllib.task import Task
 from tiltyard.engines.rllib.translate import (
     REFUSED,
     TRANSLATED,
@@ -15,6 +16,7 @@ from tiltyard.engines.rllib.translate import (
     runners,
     schedule,
 )
+from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, UseError
 
 ALGOS = ("ppo", "impala", "appo", "dqn", "sac", "rllib:PPO", "rllib:TQC")
@@ -66,16 +68,19 @@ def test_what_is_refused_is_named_with_its_reason(algo, override, named):
 
 def test_options_of_rllibs_own_are_judged_before_anything_starts():
     def said(algo: str, **options: object) -> list[str]:
-        settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}).algo
-        return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(settings)]
+        settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}, engine={"runners": 1})
+        task = Task(settings, probe(settings.env, base=(), previous=False), ())
+        return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(task)]
 
     assert said("rllib:PPO", lr=1e-4, num_epochs=3) == []
     assert said("rllib:DQN", num_epoch=3, model={}) == [
         "algo.options.num_epoch: is no option of rllib:DQN did you mean 'num_epochs'?",
         "algo.options.model: cannot be set: the net is `model`'s leave it out",
     ]
-    (refused,) = said("rllib:PPO", train_batch_size_per_learner=64, minibatch_size=128)
+    (refused,) = said("rllib:PPO", train_batch_size_per_learner=400, minibatch_size=500)
     assert refused.startswith("algo.options: RLlib refuses them: ") and "minibatch_size" in refused
+    (refused,) = said("rllib:PPO", train_batch_size_per_learner=1024, minibatch_size=128)
+    assert "algo.rollout" in refused and "to a value of 128" in refused  # 50 x 8 envs never make 1,024
 
 
 def test_a2c_is_refused():

@@ -45,7 +45,7 @@ def check_rllib(experiment: Experiment, spec: EnvSpec) -> None:
     if isinstance(experiment.algo, Named):
         from tiltyard.engines.rllib.options import option_problems
 
-        found += option_problems(experiment.algo)
+        found += option_problems(Task(experiment, spec, ()))
     if found:
         raise ConfigError(found)
 

@@ -8,10 +8,12 @@ from inspect import signature
 from typing import Any
 
 from tiltyard.config.algos import Named
-from tiltyard.engines.rllib.build import CONFIGS, rllibs_name
+from tiltyard.engines.rllib.build import CONFIGS, configured, rllibs_name
+from tiltyard.engines.rllib.task import Task
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import short
 
+LENGTH = "rollout_fragment_length"  # RLlib's name of what is algo.rollout here
 OURS = {
     **dict.fromkeys(("model", "policy_model_config", "q_model_config", "hiddens"), "the net is `model`'s"),
     **dict.fromkeys(("learner_class", "learner_connector", "learner_config_dict"), "the learner is ours"),
@@ -23,8 +25,10 @@ OURS = {
 }
 
 
-def option_problems(algo: Named) -> Iterator[Problem]:
-    """Options that RLlib does not take, or that are decided here."""
+def option_problems(task: Task) -> Iterator[Problem]:
+    """Options that RLlib does not take, that are decided here, or that do not go with the other settings."""
+    algo = task.experiment.algo
+    assert isinstance(algo, Named)
     config, wrong = CONFIGS[rllibs_name(algo)](), False
     known = {name for kind in type(config).__mro__ for name in _keywords(vars(kind).get("training"))} - OURS.keys()
     for name, value in algo.options.items():
@@ -36,9 +40,11 @@ def option_problems(algo: Named) -> Iterator[Problem]:
     if not wrong:
         logging.disable(logging.WARNING)  # RLlib says which of its two ways of working it takes
         try:
-            config.training(**algo.options).validate()
+            config = configured(task)
+            config.validate()
         except (ValueError, TypeError, AssertionError) as error:
-            said = " ".join(str(error).split())[:300]
+            said = " ".join(str(error).partition("To suppress")[0].split())
+            said = said.replace(LENGTH, "algo.rollout").replace("to 'auto' OR ", "")
             yield Problem("algo.options", short(algo.options), f"RLlib refuses them: {said}", "see RLlib's own pages")
         finally:
             logging.disable(logging.NOTSET)
