@@ -62,7 +62,16 @@ GOALS = {
             "algo.options={lr: 1e-3, train_batch_size_per_learner: 1024, minibatch_size: 256, num_epochs: 6}",
         ],
     ),
-    "rllib:TQC": ("Pendulum-v1", -200, ["engine.runners=0", "engine.envs=1", "eval.every=1000"]),
+    "rllib:TQC": (
+        "Pendulum-v1",
+        -200,
+        [
+            "engine.runners=0",
+            "engine.envs=1",
+            "eval.every=1000",
+            "algo.options={actor_lr: 3e-4, replay_buffer_config: {type: EpisodeReplayBuffer, capacity: 100000}}",
+        ],
+    ),
 }
 QUICK = ("ppo", "impala")
 
