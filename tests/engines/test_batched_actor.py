@@ -196,7 +196,8 @@ def test_a_worker_that_is_killed_is_replaced_and_nobody_gets_the_answer_of_anoth
         engine.step()
         for kills in range(1, 1 + count(long=40)):
             worker = int(rng.integers(2))
-            pid = engine.pool.members[worker].pid
+            while (pid := engine.pool.members[worker].pid) is None:  # the one before it is still being replaced
+                engine.step()
             before, net = engine.progress.env_steps, copy.deepcopy(engine.learner.net)
             with asked_in_vain(engine, [0, 1]):
                 os.kill(pid, signal.SIGKILL)
