@@ -159,11 +159,11 @@ def test_two_jobs_at_once_one_per_seed(tiltyard: Command, cluster: Cluster, runs
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
-    before = cluster.ask("squeue", "-h", "-t", "all", "-o", "%i")
+    before = set(cluster.ask("squeue", "-h", "-t", "all", "-o", "%i").split())
     script = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", "--dry-run").stdout
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=CartPole-v1/NNNN-new-run\n")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert not runs.exists() and cluster.ask("squeue", "-h", "-t", "all", "-o", "%i") == before
+    assert not runs.exists() and set(cluster.ask("squeue", "-h", "-t", "all", "-o", "%i").split()) == before
 
 
 @pytest.mark.parametrize(
