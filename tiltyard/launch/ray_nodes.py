@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tiltyard import processes
 from tiltyard.children import die_with
 from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.cluster import (
@@ -226,13 +227,13 @@ class RayNode:
 
     def stop(self) -> None:
         """End this node's share of Ray with everything it has started, keep its logs, remove its folder."""
-        if self.process is not None:
-            below = _below(self.process.pid)
+        if self.process is not None and self.temp is not None:
+            started = {each.pid for each in processes.tree(self.process.pid)}
             if self.process.poll() is None:
                 self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(FAREWELL)
-            for pid in {*below, *_below(self.process.pid), self.process.pid}:
+            for pid in started | {each.pid for each in processes.tree(self.process.pid)}:
                 if _of_ray(pid, self.temp):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -307,27 +308,13 @@ def _gpus() -> int | None:
     return int(given) if given.isdecimal() else None
 
 
-def _below(pid: int) -> set[int]:
-    """Every process that descends from this one."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    wave = {pid}
-    while wave:
-        wave = {child for child, parent in parents.items() if parent in wave} - found
-        found |= wave
-    return found
-
-
-def _of_ray(pid: int, temp: Path | None) -> bool:
+def _of_ray(pid: int, temp: Path) -> bool:
     """Whether the process is still one of this Ray's, and not another that was given its number."""
-    try:
-        told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+    found = processes.read(pid)
+    if found is None:
         return False
-    return b"ray" in told and (temp is None or str(temp).encode() in told)
+    told = " ".join([found.command, *(f"{name}={value}" for name, value in processes.environment(pid).items())])
+    return "ray" in told and str(temp) in told
 
 
 def _tail(path: Path, lines: int = 5) -> str:
