@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
+from tiltyard.config.dimensions import fingerprint
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.run import disk, metrics
 from tiltyard.sweep import search
 from tiltyard.sweep.folder import Trial, find_sweep
 from tiltyard.sweep.results import Group, Row
-from tiltyard.sweep.space import dimensions, draws, fingerprint
+from tiltyard.sweep.space import dimensions, draws
 
 SPACE = {
     "a": {"log": [1e-5, 1e-1]},

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tiltyard.config.dimensions import fingerprint
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.errors import ConfigError
-from tiltyard.sweep.space import dimensions, draws, fingerprint, fixed_points, grid, grid_size
+from tiltyard.sweep.space import dimensions, draws, fixed_points, grid, grid_size
 
 
 def plan(space: dict[str, Any], **more: Any) -> Plan:

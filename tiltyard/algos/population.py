@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiltyard.algos.bandit import Bandit
+from tiltyard.config.dimensions import Choices, Dimension
+from tiltyard.config.populations import PopulationRules
 from tiltyard.errors import UseError
 
 Array = NDArray[Any]
@@ -53,6 +55,14 @@ class Rules:
     """A changed number is multiplied or divided by a factor from here; both are at least 1."""
     resample: float = 0.0
     """A changed setting is drawn anew from its span or choices with this probability."""
+
+
+def rules_of(said: PopulationRules, maximise: bool) -> Rules:
+    """Settings as rules."""
+    low, high = sorted(said.factors)
+    gaps = {"gap": said.gap, "relative_gap": said.relative_gap}
+    moves = {"rate": said.rate, "resample": said.resample}
+    return Rules(said.period, said.start, maximise, said.replace, **gaps, **moves, factors=(low, high))
 
 
 @dataclass(frozen=True)
@@ -238,6 +248,17 @@ class Options:
 
 
 Dial = Number | Options
+
+
+def dials_of(space: Iterable[Dimension]) -> list[Dial]:
+    """The dimensions of a space as what can be moved."""
+    return [_dial(each) for each in space]
+
+
+def _dial(each: Dimension) -> Dial:
+    if isinstance(each, Choices):
+        return Options(each.keys, each.values)
+    return Number(each.key, each.low, each.high, each.log, each.whole)
 
 
 def drawn(dials: Sequence[Dial], rng: np.random.Generator) -> Settings:

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from tiltyard.config.dimensions import Point
 from tiltyard.config.plans import Plan
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.events import log_event
@@ -27,7 +28,7 @@ from tiltyard.sweep.folder import Sweep, Trial, wanted
 from tiltyard.sweep.local import OUTPUT
 from tiltyard.sweep.prepare import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
-from tiltyard.sweep.space import Point, fixed_count, fixed_points
+from tiltyard.sweep.space import fixed_count, fixed_points
 
 PERIOD = 0.2  # seconds between two looks
 JUDGE_PERIOD = 2.0  # seconds between two looks at curves

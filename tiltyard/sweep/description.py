@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import parse_override
 from tiltyard.errors import UseError
-from tiltyard.sweep.space import Point, fingerprint
 
 NAME = "RUN_DESCRIPTION"
 

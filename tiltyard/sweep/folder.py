@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.place import runs_root
 from tiltyard.config.plans import Plan, load_plan
@@ -30,7 +31,6 @@ from tiltyard.run import disk
 from tiltyard.run.lock import seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.status import SWEEP_FOLDER
-from tiltyard.sweep.space import Point, fingerprint
 
 SCHEMA = 1
 PLAN, FACTS, MANIFEST, DECISIONS = "plan.yaml", "sweep.json", "manifest.jsonl", "decisions.jsonl"

@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.dimensions import Span
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.sweep.report import Report, brief, importance, shown
 from tiltyard.sweep.results import Curve, Group, curve
-from tiltyard.sweep.space import Span, dimensions
+from tiltyard.sweep.space import dimensions
 
 _INK, _SOFT, _GRID = "#22262b", "#6b7280", "#e5e7eb"
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")

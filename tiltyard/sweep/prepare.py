@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.dimensions import Choices, Dimension, Point, fingerprint
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import Loaded, load, said
 from tiltyard.config.place import runs_root
@@ -31,7 +32,7 @@ from tiltyard.frozen import copy_plugins
 from tiltyard.run.folder import Run, create
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
-from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint, fixed_count, fixed_points
+from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
 MANY = 10_000
 _SAMPLE = 20  # random draws of a space that are checked before a search that learns begins

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from tiltyard.config.dimensions import Choices, fingerprint
 from tiltyard.config.plans import Plan
 from tiltyard.run.lock import read_owner
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
-from tiltyard.sweep.space import Choices, dimensions, fingerprint, fixed_count
+from tiltyard.sweep.space import dimensions, fixed_count
 
 RESAMPLES = 2000
 BINS = 4

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tiltyard.config.dimensions import Choices, Dimension, Point, fingerprint
 from tiltyard.config.plans import Plan
 from tiltyard.errors import UseError
 from tiltyard.sweep.results import Group
-from tiltyard.sweep.space import Choices, Dimension, Point, dimensions, draws, fingerprint
+from tiltyard.sweep.space import dimensions, draws
 
 STARTUP = 10  # points drawn at random before there is anything to learn from
 _TRIES = 20  # questions before a point that was there already is replaced by a draw

@@ -1,4 +1,4 @@
-"""What a plan varies: each line of `space` as a dimension; grids and random draws of them. Pure.
+"""What a plan varies: each line of `space` as a dimension (config.dimensions); grids and random draws of them. Pure.
 
     algo.lr: {log: [1e-5, 1e-2]}                    a span; {range: ...}, {int: ...}
     algo.gamma: [0.98, 0.99]                        choices
@@ -11,86 +11,16 @@ whoever draws it again draws the same.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from tiltyard.config.dimensions import Choices, Dimension, Point, dimension, fingerprint
 from tiltyard.config.plans import Plan
 from tiltyard.errors import ConfigError, Problem
 from tiltyard.refs import short
 
-Point = dict[str, Any]
-
-_FORMS = "write a list of choices, {range: [a, b]}, {log: [a, b]} or {int: [a, b]}"
 _TRIES = 100  # redraws before a random draw that was there already is taken
-
-
-@dataclass(frozen=True)
-class Choices:
-    """One of several values; with several keys, one value for each of them."""
-
-    keys: tuple[str, ...]
-    values: tuple[tuple[Any, ...], ...]
-
-    def grid(self) -> list[Point]:
-        return [dict(zip(self.keys, value, strict=True)) for value in self.values]
-
-    def draw(self, rng: random.Random) -> Point:
-        return dict(zip(self.keys, rng.choice(self.values), strict=True))
-
-
-@dataclass(frozen=True)
-class Span:
-    """Numbers from low to high, both included; evenly spread, or their logarithms are."""
-
-    key: str
-    low: float
-    high: float
-    log: bool = False
-    whole: bool = False
-    step: float | None = None
-    points: int | None = None
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    def grid(self) -> list[Point]:
-        return [{self.key: value} for value in self.spread()]
-
-    def spread(self) -> list[float]:
-        """The values of a grid; none when there is neither a step nor a number of points."""
-        if self.points is not None:
-            shares = [i / (self.points - 1) for i in range(self.points)]
-            return list(dict.fromkeys(self.at(share) for share in shares))
-        if self.step is None:
-            return []
-        count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-        return [self._rounded(self.low + i * self.step) for i in range(count)]
-
-    def draw(self, rng: random.Random) -> Point:
-        if self.step is not None:
-            return {self.key: rng.choice(self.spread())}
-        if self.whole and not self.log:
-            return {self.key: rng.randint(int(self.low), int(self.high))}
-        return {self.key: self.at(rng.random())}
-
-    def at(self, share: float) -> float:
-        """The value at a share of the way."""
-        if self.log:
-            found = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
-        else:
-            found = self.low + share * (self.high - self.low)
-        return self._rounded(min(max(found, self.low), self.high))
-
-    def _rounded(self, value: float) -> float:
-        return round(value) if self.whole else float(f"{value:.10g}")
-
-
-Dimension = Choices | Span
 
 
 def dimensions(plan: Plan) -> list[Dimension]:
@@ -105,7 +35,7 @@ def dimensions(plan: Plan) -> list[Dimension]:
                 problems.append(Problem(f"space.{line}", "", f"{key} is varied by {taken[key]!r} too", "keep one"))
             taken[key] = line
         try:
-            found.append(_dimension(keys, value, plan.search == "grid"))
+            found.append(dimension(keys, value, plan.search == "grid"))
         except ValueError as error:
             message, hint = error.args
             problems.append(Problem(f"space.{line}", short(value), message, hint))
@@ -127,72 +57,7 @@ def _reserved(keys: Mapping[str, str], plan: Plan) -> list[Problem]:
     return [Problem(f"space.{key}", "", *answers[key]) for key in answers if key in used]
 
 
-def _dimension(keys: tuple[str, ...], value: Any, as_grid: bool) -> Dimension:
-    if not all(keys):
-        raise ValueError("has an empty name", "write dotted names: algo.lr")
-    if isinstance(value, list):
-        return _choices(keys, value)
-    if len(keys) > 1:
-        raise ValueError("settings that change together need a list", "write [[64, 128], [128, 256]]")
-    if not isinstance(value, Mapping):
-        raise ValueError("is neither choices nor a range", _FORMS)
-    span = _span(keys[0], value)
-    if as_grid and not span.spread():
-        raise ValueError("has no end of values, and this is a grid", "give points: 5 or a step, or set search: random")
-    return span
-
-
-def _choices(keys: tuple[str, ...], value: list[Any]) -> Choices:
-    if not value:
-        raise ValueError("has no choice", "write at least one value")
-    if len(keys) == 1:
-        rows = [(each,) for each in value]
-    else:
-        wrong = [each for each in value if not isinstance(each, list) or len(each) != len(keys)]
-        if wrong:
-            raise ValueError(
-                f"{short(wrong[0])} is not one value for each of {len(keys)} settings", "write [[64, 128], [128, 256]]"
-            )
-        rows = [tuple(each) for each in value]
-    if len({fingerprint(row) for row in rows}) != len(rows):
-        raise ValueError("names a choice twice", "each choice is tried once")
-    return Choices(keys, tuple(rows))
-
-
-def _span(key: str, value: Mapping[str, Any]) -> Span:
-    unknown = sorted(set(value) - {"range", "log", "int", "step", "points"})
-    if unknown:
-        raise ValueError(f"has no {unknown[0]!r}", _FORMS)
-    named = [name for name in ("range", "log", "int") if isinstance(value.get(name), list)]
-    if len(named) != 1 or not isinstance(value.get("log", False), bool | list):
-        raise ValueError("is neither choices nor one range", _FORMS)
-    bounds, log, whole = value[named[0]], bool(value.get("log")), named[0] == "int"
-    if len(bounds) != 2 or not all(_is_number(each) for each in bounds) or not bounds[0] < bounds[1]:
-        raise ValueError("needs two numbers, the smaller first", "write [1e-5, 1e-2]")
-    if whole and any(each != int(each) for each in bounds):
-        raise ValueError("needs whole numbers", "write {int: [1, 8]}")
-    if log and bounds[0] <= 0:
-        raise ValueError("has a logarithm, and begins at or below 0", "begin above 0")
-    step, points = value.get("step"), value.get("points")
-    if whole and step is None and points is None and not log:
-        step = 1
-    if step is not None and (log or points is not None or not _is_number(step) or step <= 0):
-        raise ValueError("has a step that is no positive number, or one beside log or points", "step: 0.1")
-    if points is not None and (type(points) is not int or not 2 <= points <= 100_000):
-        raise ValueError("has points that are no whole number from 2", "points: 5")
-    return Span(key, bounds[0], bounds[1], log, whole, step, points)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 # ------------------------------------------------------------------------------------------------ points
-
-
-def fingerprint(value: Any) -> str:
-    """Equal for equal values, whatever the order of their keys."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def grid_size(found: Sequence[Dimension]) -> int:
