@@ -266,6 +266,13 @@ def drawn(dials: Sequence[Dial], rng: np.random.Generator) -> Settings:
     return _settings_at(_bounded(dials), rng.random(len(dials)))
 
 
+def spread(dials: Sequence[Dial], count: int, rng: np.random.Generator) -> list[Settings]:
+    """What so many members begin with: a Latin hypercube, in which each part of every span is somebody's."""
+    _bounded(dials)
+    shares = np.array([(rng.permutation(count) + rng.random(count)) / count for _ in dials]).reshape(len(dials), count)
+    return [_settings_at(dials, shares[:, i]) for i in range(count)]
+
+
 def perturbed(dials: Sequence[Dial], settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
     """The settings with some of them moved. What no dial is for stays as it is."""
     made = dict(settings)
