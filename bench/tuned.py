@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import Candidates, Point, own_point
 from tiltyard.engines.plan import topology
-from tiltyard.engines.tuning import tune
+from tiltyard.engines.tuning import kept_settings, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.frozen import copy_plugins
@@ -32,10 +33,15 @@ from tiltyard.machine import usable_cores
 from tiltyard.types import EnvSpec
 
 BENCH = Path(__file__).resolve().parent
-TASKS = {
-    "cartpole": ("CartPole-v1", []),
-    "sleep": (f"{BENCH / 'sleeper.py'}:Sleeper", ["engine.envs=8", "algo.rollout=32", "algo.minibatch=64"]),
-    "pong": ("atari:pong", ["use=[atari-fast]"]),
+# As in a file: what the command line sets, `tune` leaves as it is.
+TASKS: dict[str, dict[str, Any]] = {
+    "cartpole": {"env": "CartPole-v1"},
+    "sleep": {
+        "env": f"{BENCH / 'sleeper.py'}:Sleeper",
+        "engine": {"envs": 8},
+        "algo": {"rollout": 32, "minibatch": 64},
+    },
+    "pong": {"env": "atari:pong", "use": ["atari-fast"]},
 }
 BEST = 4  # points of the grid that are measured again
 TURNS = 5  # of the three that meet at the end
@@ -52,8 +58,7 @@ def main() -> None:
 
 
 def compare(task: str, seconds: float, budget: float) -> None:
-    name, settings = TASKS[task]
-    loaded = load(name, settings)
+    loaded = load(TASKS[task])
     experiment = loaded.experiment
     spec = probe(experiment.env, base=loaded.base, previous=False)
     own = own_point(experiment, topology(experiment, spec).workers)
@@ -61,12 +66,13 @@ def compare(task: str, seconds: float, budget: float) -> None:
     def speed(point: Point, seconds: float) -> float:
         return measure(point, seconds, experiment, spec, loaded.base)
 
-    points = [own, *grid(Candidates(experiment, own, (), usable_cores()), own)]
+    points = [own, *grid(Candidates(experiment, own, kept_settings(loaded), usable_cores()), own)]
     began = time.monotonic()
     found = {point: speed(point, seconds) for point in points}
     first = sorted(found, key=lambda point: -found[point])[:BEST]
     best = max(first, key=lambda point: speed(point, 3 * seconds))
-    print(f"{task}: a grid of {len(points)} points in {time.monotonic() - began:.0f} s; best: {' '.join(best.words())}")
+    took = f"{len(points)} points in {time.monotonic() - began:.0f} s"
+    print(f"{task}: a grid of {took}; best: {' '.join(best.words())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, budget)
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.words)}")

@@ -113,3 +113,14 @@ def test_what_is_kept_is_not_tried_otherwise() -> None:
         assert len(found) > 1
     assert not around().allows(replace(around().own, workers=3))  # 8 envs cannot be shared by 3
     assert not around().allows(replace(around().own, mode="async"))  # needs workers
+
+
+def test_workers_beyond_the_envs_bring_envs_along() -> None:
+    """Else a climb ends at as many workers as there are envs, and envs that wait are stepped one after another."""
+    candidates = around("engine.envs=8", "algo.rollout=32", "algo.minibatch=64", workers=8)
+    same, other = candidates.more_workers(candidates.own)
+    assert (same.workers, same.envs, same.rollout, same.mode) == (16, 16, 16, "sync")
+    assert other == replace(same, mode="async")
+    widest = candidates.more_workers(same)[0]
+    assert (widest.workers, widest.envs, widest.rollout) == (32, 32, 16)  # a shorter rollout is not allowed
+    assert not around("engine.envs=8", kept=("engine.envs",), workers=8).more_workers(candidates.own)

@@ -79,9 +79,16 @@ class Candidates:
             yield from ((0, "sync"), (max(1, cores - 1), "async"), (cores, "sync"), (cores, "async"))
 
     def more_workers(self, point: Point) -> list[Point]:
-        """Twice the workers, for envs that wait rather than compute."""
+        """Twice the workers with envs for all of them, in either mode: for envs that wait rather than compute."""
         twice = 2 * point.workers
-        return self._allowed([replace(point, workers=twice)] if 0 < twice <= PER_CORE * self.cores else [])
+        if not 0 < twice <= PER_CORE * self.cores:
+            return []
+        wider = replace(point, workers=twice)
+        if twice > point.envs:
+            batch = self.own.envs * self.own.rollout
+            same, larger = batch // twice, FACTOR * batch // twice
+            wider = replace(wider, envs=twice, rollout=same if same >= SHORTEST else int(larger))
+        return self._allowed([wider, replace(wider, mode="sync" if point.mode == "async" else "async")])
 
     def sizes(self, point: Point) -> list[Point]:
         """Other numbers of envs and lengths of rollouts with the same processes, closest batch first."""

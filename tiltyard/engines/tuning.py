@@ -92,15 +92,12 @@ def tune(
     seconds: float,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Tuned:
-    """Measure and choose within about that time. What the command line sets stays; the mode, if anybody set it."""
+    """Measure and choose within about that time."""
     experiment = copies.named_in(loaded.experiment)
     if experiment.engine.kind == "rllib":
         raise UseError("engine.kind = rllib cannot be tuned: its processes may be anywhere", "set engine.kind=local")
     base = (copies.folder,) if copies.ids else loaded.base
-    kept = [name for name in TUNED if loaded.origins.get(name) == COMMAND_LINE]
-    kept += [] if loaded.origins.get("engine.mode") == "default" else ["engine.mode"]
-    if experiment.engine.kind == "serial":  # one process, whatever it is told
-        kept = list(dict.fromkeys([*kept, "engine.workers", "engine.mode"]))
+    kept = kept_settings(loaded)
     began = time.monotonic()
     threads = torch.get_num_threads()
     field_ = _Field(experiment, spec, base, began, seconds, say)
@@ -113,6 +110,14 @@ def tune(
     found = {trial.point: trial for trial in trials}
     chosen_experiment = chosen.applied(loaded.experiment)
     return Tuned(chosen_experiment, trials, found[own], found[chosen], kept, time.monotonic() - began)
+
+
+def kept_settings(loaded: Loaded) -> list[str]:
+    """Names of the settings that stay as they are: those of the command line, and the mode, if anybody set it."""
+    kept = [name for name in TUNED if loaded.origins.get(name) == COMMAND_LINE]
+    kept += [] if loaded.origins.get("engine.mode") == "default" else ["engine.mode"]
+    serial = loaded.experiment.engine.kind == "serial"  # one process, whatever it is told
+    return list(dict.fromkeys([*kept, "engine.workers", "engine.mode"])) if serial else kept
 
 
 def _search(field_: _Field, kept: Sequence[str]) -> tuple[Point, Point]:
@@ -132,7 +137,7 @@ def _search(field_: _Field, kept: Sequence[str]) -> tuple[Point, Point]:
 
 
 def _climb(field_: _Field, around: Candidates, best: Point, until: float) -> Point:
-    """Twice the workers, for as long as that helps: where envs wait for something else than a core."""
+    """More workers, for as long as that helps: where envs wait for something else than a core."""
     while field_.entries[best].is_starved and (more := around.more_workers(best)):
         found = field_.race(best, more, until)
         if found == best:
