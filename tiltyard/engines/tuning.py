@@ -36,6 +36,7 @@ TURN = 1 / 80  # of the time there is: the first turn of a candidate
 SHORTEST_TURN = 0.1  # seconds
 TURNS = 3  # of the last two in a race
 MARGIN = 1.03  # how much faster something must be to be taken
+CLEAR = 1.2  # how much faster in its first turn to be taken at once
 DRAIN = 2  # updates that asynchronous workers can have ready from before
 PAUSE = 1.0  # seconds at most until they have come to rest
 LAST_DUEL = 0.9  # of the time: when the best and the own meet again
@@ -139,7 +140,7 @@ def _search(field_: _Field, kept: Sequence[str]) -> tuple[Point, Point]:
 def _climb(field_: _Field, around: Candidates, best: Point, until: float) -> Point:
     """More workers, for as long as that helps: where envs wait for something else than a core."""
     while field_.entries[best].is_starved and (more := around.more_workers(best)):
-        found = field_.race(best, more, until)
+        found = field_.leap(best, more, until)
         if found == best:
             break
         best = found
@@ -229,6 +230,16 @@ class _Field:
         won = fastest if fastest.speed > MARGIN * first.speed else first
         self._leave([entry for entry in alive if entry is not won and entry.point != self._own])
         return won.point
+
+    def leap(self, holder: Point, rivals: Sequence[Point], until: float) -> Point:
+        """As a race, but a rival whose first turn leaves no doubt has won: many steps of a climb are such."""
+        up = [rival for rival in rivals if (self.used() < until or self._is_up(rival)) and self.enter(rival)]
+        fastest = max((self.entries[rival] for rival in up), key=lambda entry: entry.speed, default=None)
+        if fastest is None or fastest.speed < CLEAR * self.entries[holder].speed:
+            return self.race(holder, up, until)
+        losers = [self.entries[point] for point in (holder, *up) if point not in (fastest.point, self._own)]
+        self._leave(losers)
+        return fastest.point
 
     def _is_up(self, point: Point) -> bool:
         return point in self.entries and self.entries[point].engine is not None
