@@ -1,6 +1,6 @@
 """Rules of the house, checked on the syntax tree of every module: what is never called, who may import whom.
 
-    7 cli testing   6 launch doctor sweep   5 start training evaluation   4 engines   3 envs models algos data   2 run track   1 config refs   0 types errors
+    7 cli testing   6 launch doctor sweep   5 start training selection evaluation   4 engines   3 envs models algos data   2 run track   1 config refs   0 types errors
 
 Imports point down or stay on their floor, inside functions and under TYPE_CHECKING too.
 """
@@ -147,7 +147,7 @@ FLOORS = {
     2: ("run", "track", "machine", "signals", "children", "processes"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
-    5: ("start", "training", "attempt", "ledger", "evaluation", "sampling"),
+    5: ("start", "training", "attempt", "ledger", "selection", "standing", "evaluation", "sampling"),
     6: ("launch", "doctor", "sweep"),
     7: ("cli", "testing", "__init__", "__main__"),
 }

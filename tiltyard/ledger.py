@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Save
+from tiltyard.config.experiment import Experiment, Member, Save
 from tiltyard.types import Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of
@@ -27,12 +27,16 @@ class Ledger:
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     extras: dict[str, deque[float]] = field(default_factory=dict)
     policies: dict[str, deque[float]] = field(default_factory=dict)
+    alone: dict[str, deque[float]] = field(default_factory=dict)
+    """NAME/METRIC: what the env reported at the ends of episodes that one of several policies played alone"""
     latest: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     best: float | None = None
     saved: Progress = field(default_factory=Progress)
     unrecorded: dict[str, float] | None = None
     """what the update before an evaluation gave, until both are one record: a checkpoint in between takes it along"""
+    selection: Tree = None
+    """how the policies of a population stand"""
 
     def absorb(self, report: Report) -> dict[str, float]:
         """The record's metrics after an engine step."""
@@ -43,6 +47,8 @@ class Ledger:
                 self.extras.setdefault(name, deque(maxlen=WINDOW)).append(value)
             for name, value in episode.returns.items():
                 self.policies.setdefault(name, deque(maxlen=WINDOW)).append(value)
+                for metric, number in episode.metrics.items() if len(episode.returns) == 1 else ():
+                    self.alone.setdefault(f"{name}/{metric}", deque(maxlen=WINDOW)).append(number)
         found = dict(report.metrics)
         if self.returns:
             found["train/return"] = sum(self.returns) / len(self.returns)
@@ -50,8 +56,16 @@ class Ledger:
             found["train/length"] = sum(self.lengths) / len(self.lengths)
         found |= {f"episode/{name}": sum(values) / len(values) for name, values in self.extras.items()}
         found |= {f"policy/{name}/return": sum(values) / len(values) for name, values in self.policies.items()}
+        for key, values in self.alone.items():
+            name, _, metric = key.partition("/")
+            found[f"policy/{name}/episode/{metric}"] = sum(values) / len(values)
         self.latest |= found
         return found
+
+    def forget(self, policy: str) -> None:
+        """What a policy has reached in its episodes: it is another one now."""
+        self.policies.pop(policy, None)
+        self.alone = {key: values for key, values in self.alone.items() if not key.startswith(f"{policy}/")}
 
     @property
     def train_return(self) -> float | None:
@@ -79,12 +93,12 @@ class Ledger:
         return env_steps if self.unrecorded is None else env_steps - 1
 
     def dump(self) -> Tree:
-        lists, policies = (
-            {name: list(values) for name, values in windows.items()} for windows in (self.extras, self.policies)
-        )
-        plain = {"returns": list(self.returns), "lengths": list(self.lengths), "extras": lists, "policies": policies}
+        windows = {"extras": self.extras, "policies": self.policies, "alone": self.alone}
+        lists = {what: {name: list(values) for name, values in each.items()} for what, each in windows.items()}
+        plain = {"returns": list(self.returns), "lengths": list(self.lengths), **lists}
         kept = {"latest": self.latest, "evaluated_at": self.evaluated_at, "best": self.best}
-        return {**plain, **kept, "saved": asdict(self.saved), "unrecorded": self.unrecorded}
+        waiting = {"unrecorded": self.unrecorded, "selection": self.selection}
+        return {**plain, **kept, **waiting, "saved": asdict(self.saved)}
 
     @staticmethod
     def read(tree: Tree, now: Experiment) -> Ledger:
@@ -102,20 +116,22 @@ class Ledger:
 
     @staticmethod
     def _read(tree: Tree) -> Ledger:
-        extras, policies = (
+        extras, policies, alone = (
             {name: deque(values, maxlen=WINDOW) for name, values in tree.get(windows, {}).items()}
-            for windows in ("extras", "policies")
+            for windows in ("extras", "policies", "alone")
         )
         return Ledger(
             deque(tree["returns"], maxlen=WINDOW),
             deque(tree["lengths"], maxlen=WINDOW),
             extras,
             policies,
+            alone,
             dict(tree["latest"]),
             tree["evaluated_at"],
             tree["best"],
             Progress(**tree["saved"]),
             tree.get("unrecorded"),
+            tree.get("selection"),
         )
 
 
@@ -123,13 +139,17 @@ def terms(experiment: Experiment) -> dict[str, Any]:
     """What the numbers of a ledger depend on: the env, how it is measured, who plays, and what counts as best."""
     measured = experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"})
     if experiment.policies or experiment.match:  # older checkpoints do not say
-        players = {name: member.from_ for name, member in experiment.cast.items()}
+        players = {name: member.from_ or _past(member) for name, member in experiment.cast.items()}
         measured |= {"policies": players, "match": experiment.match}
     return {
         "episodes": experiment.env.episode_digest(),
         "eval": measured,
         "score": {"metric": experiment.save.metric, "mode": experiment.save.mode},
     }
+
+
+def _past(member: Member) -> dict[str, Any] | None:
+    return None if member.past is None else member.past.model_dump(mode="json")
 
 
 class Stopwatch:

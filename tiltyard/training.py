@@ -37,6 +37,7 @@ from tiltyard.refs import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
+from tiltyard.selection import selection_of
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
@@ -114,12 +115,15 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
         record(attempt, ledger.unrecorded)
         ledger.unrecorded = None
 
+    selection = selection_of(attempt)
     while reason is None and whole and not signals.asked:
         before = attempt.progress
         report = engine.step()
         lock.check()
         progress = attempt.progress = report.progress
         found = ledger.absorb(report)
+        if selection is not None:
+            selection.turn(found)
         watch.add(report.time_split)
         for sentence in report.events:
             attempt.say("warning", sentence)

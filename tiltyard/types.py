@@ -163,11 +163,16 @@ class Rollout:
         """A view of some rows."""
         return self._columns(slice(first, end))
 
-    def played_by(self, place: int) -> Rollout | None:
-        """What one of several policies decided: copies of the rows that it played, valid where it did; None if none."""
+    def played_by(self, place: int, since: int = 0) -> Rollout | None:
+        """What one of several policies decided: copies of the rows that it played, valid where it did; None if none.
+
+        What weights of a version before `since` decided was decided by somebody else.
+        """
         if self.policy is None:
             return self
         own = self.valid & (self.policy == place)
+        if since:
+            own &= self.policy_version >= since
         rows = own.any(0).nonzero()[0]
         if not len(rows):
             return None
@@ -283,7 +288,11 @@ class Engine(Protocol):
         """A copy of a policy's learning state, of the first one's if none is named; cheap."""
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        """Between steps: take over weights and change settings; returns the values now in force."""
+        """Between steps: take over weights and change settings; returns the values now in force. What the policy
+        decided with its former weights is not learned from any more."""
+
+    def past(self) -> dict[str, dict[int, Arrays]]:
+        """A copy of the past versions of policies, by the name of their pool and their env step."""
 
     def close(self) -> None:
         """End every process and handle the engine opened."""

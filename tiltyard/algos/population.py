@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiltyard.algos.bandit import Bandit
-from tiltyard.config.dimensions import Choices, Dimension
+from tiltyard.config.dimensions import Choices, Dimension, dimension
 from tiltyard.config.populations import PopulationRules
 from tiltyard.errors import UseError
 
@@ -253,6 +253,11 @@ Dial = Number | Options
 def dials_of(space: Iterable[Dimension]) -> list[Dial]:
     """The dimensions of a space as what can be moved."""
     return [_dial(each) for each in space]
+
+
+def dials_in(space: Mapping[str, Any]) -> list[Dial]:
+    """The same of a space as it is written: a line for each setting, or for several that change together."""
+    return dials_of(dimension(tuple(part.strip() for part in line.split(",")), value) for line, value in space.items())
 
 
 def _dial(each: Dimension) -> Dial:

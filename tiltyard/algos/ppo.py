@@ -223,7 +223,7 @@ class Ppo:
     def _ratios(self, rollout: Rollout) -> Array:
         """[T, B]: how much likelier the actions are under the current policy than under the one that acted."""
         nothing = np.zeros_like(rollout.reward)
-        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing, nothing))
+        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing, nothing, whole=True))
         length, rows = rollout.reward.shape
         return np.exp(log_ratio).reshape(self.bptt, -1, rows).swapaxes(0, 1).reshape(length, rows)
 
@@ -243,13 +243,19 @@ class Ppo:
 
     # ------------------------------------------------------------------------------------------ minibatches
 
-    def _chunks(self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array) -> Chunks:
-        """[T, B, ...] -> [bptt, T / bptt * B, ...]: chunk c of row b becomes column c * B + b."""
+    def _chunks(
+        self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array, *, whole: bool = False
+    ) -> Chunks:
+        """[T, B, ...] -> [bptt, T / bptt * B, ...]: chunk c of row b becomes column c * B + b. Without memory, steps
+        that are not valid are left out, unless it is to be the `whole`."""
         device = self.net.log_std.device
+        every = bool(rollout.valid.all())
+        single = None if every or whole or self.net.recurrent else np.flatnonzero(rollout.valid)
 
         def cut(x: Array) -> Array:
             if self.bptt == 1:
-                return x.reshape(1, -1, *x.shape[2:])
+                flat = x.reshape(1, -1, *x.shape[2:])
+                return flat if single is None else flat.take(single, 1)
             return x.reshape(-1, self.bptt, *x.shape[1:]).swapaxes(0, 1).reshape(self.bptt, -1, *x.shape[2:])
 
         numbers = (rollout.log_prob, advantage, self.net.normalise_value(returns), outputs)
@@ -260,7 +266,7 @@ class Ppo:
             None if rollout.mask is None else cut(rollout.mask),
             cut(rollout.action),
             np.stack([cut(x) for x in numbers], dtype=np.float32),
-            None if rollout.valid.all() else cut(rollout.valid).astype(np.float32),
+            None if every or single is not None else cut(rollout.valid).astype(np.float32),
         )
 
     def _minibatches(self, chunks: Chunks) -> Iterator[Array]:

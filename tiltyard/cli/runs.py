@@ -121,6 +121,7 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
     _add_root(parser)
     _add_json(parser)
     parser.add_argument("--events", action="store_true", help="what happened to it, one sentence per line")
+    parser.add_argument("--lineage", action="store_true", help="of a population: who became a copy of whom, with what")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into a picture")
 
 
@@ -141,6 +142,13 @@ def run_show(args: argparse.Namespace) -> int:
                 f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events
             ]
             sys.stdout.write("".join(text.clean(line) + "\n" for line in lines))
+        return EXIT_DONE
+    if args.lineage:
+        from tiltyard.cli.summary import lineage_text
+        from tiltyard.standing import lineage
+
+        found = lineage(run)
+        _write_json(found) if args.json else sys.stdout.write(lineage_text(found))
         return EXIT_DONE
     from tiltyard.cli.summary import facts_of, summary
 

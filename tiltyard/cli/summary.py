@@ -142,3 +142,26 @@ def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tup
         words += ["newest"] if number == len(kept) - 1 else []
         rows.append(("" if number else "checkpoints", f"{one['env_steps']:>13,}  {', '.join(words)}"))
     return rows
+
+
+def lineage_text(found: dict[str, Any]) -> str:
+    """The policies of a population, what each went through, and every copy that was made."""
+    rows = [
+        [name, text.count(each["env_steps"]), text.number(each["score"]), _stretches(each["schedule"])]
+        for name, each in found["policies"].items()
+    ]
+    copies = [
+        f"{each['member']} became a copy of {each['source']} at env step {each['env_steps']:,} of its own "
+        f"and {each['source_env_steps']:,} of the other's, then {_settings(each['after'])}"
+        for each in found["exploits"]
+    ]
+    head = ("policy", "env steps", "score", "settings, from which env step of what it is a copy of on")
+    return text.table(head, rows, right=(1, 2)) + "".join(f"{text.clean(line)}\n" for line in copies)
+
+
+def _stretches(schedule: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{each['from']:,}: {_settings(each['settings'])}" for each in schedule)
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {text.number(value)}" for key, value in settings.items())

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from tiltyard.config.algos import ONLY_RLLIB, KlAdaptive, Linear, Piecewise, Ppo, family
+from tiltyard.config.algos import ONLY_RLLIB, Changes, KlAdaptive, Linear, Piecewise, Ppo, family
+from tiltyard.config.dimensions import Choices, Dimension, dimension
 from tiltyard.config.experiment import NAME, Experiment, Model, Stop
+from tiltyard.config.problems import validate
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.refs import kind_of, short
 
@@ -23,6 +25,8 @@ def cross_check(experiment: Experiment) -> list[Problem]:
         *_batches(experiment),
         *_schedules(experiment),
         *_policies(experiment),
+        *_past(experiment),
+        *_population(experiment),
         *_workers(experiment),
         *_rllib(experiment),
         *_ends(experiment),
@@ -99,12 +103,13 @@ def _policies(experiment: Experiment) -> Iterator[Problem]:
         if not NAME.fullmatch(name) or ".." in name:
             rule = "is no name for a policy: 1 to 80 letters, digits and . _ + -, a letter or digit first"
             yield Problem(setting, "", rule, "give it another name")
-        if member.from_ is not None and place == 0:
-            hint = f"name one that learns before {name}"
-            yield Problem(f"{setting}.from", short(member.from_), "the first of policies must learn", hint)
+        why = "past" if member.past is not None else "from"
+        if not member.learns and place == 0:
+            hint, given = f"name one that learns before {name}", "" if member.from_ is None else short(member.from_)
+            yield Problem(f"{setting}.{why}", given, "the first of policies must learn", hint)
         for number, value in member.algo.made().items():
-            if member.from_ is not None:
-                message = f"{name} is frozen by {setting}.from and never learns"
+            if not member.learns:
+                message = f"{name} is frozen by {setting}.{why} and never learns"
                 yield Problem(f"{setting}.algo.{number}", short(value), message, "leave one of them out")
             elif number not in type(algo).model_fields:
                 yield Problem(f"{setting}.algo.{number}", short(value), f"algo.id = {algo.id} has no {number}", "")
@@ -115,6 +120,61 @@ def _policies(experiment: Experiment) -> Iterator[Problem]:
         for name in [name for name in pool if name not in names]:
             hint = did_you_mean(name, names)
             yield Problem(f"match.{pattern}", short(name), "is none of the policies", hint)
+
+
+def _past(experiment: Experiment) -> Iterator[Problem]:
+    """Past versions are of a policy that learns here."""
+    for name, past in experiment.past.items():
+        setting = f"policies.{name}.past"
+        if past.of not in experiment.learning:
+            message = f"is none of the policies that learn, and {setting} is made of those"
+            yield Problem(f"{setting}.of", short(past.of), message, did_you_mean(past.of, experiment.learning))
+        if experiment.cast[name].from_ is not None:
+            yield Problem(f"policies.{name}.from", "", f"is one policy, {setting} are others", "leave one of them out")
+
+
+_RANKS = ("return", "episode/", "loss/", "learn/")
+
+
+def _population(experiment: Experiment) -> Iterator[Problem]:
+    population, learning = experiment.population, experiment.learning
+    if population is None:
+        return
+    if len(learning) < 2:
+        message = f"needs at least two policies that learn, and policies has {len(learning)}"
+        yield Problem("population", "", message, "set policies={a: {}, b: {}, c: {}, d: {}}")
+    if not population.metric.startswith(_RANKS):
+        message = "is nothing that each policy has of its own"
+        yield Problem(
+            "population.metric", short(population.metric), message, "return, episode/NAME, loss/... , learn/..."
+        )
+    if not population.space:
+        yield Problem("population.space", "", "is empty", "say what differs: algo.lr: {log: [1e-5, 1e-2]}")
+    known = [name for name in Changes.model_fields if name in type(experiment.algo).model_fields]
+    for line, value in population.space.items():
+        keys = tuple(part.strip() for part in line.split(","))
+        strange = [key for key in keys if key.removeprefix("algo.") not in known or "." not in key]
+        for key in strange:
+            hint = did_you_mean(key, [f"algo.{name}" for name in known])
+            yield Problem(f"population.space.{line}", "", f"{key} cannot change while training", hint)
+        try:
+            found = dimension(keys, value)
+            if not strange:
+                _try_values(found)
+        except ValueError as error:
+            message, hint = error.args if len(error.args) == 2 else (str(error), "")
+            yield Problem(f"population.space.{line}", short(value), message, hint)
+
+
+def _try_values(found: Dimension) -> None:
+    """ValueError for a value that a policy could not have."""
+    ends = found.values if isinstance(found, Choices) else ((found.low,), (found.high,))
+    for values in ends:
+        for key, value in zip(found.keys, values, strict=True):
+            name = key.removeprefix("algo.")
+            problems = validate(Changes, {name: value})[1]
+            for _, problem in problems:
+                raise ValueError(f"reaches {value}: {name} {problem.message}", problem.hint)
 
 
 def _workers(experiment: Experiment) -> Iterator[Problem]:
@@ -159,6 +219,14 @@ def _rllib(experiment: Experiment) -> Iterator[Problem]:
             message = f"is RLlib's, and engine.kind = {engine.kind}"
             yield Problem("algo.id", repr(algo.id), message, "leave engine.kind out, or set engine.kind=rllib")
         return
+    if experiment.population is not None:
+        message = "needs policies that take over each other's weights, and engine.kind = rllib keeps its learners apart"
+        yield Problem("population", "", message, "set engine.kind=local; a sweep can have a population of runs")
+    for name in experiment.past:
+        message = "has versions that change while training, and the runners of engine.kind = rllib are given none"
+        yield Problem(
+            f"policies.{name}.past", "", message, "set engine.kind=local, or freeze one with policies.NAME.from"
+        )
     runners = engine.runners if isinstance(engine.runners, int) else None
     if engine.envs_per_runner is not None and runners is None:
         message = "needs a number of them: engine.runners is auto"

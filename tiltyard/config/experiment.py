@@ -4,7 +4,7 @@ The string after a field is its help, its text in the reference page and its des
 Numbers have bounds here; what needs two settings to judge is in combinations.py. Sections:
 
     env -> model -> algo -> engine      what is learned, by what, how, in which processes
-    policies, match                     when it is more than one policy: which, and who of the env's agents plays which
+    policies, match, population         when it is more than one policy: which, who plays whom, who copies whom
     stop, eval, save, track             when it ends, how it is measured, kept and watched
 """
 
@@ -31,6 +31,7 @@ from tiltyard.config.fields import (
     Width,
     bare_id,
 )
+from tiltyard.config.populations import Past, Population
 
 SCHEMA: Literal[1] = 1
 
@@ -148,6 +149,12 @@ class Member(Settings):
     from_: Annotated[str | None, Field(alias="from", min_length=1, max_length=4096)] = None
     """Frozen: the policy of that run's newest checkpoint (RUN), of the one at an env step (RUN@STEP, RUN@best) or of a
     checkpoint's folder. A copy is kept with the run, and it never learns."""
+    past: Past | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether it is neither frozen nor a pool of past versions."""
+        return self.from_ is None and self.past is None
 
 
 class Engine(Settings):
@@ -335,12 +342,13 @@ class Experiment(Settings):
     algo: Annotated[Annotated[Algo, Field(discriminator="id")], BeforeValidator(bare_id)] = Ppo()
     policies: dict[str, Member] = Field(default={}, max_length=1000)
     """Several policies by name, with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
-    numbers, `{from: RUN@STEP}` is frozen. The first must learn, and is what evaluations measure. None named: one
-    policy, `main`."""
+    numbers, `{from: RUN@STEP}` is frozen, `{past: {of: main}}` is main as it was earlier. The first must learn, and is
+    what evaluations measure. None named: one policy, `main`."""
     match: dict[str, Pool] = Field(default={}, max_length=1000)
     """Which policy plays which agent of the env, by the agent's name or a pattern (`player_*`; the first that fits):
     `main`, or a pool with weights, `{main: 0.2, rival: 0.8}`, drawn anew for every episode. None named: the first
-    policy plays everybody."""
+    policy plays everybody; in a population, everybody is drawn from all that learn."""
+    population: Population | None = None
     engine: Engine = Engine()
     stop: Stop = Stop()
     eval: Eval = Eval()
@@ -377,7 +385,12 @@ class Experiment(Settings):
     @property
     def learning(self) -> list[str]:
         """Names of the policies that learn; the first is the one that is measured."""
-        return [name for name, member in self.cast.items() if member.from_ is None]
+        return [name for name, member in self.cast.items() if member.learns]
+
+    @property
+    def past(self) -> dict[str, Past]:
+        """The pools of past versions, by name."""
+        return {name: member.past for name, member in self.cast.items() if member.past is not None}
 
     def algo_of(self, policy: str) -> Algo:
         """`algo` with the numbers that are others for one policy."""

@@ -98,7 +98,7 @@ class Merged:
 def _long_form(value: Any, shape: Section | Free | None) -> Any:
     """`env: X` is short for `env: {id: X}`; a section with nothing in it is an empty one."""
     if isinstance(shape, Section) and not shape.scheduled:
-        if value is None:
+        if value is None and not shape.optional:
             return {}
         if isinstance(value, str) and shape.short:
             return {shape.short: value}

@@ -1,12 +1,12 @@
-"""What a population says, over runs of a sweep or over policies of one run. What follows from it is algos.population's."""
+"""What populations and past versions of policies are told. What follows from it is algos.population's, and engines'."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Unit
+from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Unit, Whole
 
 Factor = Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)]
 
@@ -34,3 +34,32 @@ class PopulationRules(Settings):
     explore: Literal["perturb", "pb2"] = "perturb"
     """How a copy's settings are found: perturb moves them at random; pb2 asks a Gaussian process what has brought most
     so far, which pays with few members."""
+
+
+class Population(PopulationRules):
+    """The policies that learn are a population: the worst become copies of the best, with other numbers of `algo`. Env
+    steps are each policy's own. Off when left out."""
+
+    space: dict[str, Any] = Field(default={}, max_length=100)
+    """Numbers of `algo` that differ between policies and move: `algo.lr: {log: [1e-5, 1e-2]}`, `{range: [a, b]}` or a
+    list of choices; lr, clip, entropy, kl, gamma (by its distance from 1), gae_lambda, value_coef. Policies begin
+    spread over it, except for numbers of their own under `policies`."""
+    metric: str = Field(default="return", min_length=1, max_length=200)
+    """What policies are compared by: `return` is the mean of the last 100 training episodes of each, `episode/NAME` of
+    what the env reported at their ends (where one policy plays a whole episode), `loss/...` and `learn/...` of its
+    newest update."""
+    goal: Literal["maximise", "minimise"] = "maximise"
+    """Whether more of the metric is better, or less."""
+
+
+class Past(Settings):
+    """A pool of versions of a policy that learns, as it was at earlier env steps."""
+
+    of: str = Field(min_length=1, max_length=80)
+    """The policy whose versions these are."""
+    every: Count = 50_000
+    """Env steps between two versions; the first is the policy as it starts."""
+    keep: Whole = Field(default=10, ge=1, le=1000)
+    """How many there are at most; the oldest makes room."""
+    fade: float = Field(default=1.0, gt=0, le=1)
+    """Each version is drawn this many times as often as the next newer one: 1 draws all alike."""

@@ -21,10 +21,11 @@ from tiltyard.config.fields import Settings
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping with known keys. `scheduled`: a number may stand in its place."""
+    """A mapping with known keys. `scheduled`: a number may stand in its place; `optional`: it is off when left out."""
 
     models: tuple[type[Settings], ...]
     scheduled: bool = False
+    optional: bool = False
 
     @property
     def tag(self) -> str | None:
@@ -87,7 +88,7 @@ def _shape(annotation: Any) -> Section | Free | None:
         return Free(inner if isinstance(inner, Section) else None, whole=isinstance(inner, Free))
     options = [_bare(each) for each in _members(annotation)]
     models = tuple(each for each in options if isinstance(each, type) and issubclass(each, Settings))
-    return Section(models, scheduled=float in options) if models else None
+    return Section(models, scheduled=float in options, optional=type(None) in options) if models else None
 
 
 def _members(annotation: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from tiltyard.types import Arrays, Engine, EnvSpec
 # For each learner:
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
 WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
+VERSION_COPIES = 4  # of each past version: the driver's, the shared one, a worker's and the evaluator's
 
 
 def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> Engine:
@@ -54,6 +55,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         from tiltyard.engines.rllib import check_rllib
 
         check_rllib(experiment, spec)
+    from tiltyard.algos.population import dials_in
     from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.freeze import frozen_nets
     from tiltyard.engines.learner import check_learners, device_named
@@ -68,6 +70,8 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
     Match(experiment, spec.agents)
+    if experiment.population is not None:
+        dials_in(experiment.population.space)
     frozen_nets(experiment, spec, base)
     net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
     if isinstance(experiment.algo, Own):
@@ -108,7 +112,8 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
     with torch.device("meta"):
         count = PolicyNet(spec, experiment.model, base, seed=0).parameter_count
     learners = experiment.engine.learners * len(experiment.learning)
-    wanted, free = 4 * WEIGHT_COPIES * count * learners, free_memory()
+    versions = sum(past.keep for past in experiment.past.values())
+    wanted, free = 4 * count * (WEIGHT_COPIES * learners + VERSION_COPIES * versions), free_memory()
     if free is not None and wanted > free:
         raise UseError(
             f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB to be trained, "

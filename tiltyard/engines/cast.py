@@ -2,7 +2,8 @@
 
     rollout ──┬── main:  what it decided  ->  update        with one policy all of this is its Learner, and nothing else
               ├── rival: what it decided  ->  update
-              └── old:   frozen, nothing
+              ├── old:   frozen, nothing
+              └── past:  of main, nothing; every so often what main is by then is put beside the others
 
 Owns names: of files, of metrics (policy/NAME/loss/... where there are several), of published weights. Not who plays
 whom, which is match.py, nor acting, which is players.py.
@@ -18,6 +19,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.freeze import frozen_nets, origins
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.match import Match
+from tiltyard.engines.past import fill_shelves, read_versions, shelves, write_versions
 from tiltyard.engines.players import Players, acting
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
@@ -41,6 +43,9 @@ class Cast:
         self.first = next(iter(self.learners.values()))
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
         self._origins = origins(experiment, base)
+        self.shelves = shelves(experiment, spec, base)
+        for shelf in self.shelves.values():
+            shelf.add(0, self.learners[shelf.past.of].net.arrays())
 
     @property
     def several(self) -> bool:
@@ -49,7 +54,7 @@ class Cast:
     def actor(self) -> PolicyNet | Players:
         """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
         nets = {name: learner.net for name, learner in self.learners.items()}
-        return acting(self.experiment, self.spec, nets, self.frozen)
+        return acting(self.experiment, self.spec, nets, self.frozen, self.shelves)
 
     def describe(self) -> list[str]:
         lines = self.first.describe()
@@ -61,6 +66,9 @@ class Cast:
     def _about(self, name: str) -> str:
         if name in self.frozen:
             return f"frozen, {self._origins[name]}"
+        if name in self.shelves:
+            past = self.shelves[name].past
+            return f"{past.of} every {past.every:,} env steps, the last {past.keep}"
         changes = [f"{key} {value:g}" for key, value in self.experiment.cast[name].algo.made().items()]
         return f"learns with {', '.join(changes)}" if changes else "learns"
 
@@ -68,11 +76,19 @@ class Cast:
         """Let every policy learn from what it decided. `env_steps` are those before it."""
         if not self.several:
             return self.first.update(rollout, env_steps)
-        return {
-            f"policy/{name}/{metric}": value
-            for name, learner in self.learners.items()
-            for metric, value in learner.update(rollout, env_steps).items()
-        }
+        found: dict[str, float] = {}
+        for name, learner in self.learners.items():
+            learned = learner.update(rollout, env_steps)
+            if learned:
+                learned |= {"env_steps": float(learner.env_steps)}
+            found |= {f"policy/{name}/{metric}": value for metric, value in learned.items()}
+        self._keep_versions(env_steps, env_steps + int(rollout.valid.sum()))
+        return found
+
+    def _keep_versions(self, before: int, now: int) -> None:
+        for shelf in self.shelves.values():
+            if shelf.is_due(before, now):
+                shelf.add(now, self.learners[shelf.past.of].net.arrays())
 
     def arrays(self) -> Arrays:
         """A copy of all weights that change, as workers need them."""
@@ -84,10 +100,12 @@ class Cast:
         """Write each policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
         first, *others = self.learners
         tree = self.first.save(folder)
+        for name, shelf in self.shelves.items():
+            write_versions(folder, name, shelf.arrays())
         return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
 
-    def load(self, folder: Path, tree: Tree) -> list[str]:
-        """Continue from a checkpoint; sentences about policies that it does not have."""
+    def load(self, folder: Path, tree: Tree, env_steps: int) -> list[str]:
+        """Continue from a checkpoint at this env step; sentences about policies that it does not have."""
         trees = {tree.get("name", "main"): tree, **tree.get("others", {})}
         there = saved_policies(folder)
         said = []
@@ -96,6 +114,9 @@ class Cast:
                 learner.load(folder, trees[name])
             else:
                 said.append(f"the checkpoint has no policy {name}: it starts from scratch (it has {', '.join(there)})")
+        now = {name: self.learners[shelf.past.of].net.arrays() for name, shelf in self.shelves.items()}
+        versions = {name: read_versions(folder, name) or {env_steps: weights} for name, weights in now.items()}
+        fill_shelves(self.shelves, versions)
         return said
 
     # ------------------------------------------------------------------------------------------ between steps
@@ -104,7 +125,20 @@ class Cast:
         return self._learner(policy).snapshot()
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        return self._learner(policy).adopt(state, settings)
+        learner = self._learner(policy)
+        fresh = learner.algo.adam.steps == 0
+        now = learner.adopt(state, settings)
+        for shelf in self.shelves.values():
+            if fresh and shelf.past.of == learner.name:  # weights to start from: the first version has these, too
+                shelf.add(0, learner.net.arrays())
+        return now
+
+    def replaced(self, policy: str | None, version: int) -> None:
+        """From this version of the weights on the policy is another one."""
+        self._learner(policy).since = version
+
+    def past(self) -> dict[str, dict[int, Arrays]]:
+        return {name: shelf.arrays() for name, shelf in self.shelves.items()}
 
     def _learner(self, policy: str | None) -> Learner:
         if policy is not None and policy not in self.learners:

@@ -170,12 +170,20 @@ class Collector:
     def _judge(self, rollout: Rollout, cuts: list[tuple[int, Array, Arrays]]) -> None:
         """The values of a whole rollout at once, and of what was seen last where episodes were cut."""
         flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
-        rollout.value[...] = self._value(flat, rollout.first.reshape(-1)).reshape(rollout.value.shape)
+        policy = rollout.policy
+        values = self._values(flat, None if policy is None else policy.reshape(-1))
+        rollout.value[...] = values.reshape(rollout.value.shape)
         if cuts:
             seen = {key: np.concatenate([obs[key] for _, _, obs in cuts]) for key in rollout.obs}
             steps = np.concatenate([np.full(len(rows), t) for t, rows, _ in cuts])
             rows = np.concatenate([rows for _, rows, _ in cuts])
-            rollout.bootstrap[steps, rows] = self._value(seen, np.zeros(len(rows), bool))
+            rollout.bootstrap[steps, rows] = self._values(seen, None if policy is None else policy[steps, rows])
+
+    def _values(self, obs: Arrays, policy: Array | None) -> Array:
+        """Of any observations, by the policies that met them if there are several. For nets without memory."""
+        if self.players is not None and policy is not None:
+            return self.players.judge(obs, policy)
+        return self._value(obs, np.zeros(len(next(iter(obs.values()))), bool))
 
     def _value(self, obs: Arrays, first: Array) -> Array:
         tensors = {key: self._tensor(array) for key, array in obs.items()}
@@ -199,6 +207,7 @@ class Collector:
             "seed": self.experiment.seed,
             "envs": self.envs.save() if self.now is not None else None,
             "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
+            "seats": None if self.players is None else self.players.save(),
             "draws": self.draws.get_state().numpy(),
             "generators": self.generators.save(),
         }
@@ -219,6 +228,8 @@ class Collector:
         if tree["envs"] is not None:
             said = self.envs.load(tree["envs"])
             self.now = self.envs.current()
+            if self.players is not None and tree.get("seats") is not None:
+                self.players.load(self.envs.tally.seeds, tree["seats"])
         for key, item in self.state.items():  # with another number of envs, those that both have
             if key in tree["memory"]:  # a fork may have other policies
                 kept = tree["memory"][key][: len(item)]

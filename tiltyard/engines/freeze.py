@@ -45,7 +45,7 @@ def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
     found = {}
     for name, text in _named(experiment):
         with _blamed(name, text):
-            source = _source(text, base)
+            source = source_of(text, base)
             policy = load_policy(source.folder, base=(source.home,))
             policy.require_same(spec)
             found[name] = policy.net
@@ -54,7 +54,7 @@ def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
 
 def origins(experiment: Experiment, base: Sequence[Path]) -> dict[str, str]:
     """What each frozen policy is, in words."""
-    told = {name: _source(text, base).origin for name, text in _named(experiment)}
+    told = {name: source_of(text, base).origin for name, text in _named(experiment)}
     return {name: f"{origin['run']} at env step {origin['env_steps']:,}" for name, origin in told.items()}
 
 
@@ -63,7 +63,7 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
     ids, files = dict(copies.ids), list(copies.files)
     for name, text in _named(experiment):
         with _blamed(name, text):
-            source = _source(text, base)
+            source = source_of(text, base)
             model = load_policy(source.folder, base=(source.home,)).net.settings  # also asks whose code that would run
             target = copies.folder / FOLDER / name
             (target / "policies").mkdir(parents=True)
@@ -81,7 +81,7 @@ def _named(experiment: Experiment) -> list[tuple[str, str]]:
     return [(name, member.from_) for name, member in experiment.cast.items() if member.from_ is not None]
 
 
-def _source(text: str, base: Sequence[Path]) -> Source:
+def source_of(text: str, base: Sequence[Path]) -> Source:
     """A copy made by `freeze`, a checkpoint's folder, or a run with or without @STEP."""
     given = Path(text).expanduser()
     for folder in [Path(place).absolute() / given for place in (*base, Path.cwd())]:

@@ -48,6 +48,10 @@ class Learner:
             seed=stream_seed(seed, LEARN, self.place),
         )
         self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER + self.place))
+        self.env_steps = 0
+        """own ones: those that it has learned from"""
+        self.since = 0
+        """version of the weights from which on they are this policy's: those before were replaced"""
         self.colearners: Colearners | None = None
 
     def describe(self) -> list[str]:
@@ -67,9 +71,10 @@ class Learner:
 
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
         """Learn from what this policy decided in a rollout, if anything. `env_steps` are those before it."""
-        own = rollout.played_by(self.place)
+        own = rollout.played_by(self.place, self.since)
         if own is None:
             return {}
+        self.env_steps += int(own.valid.sum())
         with self.generators.in_place(), self._beside(own, env_steps):
             return self.algo.update(own, env_steps)
 
@@ -94,11 +99,13 @@ class Learner:
     def save(self, folder: Path) -> Tree:
         """Write the policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
         save_policy(folder / "policies", self.name, self.net, self.spec, self.experiment)
-        return {"seed": self.experiment.seed, "algo": self.algo.save(), "generators": self.generators.save()}
+        streams = {"seed": self.experiment.seed, "generators": self.generators.save()}
+        return {**streams, "algo": self.algo.save(), "env_steps": self.env_steps}
 
     def load(self, folder: Path, tree: Tree) -> None:
         self.net.load_arrays(read_tree(folder / "policies", self.name)["weights"])
         self.algo.load(tree["algo"])
+        self.env_steps, self.since = tree.get("env_steps", 0), 0
         if tree["seed"] in (None, self.experiment.seed):
             self.generators.load(tree["generators"])
         else:  # a fork with another seed: what is drawn from here on is its own
@@ -111,8 +118,10 @@ class Learner:
 
     def adopt(self, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         if state is not None:
+            own = self.algo.shuffling.bit_generator.state
             self.net.load_arrays(state.weights)
             self.algo.load(state.optimiser)
+            self.algo.shuffling.bit_generator.state = own  # the other one goes on with its own, too
         self.algo.change(settings)
         return self.algo.settings_in_force()
 

@@ -24,23 +24,24 @@ MATCH = 5  # its role in the seed tree of an episode
 class Match:
     """For each agent, in the env's order, the policies that may play it, by their places among all, with weights.
 
-    `measured`: only the first policy must play, and does in every episode: where chance leaves it out, it takes the
-    first seat that it may have, because there would be nothing to measure.
+    `measured`: the first policy that learns and may play does so in every episode: where chance leaves it out, it takes
+    the first seat that it may have, because there would be nothing to measure.
     """
 
     def __init__(self, experiment: Experiment, agents: Sequence[str], *, measured: bool = False) -> None:
         self.policies, self.agents, self.measured = list(experiment.cast), list(agents), measured
-        must = self.policies[:1] if measured else experiment.learning
-        self.pools: list[dict[str, float]] = _pools(experiment, agents, must)
+        self.pools: list[dict[str, float]] = _pools(experiment, agents, measured=measured)
+        played = {name for pool in self.pools for name in pool}
+        self.whom = next(self.policies.index(name) for name in experiment.learning if name in played)
         self._choices = [np.array([self.policies.index(name) for name in pool]) for pool in self.pools]
         self._ends = [np.cumsum([*pool.values()]) / sum(pool.values()) for pool in self.pools]
-        self._first = next(place for place, choices in enumerate(self._choices) if 0 in choices)
+        self._first = next(place for place, choices in enumerate(self._choices) if self.whom in choices)
 
     def draw(self, seed: int) -> Array:
         """Places of the policies that play the agents in the episode with this seed."""
         seats = np.array([self._drawn(seed, agent) for agent in range(len(self.agents))])
-        if self.measured and 0 not in seats:
-            seats[self._first] = 0
+        if self.measured and self.whom not in seats:
+            seats[self._first] = self.whom
         return seats
 
     def _drawn(self, seed: int, agent: int) -> int:
@@ -73,9 +74,11 @@ def _shares(pool: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * weight / sum(pool.values()):.3g} %" for name, weight in pool.items())
 
 
-def _pools(experiment: Experiment, agents: Sequence[str], must: Sequence[str]) -> list[dict[str, float]]:
-    """The pool of each agent; ConfigError with all that does not fit the env's agents or those that `must` play."""
-    match = experiment.match or {"*": {next(iter(experiment.cast)): 1.0}}
+def _pools(experiment: Experiment, agents: Sequence[str], *, measured: bool) -> list[dict[str, float]]:
+    """The pool of each agent; ConfigError with all that does not fit the env's agents, or policies that learn and play
+    nobody: all of them must, but for a measurement, for which one will do."""
+    everybody = experiment.learning if experiment.population is not None else experiment.learning[:1]
+    match = experiment.match or {"*": dict.fromkeys(everybody, 1.0)}
     decided = {agent: next((pattern for pattern in match if fnmatchcase(agent, pattern)), None) for agent in agents}
     problems = []
     for pattern in experiment.match:
@@ -91,7 +94,8 @@ def _pools(experiment: Experiment, agents: Sequence[str], must: Sequence[str]) -
         problems.append(Problem("match", "", f"no pattern fits agent {agent!r}: nobody would play it", hint))
     pools = [dict(match[pattern]) for pattern in decided.values() if pattern is not None]
     played = {name for pool in pools for name in pool}
-    for name in [name for name in must if name not in played and not problems]:
+    idle = [name for name in experiment.learning if name not in played and not problems]
+    for name in idle if not measured or len(idle) == len(experiment.learning) else ():
         hint = f"give it agents in match, or leave policies.{name} out"
         problems.append(Problem(f"policies.{name}", "", "plays no agent: there is nothing to learn or measure", hint))
     if problems:

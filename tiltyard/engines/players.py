@@ -2,8 +2,9 @@
 
     take_seats(seeds of the episodes)  ->  act(obs [B], ...) = policy 0 on its rows, policy 1 on its rows, ...
 
-Owns the seats and whose memory is whose. Policies that learn have the same model and so one memory, in which a row is
-that of whoever plays it; a frozen one has its own, under NAME/KEY. What is drawn for a row is match.py's.
+Owns the seats and whose memory is whose. Policies that learn, and past versions of them, have the same model and so
+one memory, in which a row is that of whoever plays it; a frozen one has its own, under NAME/KEY. What is drawn for a
+row is match.py's; which version of a pool of past ones, past.py's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.match import Match
+from tiltyard.engines.past import Shelf, drawn_version
 from tiltyard.models.memory import State
 from tiltyard.models.net import Acted, ObsIn, PolicyNet
-from tiltyard.types import Array, EnvSpec, EpisodeEnd
+from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
 
 Rows = NDArray[Any]
 
@@ -30,46 +32,95 @@ def acting(
     spec: EnvSpec,
     learning: Mapping[str, PolicyNet],
     frozen: Mapping[str, PolicyNet],
+    past: Mapping[str, Shelf],
     *,
     measured: bool = False,
 ) -> PolicyNet | Players:
     """Who acts in a group of envs: the one policy itself, or several with seats. `measured` is what Match says."""
-    nets = {**learning, **frozen}
     if len(experiment.cast) == 1:
-        return nets[experiment.learning[0]]
+        return learning[experiment.learning[0]]
     match = Match(experiment, spec.agents, measured=measured)
-    return Players({name: nets[name] for name in experiment.cast}, list(frozen), match)
+    return Players({**learning, **frozen}, list(frozen), match, past)
 
 
 class Players:
-    """All policies of a run, in order. `frozen` are the names of those with a model and a memory of their own."""
+    """All policies of a run. `frozen` are the names of those with a model and a memory of their own, `past` has the
+    pools of past versions, which may change between two decisions."""
 
-    values_apart = False  # rows change players within a rollout: who plays one now is asked now
-
-    def __init__(self, nets: Mapping[str, PolicyNet], frozen: Sequence[str], match: Match) -> None:
-        self.nets, self.match = list(nets.values()), match
-        self.device = self.nets[0].device
-        fronts = [f"{name}/" if name in frozen else "" for name in nets]
+    def __init__(
+        self,
+        nets: Mapping[str, PolicyNet],
+        frozen: Sequence[str],
+        match: Match,
+        past: Mapping[str, Shelf],
+    ) -> None:
+        self.match, self._past = match, past
+        self._nets = [nets.get(name) for name in match.policies]
+        first = next(net for net in self._nets if net is not None)
+        self.device, self._columns = first.device, first.spec.action.columns
         self._keys = [  # of each policy's memory: its own name for it -> the one in the state of all
-            {key: front + key for key in net.initial_state(1)} for front, net in zip(fronts, self.nets, strict=True)
+            {key: (f"{name}/" if name in frozen else "") + key for key in (net or first).initial_state(1)}
+            for name, net in zip(match.policies, self._nets, strict=True)
         ]
+        # Whose values matter are those that learn: all of one model.
+        self._learning = {
+            place: net for place, net in enumerate(self._nets) if net and match.policies[place] not in frozen
+        }
         self._seeds: list[int] = []
         self.seats = np.zeros(0, np.int64)  # [B]: who plays each row, by place
-        self._parts: list[tuple[int, Rows]] = []
+        self.versions = np.zeros(0, np.int64)  # [B]: which version, by its env step; -1 where it is no past one
+        self._parts: list[tuple[int, PolicyNet, Rows]] = []
+        self._known: list[dict[int, int]] = []
 
     def take_seats(self, seeds: Sequence[int]) -> Array:
-        """Seat the rows for the episodes with these seeds, one per row; a row changes only where the seed does."""
-        if self._seeds != seeds:
+        """Seat the rows for the episodes with these seeds, one per row. A row changes only where the seed does, and
+        where the version that plays it is no longer kept."""
+        known = [shelf.marks for shelf in self._past.values()]
+        if self._seeds != seeds or known != self._known:
             agents = len(self.match.agents)
             if len(self.seats) != len(seeds):
                 self._seeds, self.seats = [-1] * len(seeds), np.zeros(len(seeds), np.int64)
+                self.versions = np.full(len(seeds), -1, np.int64)
             for at in range(0, len(seeds), agents):
                 if seeds[at] != self._seeds[at]:
                     self.seats[at : at + agents] = self.match.draw(seeds[at])
-            self._seeds = list(seeds)
-            places = np.unique(self.seats).tolist()
-            self._parts = [(place, np.flatnonzero(self.seats == place)) for place in places]
+                    self.versions[at : at + agents] = -1
+            self._seeds, self._known = list(seeds), [dict(marks) for marks in known]
+            self._draw_versions()
+            self._share_out()
         return self.seats
+
+    def save(self) -> Tree:
+        """Which versions play the episodes with which seeds."""
+        return {"seeds": list(self._seeds), "versions": self.versions}
+
+    def load(self, seeds: Sequence[int], tree: Tree) -> None:
+        """Seat the rows for the episodes with these seeds; those that were running when `tree` was saved go on with the
+        versions that played them."""
+        self.take_seats(seeds)
+        for row, (now, then, version) in enumerate(zip(seeds, tree["seeds"], tree["versions"].tolist(), strict=False)):
+            if now == then and self.versions[row] >= 0:
+                self.versions[row] = version
+        self._draw_versions()
+        self._share_out()
+
+    def _draw_versions(self) -> None:
+        """One for each row that a pool of past versions plays and that has none, or one that is gone."""
+        for place, name in enumerate(self.match.policies):
+            if (shelf := self._past.get(name)) is not None:
+                known = list(shelf.versions)
+                for row in np.flatnonzero((self.seats == place) & ~np.isin(self.versions, known)).tolist():
+                    agent = row % len(self.match.agents)
+                    self.versions[row] = drawn_version(shelf.past, known, self._seeds[row], agent)
+
+    def _share_out(self) -> None:
+        """Which rows each net acts for."""
+        self._parts = []
+        for place, version in sorted({*zip(self.seats.tolist(), self.versions.tolist(), strict=True)}):
+            rows = np.flatnonzero((self.seats == place) & (self.versions == version))
+            own = self._nets[place]
+            net = own if own is not None else self._past[self.match.policies[place]].versions[version]
+            self._parts.append((place, net, rows))
 
     def returns(self, end: EpisodeEnd, first_row: int) -> dict[str, float]:
         """Mean return of each policy in an episode that has just ended, before the seats of the next are taken."""
@@ -80,7 +131,7 @@ class Players:
     # ------------------------------------------------------------------------------------------ as one policy
 
     def initial_state(self, rows: int) -> State:
-        both = zip(self._keys, self.nets, strict=True)
+        both = [(keys, net) for keys, net in zip(self._keys, self._nets, strict=True) if net is not None]
         return {keys[key]: item for keys, net in both for key, item in net.initial_state(rows).items()}
 
     def act(
@@ -94,24 +145,43 @@ class Players:
         generator: torch.Generator | None = None,
         valued: bool = True,
     ) -> Acted:
-        """One decision for each row by whoever plays it, always with its value. The memory is changed in place."""
+        """One decision for each row by whoever plays it. The memory is changed in place."""
         count = len(self.seats)
-        action = np.zeros((count, self.nets[0].spec.action.columns), np.float32)
+        action = np.zeros((count, self._columns), np.float32)
         log_prob, value = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        for place, rows in self._parts:
+        if self.device.type == "cpu":  # rows of arrays are taken in a tenth of the time that rows of tensors are
+            obs, first = {key: np.asarray(x) for key, x in obs.items()}, np.asarray(first)
+        for place, net, rows in self._parts:
             part = self._part(place, rows, obs, state)
             allowed = None if mask is None else mask[rows]
-            acted = self.nets[place].act(*part, first[rows], allowed, greedy=greedy, generator=generator)
+            acted = net.act(*part, first[rows], allowed, greedy=greedy, generator=generator, valued=valued)
             for key, item in acted.state.items():
                 state[self._keys[place][key]][rows] = item
-            action[rows], log_prob[rows], value[rows] = acted.action, acted.log_prob, acted.value
+            action[rows], log_prob[rows] = acted.action, acted.log_prob
+            if valued:
+                value[rows] = acted.value
         return Acted(action, log_prob, value, state)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | Rows) -> Rows:
         """[B] in units of reward, each by the policy that plays the row."""
         worth = np.zeros(len(self.seats), np.float32)
-        for place, rows in self._parts:
-            worth[rows] = self.nets[place].value(*self._part(place, rows, obs, state), first[rows])
+        for place, net, rows in self._parts:
+            worth[rows] = net.value(*self._part(place, rows, obs, state), first[rows])
+        return worth
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether values are cheaper for a rollout at a time, by `judge`."""
+        return all(net.values_apart for net in self._learning.values())
+
+    def judge(self, obs: Mapping[str, Rows], policy: Rows) -> Rows:
+        """[N] values of observations that these policies, by place, met; 0 of those that do not learn."""
+        worth = np.zeros(len(policy), np.float32)
+        for place, net in self._learning.items():
+            chosen = np.flatnonzero(policy == place)
+            if len(chosen):
+                seen = {key: array[chosen] for key, array in obs.items()}
+                worth[chosen] = net.value(seen, {}, np.zeros(len(chosen), bool))
         return worth
 
     def _part(self, place: int, rows: Rows, obs: ObsIn, state: State) -> tuple[dict[str, Any], State]:

@@ -21,7 +21,7 @@ from tiltyard.engines.collect import Collector, empty_rollout
 from tiltyard.engines.plan import Topology, learner_threads
 from tiltyard.engines.state import read_state
 from tiltyard.run.checkpoint import write_tree
-from tiltyard.types import EnvSpec, PolicyState, Progress, Report
+from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 
 
 class SerialEngine:
@@ -89,7 +89,7 @@ class SerialEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        said = self.cast.load(folder, tree["learner"])
+        said = self.cast.load(folder, tree["learner"], self.progress.env_steps)
         return said + [sentence for group in self.groups for sentence in group.load(folder)]
 
     # ------------------------------------------------------------------------------------------ between steps
@@ -99,6 +99,9 @@ class SerialEngine:
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         return self.cast.adopt(policy, state, settings)
+
+    def past(self) -> dict[str, dict[int, Arrays]]:
+        return self.cast.past()
 
     def close(self) -> None:
         self.cast.close()

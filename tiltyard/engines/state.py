@@ -2,6 +2,7 @@
 
 state      progress, the learner's state, and how many groups of envs there are
 group-N    envs, memory and random streams of one group, written by whoever has it
+past-NAME  past versions of a policy, where there is a pool of them
 serial     all of that in one, as written before version 0.2
 """
 

@@ -20,6 +20,7 @@ from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
 from tiltyard.config.place import runs_root
 from tiltyard.engines.freeze import frozen_nets
+from tiltyard.engines.past import fill_shelves, read_versions, shelves
 from tiltyard.engines.players import Players, acting
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
@@ -64,15 +65,23 @@ class Evaluator:
             name: PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed).eval()
             for name in experiment.learning
         }
-        self.actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, base), measured=True)
+        self.shelves = shelves(experiment, spec, base)
+        frozen = frozen_nets(experiment, spec, base)
+        self.actor = acting(experiment, spec, self.nets, frozen, self.shelves, measured=True)
 
     def measure(
-        self, weights: Mapping[str, Arrays], video: Path | None, unfilmed: Unfilmed, cancelled: Callable[[], bool]
+        self,
+        weights: Mapping[str, Arrays],
+        past: Mapping[str, Mapping[int, Arrays]],
+        video: Path | None,
+        unfilmed: Unfilmed,
+        cancelled: Callable[[], bool],
     ) -> Evaluation:
         """Numbers, whatever becomes of the film. Raises Cancelled soon after `cancelled` says so."""
         started, settings = time.monotonic(), self.experiment.eval
         for name, net in self.nets.items():
             net.load_arrays(weights[name])
+        fill_shelves(self.shelves, past)
         with Generators(settings.seed).in_place():
             played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
@@ -265,7 +274,9 @@ def _perform(task: Task) -> Answer:
     for policy in policies.values():
         policy.require_same(spec)
     nets = {name: policy.net for name, policy in policies.items()}
-    actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, run.base), measured=True)
+    past = shelves(experiment, spec, run.base)
+    fill_shelves(past, {name: read_versions(folder, name) for name in past})
+    actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, run.base), past, measured=True)
     if task.video is not None:
         require_filmable(spec, experiment.env)
     unfilmed: list[TiltyardError] = []

@@ -221,9 +221,9 @@ def _note_after(
 
 
 def _shared(end: EpisodeEnd, players: Players) -> tuple[float, dict[str, float]]:
-    """The return of the first policy (of everybody, should none of its agents have come), and that of each."""
+    """The return of who is measured (of everybody, should none of its agents have come), and that of each."""
     returns = players.returns(end, first_row=0)
-    first = players.match.policies[0]
+    first = players.match.policies[players.match.whom]
     return returns.get(first, end.total), {f"policy/{name}/return": value for name, value in returns.items()}
 
 

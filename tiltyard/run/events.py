@@ -1,6 +1,7 @@
 """events.jsonl: what happened to a run, one sentence per line, append only. What it measured is in metrics.jsonl.
 
-created  submitted  started  saved  evaluated  stopped  requeued  finished  failed  resumed  recovered  forked  warning
+created  submitted  started  saved  evaluated  stopped  requeued  finished  failed  resumed  recovered  forked
+exploited  warning
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ KINDS = (
     "resumed",
     "recovered",
     "forked",
+    "exploited",
     "warning",
 )
 

@@ -195,8 +195,12 @@ METRICS: tuple[Metric, ...] = (
         "reward",
         "With several policies: mean return of this one's agents in the last 100 training episodes that it played in.",
     ),
+    Metric("policy/<name>/env_steps", "env steps", "With several policies: those that this one has learned from."),
     Metric(
-        "policy/<name>/<metric>", "its own", "With several policies: this one's loss/..., learn/... and setting/... ."
+        "policy/<name>/<metric>",
+        "its own",
+        "With several policies: this one's loss/..., learn/... and setting/... , and episode/... of episodes that it "
+        "played alone.",
     ),
     Metric(
         "episode/<name>",
@@ -214,7 +218,10 @@ def describe(name: str) -> Metric | None:
     elif name.startswith("policy/"):
         _, _, own = name.removeprefix("policy/").partition("/")
         learned = own.startswith(("loss/", "learn/", "setting/")) and own in _BY_NAME
-        name = "policy/<name>/return" if own == "return" else "policy/<name>/<metric>" if learned else name
+        if own in ("return", "env_steps"):
+            name = f"policy/<name>/{own}"
+        elif learned or own.startswith("episode/"):
+            name = "policy/<name>/<metric>"
     elif name.startswith("lag/") and name[4:].isdecimal():
         name = "lag/<updates>"
     return _BY_NAME.get(name)

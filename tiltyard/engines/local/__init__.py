@@ -29,7 +29,7 @@ from tiltyard.engines.plan import Topology, learner_threads
 from tiltyard.engines.state import read_state
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
-from tiltyard.types import EnvSpec, EpisodeEnd, PolicyState, Progress, Report
+from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
 
 def slots_each(mode: str) -> int:
@@ -68,7 +68,7 @@ class LocalEngine:
         self.full: deque[Filled] = deque()
         self.discarded = 0
         self.tally = np.zeros(2, np.int64)  # of the actor, when last looked at
-        self.slab.publish(self.cast.arrays(), self.version)
+        self._publish()
         task = {
             "experiment": experiment.model_dump(mode="json", by_alias=True),
             "spec": spec_to_json(spec),
@@ -125,11 +125,11 @@ class LocalEngine:
         mark = perf_counter()
         metrics |= self._lags()
         self.version += 1
-        self.slab.publish(self.cast.arrays(), self.version)
+        self._publish()
         moved += perf_counter() - mark
 
         total = perf_counter() - started
-        episodes = [end for filled in taken for end in filled.episodes]
+        episodes = [end for filled in taken for end in self._own_returns(filled)]
         self.progress = replace(
             self.progress,
             env_steps=self.progress.env_steps + batch,
@@ -166,6 +166,22 @@ class LocalEngine:
     def _note(self, worker: int, answer: dict[str, Any]) -> None:
         ends = [EpisodeEnd(**end) for end in answer["episodes"]]
         self.full.append(Filled(worker, answer["filled"], answer["version"], answer["frames"], answer["spent"], ends))
+
+    def _publish(self) -> None:
+        """Let workers have what policies are now."""
+        self.slab.publish(self.cast.arrays(), self.version)
+        for name, shelf in self.cast.shelves.items():
+            self.slab.stock(name, shelf)
+
+    def _own_returns(self, filled: Filled) -> list[EpisodeEnd]:
+        """Its episodes, without the returns of policies that were replaced since."""
+        gone = [name for name, learner in self.cast.learners.items() if filled.version < learner.since]
+        if not gone:
+            return filled.episodes
+        return [
+            replace(end, returns={name: value for name, value in end.returns.items() if name not in gone})
+            for end in filled.episodes
+        ]
 
     def _discard_old(self) -> None:
         """Samples of a policy that is too far back are not learned from; their slots are filled again."""
@@ -214,9 +230,9 @@ class LocalEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        said = self.cast.load(folder, tree["learner"])
+        said = self.cast.load(folder, tree["learner"], self.progress.env_steps)
         self.version = self.progress.updates
-        self.slab.publish(self.cast.arrays(), self.version)
+        self._publish()
         self.pool.episodes_begun = [self.progress.episodes] * self.workers
         loaded = self._all("load", "loaded", folder=str(folder))
         return said + [sentence for part in loaded for sentence in part]
@@ -241,9 +257,14 @@ class LocalEngine:
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         now = self.cast.adopt(policy, state, settings)
-        self.version += 1
-        self.slab.publish(self.cast.arrays(), self.version)
+        if state is not None:
+            self.version += 1
+            self.cast.replaced(policy, self.version)
+            self._publish()
         return now
+
+    def past(self) -> dict[str, dict[int, Arrays]]:
+        return self.cast.past()
 
     def close(self) -> None:
         self.cast.close()

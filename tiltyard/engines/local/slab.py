@@ -3,6 +3,7 @@
     slots     FREE -> ACTING -> FULL -> LEARNING -> FREE     a rollout [T, rows] each; a worker owns it while ACTING
     beats     one counter and one phase per worker           a counter that stands still is an env that hangs
     weights   two buffers and the version of each            the driver writes one while workers read the other
+    shelves   past versions of policies, and their marks     written when there is a new one, in a place that is free
     exchange  what each worker asks an actor and is told     only where decisions are made in one batch
 
 The memory has no name: it is a file descriptor that workers inherit, so that nothing is left behind when all of them
@@ -23,6 +24,7 @@ import numpy as np
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
+from tiltyard.engines.past import Shelf
 from tiltyard.models import heads
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, Arrays, EnvSpec, Rollout
@@ -81,8 +83,16 @@ class Slab:
         self.buffers = [
             {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
         ]
+        self.shelves = {name: self._shelf(own, past.keep) for name, past in experiment.past.items()}
         self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
         self.exchange = self._exchange(spec, net, workers) if self.batched else None
+
+    def _shelf(self, own: Mapping[str, tuple[tuple[int, ...], Any]], keep: int) -> tuple[Array, list[Arrays]]:
+        """Env step and mark of the version in each place, mark 0 where there is none, and the weights there. One place
+        more than are kept: a new version is there before the oldest goes."""
+        places = range(keep + 1)
+        labels = self._array("labels", (len(places), 2), np.int64)
+        return labels, [{name: self._array(name, *kind) for name, kind in own.items()} for _ in places]
 
     def _exchange(self, spec: EnvSpec, net: PolicyNet, workers: int) -> Exchange:
         rows = self.rows * len(spec.agents)
@@ -120,6 +130,40 @@ class Slab:
                 into[name][...] = source
             if int(self.versions[0]) <= version + 1:  # the writer was at most in the other buffer
                 return version
+
+    def stock(self, name: str, shelf: Shelf) -> None:
+        """The driver: make these the past versions of a pool."""
+        labels, places = self.shelves[name]
+        there = {tuple(label): place for place, label in enumerate(labels.tolist())}
+        free = [place for place, (_, mark) in enumerate(labels.tolist()) if mark == 0]
+        for env_steps, mark in shelf.marks.items():
+            if (env_steps, mark) not in there:
+                place = free.pop() if free else self._emptied(labels, shelf)
+                for key, array in shelf.versions[env_steps].arrays().items():
+                    places[place][key][...] = array
+                labels[place] = (env_steps, mark)
+        for place, (env_steps, mark) in enumerate(labels.tolist()):
+            if mark and shelf.marks.get(env_steps) != mark:
+                labels[place] = 0
+
+    @staticmethod
+    def _emptied(labels: Array, shelf: Shelf) -> int:
+        """A place whose version is no longer kept."""
+        place = next(place for place, (at, mark) in enumerate(labels.tolist()) if shelf.marks.get(at) != mark)
+        labels[place] = 0
+        return place
+
+    def restock(self, name: str, shelf: Shelf) -> None:
+        """A worker: have the past versions of a pool as the driver has them. Repeated when overwritten meanwhile."""
+        labels, places = self.shelves[name]
+        while True:
+            now = {place: (at, mark) for place, (at, mark) in enumerate(labels.tolist()) if mark}
+            for place, (env_steps, mark) in now.items():
+                if shelf.marks.get(env_steps) != mark:
+                    shelf.put(env_steps, places[place], mark)
+            if now and all(tuple(labels[place].tolist()) == label for place, label in now.items()):
+                shelf.keep_only([env_steps for env_steps, _ in now.values()])
+                return
 
     def close(self) -> None:
         os.close(self.fd)

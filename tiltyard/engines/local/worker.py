@@ -28,6 +28,7 @@ from tiltyard.engines.collect import Collector
 from tiltyard.engines.freeze import frozen_nets
 from tiltyard.engines.local.remote import ActorGoneError, Remote
 from tiltyard.engines.local.slab import ACTING, FULL, Slab
+from tiltyard.engines.past import shelves
 from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
@@ -70,7 +71,8 @@ class _Worker:
         self.remote: Remote | None = None
         if door is not None and self.slab.exchange is not None:
             self.remote = Remote(self.nets[0], self.slab.exchange, self.number, door, self.beat)
-        actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base))
+        self.shelves = shelves(experiment, spec, base)
+        actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base), self.shelves)
         self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number)
         self.collector.envs.watch(self.beat)
         self.beat[1] = IDLE
@@ -93,11 +95,17 @@ class _Worker:
                 self.collector.save(Path(word["folder"]))
                 self.answer(saved=True)
             elif word["do"] == "load":
+                self.restock()  # who plays on is among them
                 self.beat[1] = RESETTING  # replaying an episode takes as long as it did
                 self.answer(loaded=self.collector.load(Path(word["folder"])))
                 self.beat[1] = IDLE
             mark = perf_counter()
         self.collector.close()
+
+    def restock(self) -> None:
+        """Have the past versions that there are now."""
+        for name, shelf in self.shelves.items():
+            self.slab.restock(name, shelf)
 
     def fill(self, slot: int, waited: float) -> None:
         mark = perf_counter()
@@ -105,6 +113,7 @@ class _Worker:
             self.version = self.slab.fetch(self.weights)
             for net in self.nets:
                 net.refresh()
+            self.restock()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
         frames = -self.collector.envs.frames_taken
         self.slab.states[slot] = ACTING

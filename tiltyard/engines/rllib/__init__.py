@@ -30,7 +30,7 @@ from tiltyard.engines.rllib.translate import envs_each, needs, problems, runners
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.models.policy import save_policy
 from tiltyard.run.checkpoint import read_tree, write_tree
-from tiltyard.types import EnvSpec, EpisodeEnd, PolicyState, Progress, Report
+from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
 Result = TypeVar("Result")
 
@@ -240,6 +240,9 @@ class RllibEngine:
             self.nets[self._named(policy)].load_arrays(state.weights)
             self._give_first_weights()
         return {}
+
+    def past(self) -> dict[str, dict[int, Arrays]]:
+        return {}  # combinations.py refuses pools of past versions here
 
     def _named(self, policy: str | None) -> str:
         name = policy or self.experiment.learning[0]

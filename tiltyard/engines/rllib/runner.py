@@ -88,7 +88,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         self.lives += 1
         group = max(0, (self.worker_index or 1) - 1)
         life = f"{self.task.attempt}.{os.getpid()}.{self.lives}"
-        actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base))
+        actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base), {})
         self.rows = Rows(self.task, actor, self.config.num_envs_per_env_runner, group, life)
         if anew:
             self.rows.envs.skip_episodes(int(time.time()) % 2**24)

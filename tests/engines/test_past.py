@@ -1,0 +1,232 @@
+"""Self-play against past versions: which there are, who plays them when, and that a resume or workers change nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.engines.test_policies import MEMORY, TRAIN, same
+from tests.engines.test_serial import build
+from tiltyard.config.load import load
+from tiltyard.config.populations import Past
+from tiltyard.engines import make_engine
+from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.past import drawn_version, read_versions
+from tiltyard.engines.serial import SerialEngine
+from tiltyard.envs.probe import probe
+from tiltyard.envs.toy_games import Pennies
+from tiltyard.errors import ConfigError
+from tiltyard.run.checkpoint import list_checkpoints, read_tree
+from tiltyard.run.events import read_events
+
+POOL = (
+    "env.options.pauses=true",
+    "policies={main: {}, past: {past: {of: main, every: 100, keep: 3}}}",
+    'match={host: main, "*": {main: 0.3, past: 0.7}}',
+)
+PAST = {"main": {}, "past": {"past": {"of": "main", "every": 64, "keep": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        ("{past: {past: {of: main}}, main: {}}", "policies.past.past: the first of policies must learn"),
+        ("{main: {}, past: {past: {of: mian}}}", "policies.past.past.of = 'mian': is none of the policies that learn"),
+        ("{main: {}, past: {past: {of: past}}}", "policies.past.past.of = 'past': is none of"),
+        ("{main: {}, past: {past: {of: main}, from: x}}", "policies.past.from: is one policy, policies.past.past are"),
+        (
+            "{main: {}, past: {past: {of: main}, algo: {lr: 1}}}",
+            "past is frozen by policies.past.past and never learns",
+        ),
+        ("{main: {}, past: {past: {of: main, keep: 0}}}", "policies.past.past.keep = 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(policies: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("pennies", [f"policies={policies}"])
+    assert said in refused.value.details
+    with pytest.raises(ConfigError) as refused:
+        load("pennies", ["policies={main: {}, past: {past: {of: main}}}", "engine.kind=rllib"])
+    assert "the runners of engine.kind = rllib are given none" in refused.value.details
+
+
+def test_a_version_is_drawn_by_the_seed_and_fades() -> None:
+    known = [300, 0, 100, 200]
+    drawn = [drawn_version(Past(of="main"), known, seed, 1) for seed in range(4000)]
+    assert np.allclose(np.unique(drawn, return_counts=True)[1] / 4000, 1 / 4, atol=0.03)
+    assert drawn[:50] == [drawn_version(Past(of="main"), sorted(known), seed, 1) for seed in range(50)]
+    faded = [drawn_version(Past(of="main", fade=0.5), known, seed, 0) for seed in range(4000)]
+    assert np.allclose(np.unique(faded, return_counts=True)[1] / 4000, np.array([1, 2, 4, 8]) / 15, atol=0.03)
+
+
+def test_versions_are_what_the_policy_was_and_the_oldest_go() -> None:
+    engine = build("visitors", *POOL, "engine.kind=serial")
+    assert isinstance(engine, SerialEngine)
+    was = {0: engine.snapshot("main").weights}
+    for _ in range(6):
+        now = engine.step().progress.env_steps
+        was[now] = engine.snapshot("main").weights
+    marks = [at for before, at in zip(was, [*was][1:], strict=False) if at // 100 > before // 100]
+    there = engine.past()["past"]
+    assert sorted(there) == [0, *marks][-3:]
+    assert all(same(there[at], was[at]) for at in there)
+    assert not same(*[there[at] for at in sorted(there)][:2])
+    engine.close()
+
+
+def test_an_episode_is_played_to_its_end_by_one_version() -> None:
+    """Unless that version is no longer kept."""
+    short = ("algo.rollout=2", "algo.minibatch=6", "policies.past.past.every=20", "policies.past.past.keep=6")
+    engine = build("visitors", *POOL, *short, "engine.kind=serial")
+    assert isinstance(engine, SerialEngine)
+    players = engine.groups[0].players
+    assert players is not None
+    seen: dict[int, tuple[int, ...]] = {}
+    kept, played = 0, set()
+    for _ in range(40):
+        engine.step()
+        seeds = engine.groups[0].envs.tally.seeds
+        players.take_seats(seeds)
+        for at in range(0, len(seeds), 4):
+            versions = tuple(players.versions[at : at + 4].tolist())
+            before = seen.get(seeds[at])
+            if before is not None and all(each < 0 or each in engine.cast.shelves["past"].versions for each in before):
+                assert versions == before
+                kept += 1
+            seen[seeds[at]] = versions
+            played |= set(versions)
+    assert kept > 0 and len(played - {-1}) > 2
+    assert (players.versions[0::4] == -1).all(), "the host is always main"
+    engine.close()
+
+
+def test_nothing_is_learned_from_what_past_versions_decide() -> None:
+    engines = [build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2)]
+    for engine in engines:
+        engine.step()
+    one, two = engines
+    assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
+    assert two.rollout.policy is not None
+    theirs, rng = two.rollout.policy == 1, np.random.default_rng(0)
+    assert theirs.any()
+    for array in (two.rollout.reward, two.rollout.value, *two.rollout.obs.values()):
+        array[theirs] = rng.normal(0, 1, array[theirs].shape)
+    for engine in (one, two):
+        engine.cast.update(engine.rollout, 48)
+    assert same(one.snapshot("main").weights, two.snapshot("main").weights)
+
+
+def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
+    one, two = (build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2))
+    assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
+    for _ in range(4):
+        one.step()
+    one.save(tmp_path)
+    two.step()
+    assert two.load(tmp_path) == []
+    assert sorted(read_versions(tmp_path, "past")) == sorted(two.past()["past"])
+    for _ in range(5):
+        one.step()
+        two.step()
+        ours, theirs = one.groups[0].players, two.groups[0].players
+        assert ours is not None and theirs is not None and np.array_equal(ours.versions, theirs.versions)
+    assert same(one.snapshot("main").weights, two.snapshot("main").weights)
+
+
+@pytest.mark.slow
+def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path) -> None:
+    settings = (*POOL, *MEMORY, "engine.workers=2", "engine.envs=4")
+    one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings)
+    assert isinstance(two, LocalEngine)
+    for _ in range(5):
+        a, b = one.step(), two.step()
+        assert [end.returns for end in a.episodes] == [end.returns for end in b.episodes]
+    assert same(one.snapshot("main").weights, two.snapshot("main").weights)
+    two.save(tmp_path)
+    assert one.load(tmp_path) == []
+    for _ in range(2):
+        one.step()
+        two.step()
+    assert same(one.snapshot("main").weights, two.snapshot("main").weights)
+    three = build("visitors", *settings)
+    assert three.load(tmp_path) == []
+    for _ in range(2):
+        three.step()
+    assert same(one.snapshot("main").weights, three.snapshot("main").weights)
+    for engine in (one, two, three):
+        engine.close()
+
+
+@pytest.mark.slow
+def test_asynchronous_workers_have_the_versions_too() -> None:
+    engine = build("visitors", *POOL, "engine.workers=2", "engine.envs=4", "engine.mode=async")
+    assert isinstance(engine, LocalEngine)
+    returns = [name for _ in range(20) for end in engine.step().episodes for name in end.returns]
+    assert {"main", "past"} == set(returns)
+    labels, places = engine.slab.shelves["past"]
+    there = {int(at): place for place, (at, mark) in enumerate(labels.tolist()) if mark}
+    versions = engine.past()["past"]
+    assert sorted(there) == sorted(versions) and len(versions) == 3
+    assert all(same(dict(places[there[at]]), versions[at]) for at in versions)
+    engine.close()
+
+
+def test_a_run_keeps_its_versions_and_evaluates_against_them(runs: Path) -> None:
+    file: dict[str, Any] = {**TRAIN, "policies": PAST, "match": {"even": "main", "odd": {"main": 1, "past": 1}}}
+    run = product.train({**file, "stop": {"env_steps": 256}}, live=False)
+    folder = list_checkpoints(run)[-1].folder
+    versions = read_versions(folder, "past")
+    assert sorted(versions) == [128, 192, 256]
+    assert same(versions[256], read_tree(folder / "policies", "main")["weights"])
+    product.resume(run, ["stop.env_steps=320"], live=False)
+    assert not [event for event in read_events(run) if event["kind"] == "warning"]
+    later = read_versions(list_checkpoints(run)[-1].folder, "past")
+    assert sorted(later) == [192, 256, 320] and same(later[192], versions[192])
+    assert product.evaluate(run, episodes=8).metrics.keys() >= {"policy/main/return", "policy/past/return"}
+    plain = product.train({**TRAIN, "name": "plain"}, live=False)
+    forked = product.fork(
+        plain, ["stop.env_steps=192", f"policies={PAST}", "match={even: main, odd: past}"], live=False
+    )
+    begun = read_versions(list_checkpoints(forked)[-1].folder, "past")
+    assert list(begun) == [128, 192] and same(begun[128], product.load_policy(plain).net.arrays())
+
+
+# ------------------------------------------------------------------------------------------------ what it is good for
+
+
+def heads(net: Any) -> tuple[float, float]:
+    """How often even and odd show heads."""
+    params = net.numbers({"obs": np.eye(2, dtype=np.float32)}, net.initial_state(2), np.ones(2, bool))[0]
+    odds = np.exp(params - params.max(1, keepdims=True))
+    even, odd = odds[:, 0] / odds.sum(1)
+    return float(even), float(odd)
+
+
+def exploitability(even: float, odd: float) -> float:
+    """What best answers to both win together beyond the value: 0 at the equilibrium only."""
+    return float(max(Pennies.WON @ [odd, 1 - odd]) - min([even, 1 - even] @ Pennies.WON))
+
+
+def self_play(pool: bool, lr: float = 0.02) -> tuple[float, float]:
+    """Exploitability of the late policy, and of how the versions of the last two thirds play on average."""
+    algo = {"id": "a2c", "rollout": 4, "lr": lr, "entropy": 0.1, "normalise_advantage": False, "max_grad_norm": None}
+    who = {"main": 0.2, "past": 0.8} if pool else "main"
+    file = {
+        "env": "pennies",
+        "algo": algo,
+        "model": {"hidden": [8]},
+        "engine": {"kind": "serial", "envs": 64},
+        "policies": {"main": {}, "past": {"past": {"of": "main", "every": 512, "keep": 200}}},
+        "match": {"even": who, "odd": who},
+    }
+    experiment = load(file).experiment
+    engine = make_engine(experiment, probe(experiment.env, base=[]), [])
+    assert isinstance(engine, SerialEngine)
+    for _ in range(200):
+        engine.step()
+    played = [heads(net) for _, net in sorted(engine.cast.shelves["past"].versions.items())]
+    engine.close()
+    late = np.mean([exploitability(*each) for each in played[-30:]])
+    return float(late), exploitability(*np.mean(played[len(played) // 3 :], 0))

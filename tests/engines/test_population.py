@@ -1,0 +1,290 @@
+"""Policies of one engine as a population: who becomes a copy of whom, with which settings, and that a resume agrees."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.conftest import Command
+from tests.engines.test_policies import same
+from tests.engines.test_serial import build
+from tests.faults.test_kill import tiltyard as started
+from tests.faults.test_kill import wait_until
+from tiltyard.config.load import load
+from tiltyard.config.yaml_door import dump_yaml
+from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.state import read_state
+from tiltyard.errors import ConfigError
+from tiltyard.run import metrics
+from tiltyard.run.checkpoint import list_checkpoints, read_tree
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run, find
+from tiltyard.standing import lineage
+
+SMALL: dict[str, Any] = {
+    "env": "identity",
+    "model": {"hidden": [8]},
+    "algo": {"rollout": 16, "minibatch": 32, "epochs": 1},
+    "engine": {"kind": "serial", "envs": 4},
+    "policies": {"a": {}, "b": {}, "c": {}},
+    "population": {
+        "period": 200,
+        "start": 0,
+        "replace": 0.5,
+        "gap": 0.0,
+        "relative_gap": 0.0,
+        "rate": 1.0,
+        "space": {"algo.lr": {"log": [1e-4, 1e-1]}, "algo.gamma": {"range": [0.9, 0.999]}},
+    },
+    "stop": {"env_steps": 3_200},
+    "eval": {"every": 0, "at_end": False},
+    "save": {"updates": 1, "last": 1000},
+    "track": {"tensorboard": False},
+}
+LOCAL = {"kind": "local", "workers": 2, "envs": 4}
+KINDS = {"serial": SMALL["engine"], "sync": LOCAL, "async": {**LOCAL, "mode": "async"}}
+
+
+def changed(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**SMALL, **{name: {**SMALL.get(name, {}), **values} for name, values in sections.items()}}
+
+
+def exploits(run: Run) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["kind"] == "exploited"]
+
+
+def told(run: Run) -> list[dict[str, Any]]:
+    """What was decided, without when."""
+    return [{name: value for name, value in each.items() if name != "time"} for each in exploits(run)]
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policies": {"a": {}}}, "population: needs at least two policies that learn, and policies has 1"),
+        ({"population": {}}, "population.space: is empty"),
+        ({"population": {"space": {"algo.epochs": [1, 2]}}}, "algo.epochs cannot change while training"),
+        ({"population": {"space": {"algo.lr": {"log": [0, 1]}}}}, "population.space.algo.lr = .* has a logarithm"),
+        ({"population": {"space": {"algo.gamma": [0.9, 2]}}}, "reaches 2: gamma must be at most 1"),
+        ({"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}}, "nothing that each policy has"),
+        ({"population": {"space": {"algo.lr": [1, 2]}, "replace": 0.7}}, "population.replace = 0.7"),
+        ({"engine": {"kind": "rllib"}}, "population: .* engine.kind = rllib keeps its learners apart"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load({**SMALL, **settings})
+    assert re.search(said, refused.value.details)
+
+
+def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: Command, runs: Path) -> None:
+    words = ("policies={a: {}, b: {}}", "population={space: {algo.gamma: {range: [0.9, 1]}}}")
+    assert "changed by its distance from 1, and reaches 1" in tiltyard("train", "identity", *words, expect=2).stderr
+    assert not list(runs.rglob("status.json"))
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_has_the_weights_to_the_bit_and_the_settings_that_were_decided(runs: Path, kind: str) -> None:
+    run = product.train({**SMALL, "engine": KINDS[kind]}, live=False)
+    found = exploits(run)
+    assert len(found) >= 4
+    saved = {each.env_steps: each.folder for each in list_checkpoints(run)}
+    records = {each["env_steps"]: each["metrics"] for each in metrics.read(run.metrics_file)}
+    for event in found:
+        member, source, folder = event["member"], event["source"], saved[event["at"]]
+        weights = {name: read_tree(folder / "policies", name)["weights"] for name in (member, source)}
+        assert same(weights[member], weights[source])
+        learner = read_state(folder)["learner"]
+        trees = {learner["name"]: learner, **learner["others"]}
+        optimisers = [trees[name]["algo"]["adam"] for name in (member, source)]
+        assert optimisers[0]["steps"] == optimisers[1]["steps"]
+        assert same(optimisers[0]["first"], optimisers[1]["first"])
+        in_force = trees[member]["algo"]["settings"]
+        assert {name: in_force[name]["fixed"] for name in ("lr", "gamma")} == {
+            name: event["after"][f"algo.{name}"] for name in ("lr", "gamma")
+        }
+        assert event["after"] != event["before"]
+        used = [each for at, each in sorted(records.items()) if at > event["at"]]
+        again = [other["at"] for other in found if other["member"] == member and other["at"] > event["at"]]
+        if used and f"policy/{member}/setting/lr" in used[0] and min(again, default=1 << 60) != event["at"]:
+            assert used[0][f"policy/{member}/setting/lr"] == event["after"]["algo.lr"], (
+                "the next update learned with it"
+            )
+    last = list_checkpoints(run)[-1].folder
+    assert not same(*(read_tree(last / "policies", name)["weights"] for name in ("a", "b")))
+
+
+def test_policies_begin_spread_over_the_space_but_for_numbers_of_their_own(runs: Path) -> None:
+    policies = {"a": {"algo": {"lr": 0.5}}, "b": {}, "c": {}, "d": {}}
+    run = product.train({**changed(stop={"env_steps": 64}), "policies": policies}, live=False)
+    found = metrics.read(run.metrics_file)[0]["metrics"]
+    rates = [found[f"policy/{name}/setting/lr"] for name in policies]
+    assert rates[0] == 0.5
+    assert len({int((np.log10(rate) + 4) / 3 * 4) for rate in rates[1:]}) == 3, "each in a quarter of its own"
+    assert sum(found[f"policy/{name}/env_steps"] for name in policies) == 64
+
+
+NEGATIVE = """
+import gymnasium, numpy as np
+
+class Negative(gymnasium.Env):
+    '''Show what you see: -1 each time, -3 where it is wrong. `true_objective` counts what was wrong.'''
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.wrong = 0, 0
+        return self.look(), {}
+
+    def look(self):
+        self.shown = int(self.np_random.integers(2))
+        return np.eye(2, dtype=np.float32)[self.shown]
+
+    def step(self, action):
+        self.t += 1
+        self.wrong += int(action != self.shown)
+        reward = -1.0 if action == self.shown else -3.0
+        done = self.t == 8
+        return self.look(), reward, done, False, {"true_objective": float(self.wrong)} if done else {}
+"""
+
+
+def against_one_that_stands_still(tmp_path: Path, **population: Any) -> Run:
+    """Two policies of which one learns and the other has a rate of 0; until the first decision."""
+    (tmp_path / "negative.py").write_text(NEGATIVE)
+    rules = {"period": 3000, "start": 3000, "relative_gap": 0.05, "space": {"algo.lr": {"log": [0.01, 0.02]}}}
+    file = {
+        **changed(
+            algo={"rollout": 32, "minibatch": 128, "epochs": 2}, save={"updates": 1000}, stop={"env_steps": 7_000}
+        ),
+        "env": "negative.py:Negative",
+        "engine": {"kind": "serial", "envs": 8},
+        "policies": {"still": {"algo": {"lr": 0.0}}, "able": {}},
+        "population": {**SMALL["population"], **rules, **population},
+    }
+    return product.train(file, live=False)
+
+
+def test_where_all_scores_are_negative_the_worse_one_is_replaced(runs: Path, tmp_path: Path) -> None:
+    run = against_one_that_stands_still(tmp_path)
+    first = exploits(run)[0]
+    assert (first["member"], first["source"]) == ("still", "able")
+    assert first["scores"][0] < first["scores"][1] < 0
+    assert first["after"]["algo.lr"] >= 0.01, "inside the span"
+
+
+def test_the_objective_may_be_what_the_env_reports(runs: Path, tmp_path: Path) -> None:
+    """Who is wrong more often has more of it, whatever it was paid."""
+    run = against_one_that_stands_still(tmp_path, metric="episode/true_objective")
+    assert next((each["member"], each["source"]) for each in exploits(run)) == ("able", "still")
+    run = against_one_that_stands_still(tmp_path, metric="episode/true_objective", goal="minimise")
+    assert next((each["member"], each["source"]) for each in exploits(run)) == ("still", "able")
+
+
+def test_a_replaced_policy_is_ranked_by_its_own_episodes_only(runs: Path, tmp_path: Path) -> None:
+    run = against_one_that_stands_still(tmp_path)
+    at = exploits(run)[0]["at"]
+    records = metrics.read(run.metrics_file)
+    before = next(each["metrics"] for each in records if each["env_steps"] == at)["policy/still/return"]
+    after = [each["metrics"] for each in records if each["env_steps"] > at]
+    assert after[0]["policy/still/return"] > before + 1, "nothing of what it was before is in the mean"
+
+
+def test_pb2_learns_from_gains_and_stays_inside(runs: Path) -> None:
+    run = product.train(changed(population={"explore": "pb2"}, stop={"env_steps": 6_400}), live=False)
+    tree = read_tree(list_checkpoints(run)[-1].folder, "loop")["selection"]
+    assert len(tree["gains"]) > 12, "more than it takes to stop drawing at random"
+    made = [each["after"] for each in exploits(run)]
+    assert len(made) >= 5
+    assert all(1e-4 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.999 for each in made)
+
+
+# ------------------------------------------------------------------------------------------------ samples of before
+
+
+def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
+    """Asynchronous: samples of its former weights are on their way when it is replaced."""
+    words = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.workers=2", "engine.envs=4")
+    engine = build("identity", *words, "engine.mode=async")
+    assert isinstance(engine, LocalEngine)
+    dropped = 0
+    for _ in range(30):
+        engine.step()
+        engine.adopt("b", engine.snapshot("a"), {})
+        learner, before = engine.cast.learners["b"], engine.cast.learners["b"].env_steps
+        report = engine.step()
+        rollout = engine.rollout
+        assert rollout.policy is not None
+        own = rollout.valid & (rollout.policy == 1)
+        fresh = own & (rollout.policy_version >= learner.since)
+        assert learner.env_steps - before == fresh.sum()
+        dropped += int(own.sum() - fresh.sum())
+        if not fresh.any():
+            assert not any(name.startswith("policy/b/loss") for name in report.metrics)
+    engine.close()
+    assert dropped > 0, "there were such samples"
+
+
+# ------------------------------------------------------------------------------------------------ resume and lineage
+
+
+def final_weights(run: Run) -> dict[str, Any]:
+    folder = list_checkpoints(run)[-1].folder
+    return {name: read_tree(folder / "policies", name)["weights"] for name in ("a", "b", "c")}
+
+
+def test_a_resume_decides_what_the_whole_run_decides(runs: Path) -> None:
+    whole = product.train({**SMALL, "name": "whole"}, live=False)
+    parts = product.train({**changed(stop={"env_steps": 1_280}), "name": "parts"}, live=False)
+    decided = len(exploits(parts))
+    product.resume(parts, ["stop.env_steps=3200"], live=False)
+    assert 0 < decided < len(exploits(parts))
+    assert told(parts) == told(whole)
+    ours, theirs = final_weights(parts), final_weights(whole)
+    assert all(same(ours[name], theirs[name]) for name in ours)
+    assert lineage(parts) == lineage(whole)
+
+
+def test_kill_9_and_a_resume_decide_the_same(runs: Path, tmp_path: Path) -> None:
+    kept = {"updates": 7, "last": 1000}
+    whole = product.train({**SMALL, "save": kept, "name": "whole"}, live=False)
+    file = {**SMALL, "save": kept, "name": "killed", "stop": {"env_steps": 10_000_000}}
+    (tmp_path / "killed.yaml").write_text(dump_yaml(file))
+    child = started("train", "killed.yaml", "--plain")
+    wait_until(lambda: list(runs.glob("killed/0*/checkpoints/0*")) and exploits(find("killed", runs)))
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    run = find("killed", runs)
+    reached = list_checkpoints(run)[-1].env_steps
+    first = told(whole)
+    product.resume(run, [f"stop.env_steps={max(3_200, reached + 640)}"], live=False)
+    decided = {each["at"]: each for each in told(run)}  # what was decided after the checkpoint was decided again
+    assert all(decided[each["at"]]["after"] == each["after"] for each in first if each["at"] in decided)
+    assert {each["at"] for each in first} <= set(decided)
+
+
+def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> None:
+    run = product.train(SMALL, live=False)
+    found = json.loads(tiltyard("show", run.id, "--lineage", "--json").stdout)
+    assert len(found["exploits"]) == len(exploits(run))
+    last = found["exploits"][-1]
+    schedule = found["policies"][last["member"]]["schedule"]
+    assert schedule[-1]["settings"] == found["policies"][last["member"]]["settings"] == last["after"]
+    assert schedule[0]["from"] == 0 and [each["from"] for each in schedule] == sorted(each["from"] for each in schedule)
+    said = tiltyard("show", run.id, "--lineage").stdout
+    assert f"{last['member']} became a copy of {last['source']}" in said
+    alone = product.train({"env": "identity", "stop": {"updates": 1}, "eval": {"at_end": False}}, live=False)
+    assert "has no population" in tiltyard("show", alone.id, "--lineage", expect=2).stderr

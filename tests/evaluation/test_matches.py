@@ -1,0 +1,122 @@
+"""Policies against each other: who wins in which seat, and ratings that say so."""
+
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiltyard as product
+from tests.conftest import Command
+from tests.engines.test_policies import TRAIN
+from tiltyard.evaluation.matches import Bout, match, ratings
+from tiltyard.run.checkpoint import list_checkpoints
+
+RUN: dict[str, Any] = {**TRAIN, "save": {"env_steps": 2048, "last": 99}, "eval": {"at_end": False, "every": 0}}
+
+
+@pytest.fixture
+def coin(runs: Path) -> str:
+    """A policy that has not learned anything: it tosses a coin."""
+    still = {**RUN["algo"], "lr": 0.0}
+    return product.train({**RUN, "name": "coin", "algo": still, "stop": {"updates": 1}}, live=False).id
+
+
+@pytest.fixture
+def able(coin: str) -> str:
+    """One that has learned to play both agents against the coin: heads as even, tails as odd win most."""
+    algo = {"rollout": 32, "minibatch": 128, "epochs": 4, "lr": 0.02}
+    played = {
+        "policies": {"main": {}, "coin": {"from": coin}},
+        "match": {"*": {"main": 1, "coin": 1}},
+    }
+    file = {**RUN, **played, "name": "able", "algo": algo, "engine": {"envs": 8}, "stop": {"env_steps": 16_384}}
+    return product.train(file, live=False).id
+
+
+def test_a_policy_that_learned_beats_one_that_did_not(tiltyard: Command, able: str, coin: str) -> None:
+    words = ("match", coin, able, "--episodes", "200", "--sample", "--seed", "7")
+    found = json.loads(tiltyard(*words, "--json").stdout)
+    assert [each["policy"] for each in found["ratings"]] == [able, coin], "the stronger first"
+    best, worst = found["ratings"]
+    assert best["low"] > 1500 > worst["high"], "and surely so"
+    assert best["elo"] + worst["elo"] == pytest.approx(3000)
+    assert [(each["one"], each["other"]) for each in found["bouts"]] == [(coin, able), (able, coin)]
+    as_odd, as_even = found["bouts"]
+    assert as_odd["losses"] > 70 and as_odd["wins"] < 20, "against a coin, odd wins half of the rounds and loses none"
+    assert as_even["wins"] > 70, "and even wins half of them"
+    for bout in found["bouts"]:
+        assert bout["wins"] + bout["draws"] + bout["losses"] == 200
+        assert bout["seats"]["even"] == pytest.approx(-bout["seats"]["odd"])
+        assert bout["returns"] == [bout["seats"]["even"], bout["seats"]["odd"]], "the first seat is even's"
+    assert json.loads(tiltyard(*words, "--json").stdout) == found, "the same seed, the same episodes"
+    rows = list(csv.DictReader(StringIO(tiltyard(*words, "--csv").stdout)))
+    assert [int(row["wins"]) for row in rows] == [each["wins"] for each in found["bouts"]]
+    said = tiltyard(*words).stdout
+    assert "200 episodes of each pair in each seating, sampled, seed 7" in said
+    assert said.splitlines()[-2].split()[0] == able
+
+
+def test_policies_are_named_by_run_step_best_folder_and_name(able: str, coin: str) -> None:
+    run = product.train({**RUN, "name": "third", "stop": {"env_steps": 4096}}, live=False)
+    first, *_, last = list_checkpoints(run)
+    found = match([f"{run.id}@{first.env_steps}", str(last.folder), f"{able}:main"], episodes=5, greedy=True)
+    assert len(found.bouts) == 6 and len(found.ratings) == 3
+    assert found.episodes == 5 and found.greedy
+
+
+def test_changing_seats_changes_nothing_but_the_seats(coin: str, able: str) -> None:
+    there, back = (match(pair, episodes=50, greedy=False) for pair in ([coin, able], [able, coin]))
+    assert {(each.one, each.wins, each.losses) for each in there.bouts} == {
+        (each.one, each.wins, each.losses) for each in back.bouts
+    }
+    assert [(each.policy, round(each.elo, 6)) for each in there.ratings] == [
+        (each.policy, round(each.elo, 6)) for each in back.ratings
+    ]
+
+
+def test_what_cannot_be_played_is_refused(tiltyard: Command, coin: str) -> None:
+    other = product.train({**TRAIN, "env": "identity", "name": "other"}, live=False)
+    assert "two or more policies" in tiltyard("match", coin, expect=2).stderr
+    assert "each named once" in tiltyard("match", coin, coin, expect=2).stderr
+    assert "there is no run 'nobody'" in tiltyard("match", coin, "nobody", expect=2).stderr
+    assert f"{other.id}: the policy observes" in tiltyard("match", coin, other.id, expect=2).stderr
+    assert "env identity has one agent" in tiltyard("match", other.id, f"{other.id}@128", expect=2).stderr
+    assert "has no policy 'rival'" in tiltyard("match", coin, f"{coin}:rival", expect=2).stderr
+
+
+# ------------------------------------------------------------------------------------------------ ratings
+
+
+def bout(one: str, other: str, wins: int, draws: int, losses: int) -> Bout:
+    return Bout(one, other, wins, draws, losses, (0.0, 0.0), {})
+
+
+def test_ten_to_one_is_400_points() -> None:
+    strong, weak = ratings(["w", "s"], [bout("s", "w", 100_000, 0, 10_000)], 0)
+    assert (strong.policy, round(strong.elo - weak.elo)) == ("s", 400)
+    assert strong.low < strong.elo < strong.high and strong.high - strong.low < 10
+
+
+def test_ratings_are_those_that_the_games_were_drawn_with() -> None:
+    true, rng = {"a": 1700.0, "b": 1550.0, "c": 1400.0, "d": 1350.0}, np.random.default_rng(0)
+    bouts = []
+    for one in true:
+        for other in [name for name in true if name != one]:
+            wins = int(rng.binomial(400, 1 / (1 + 10 ** ((true[other] - true[one]) / 400))))
+            bouts.append(bout(one, other, wins, 0, 400 - wins))
+    found = {each.policy: each for each in ratings(list(true), bouts, 0)}
+    assert list(found) == ["a", "b", "c", "d"]
+    assert all(abs(found[name].elo - true[name]) < 40 for name in true)
+    assert sum(found[name].low <= true[name] <= found[name].high for name in true) >= 3
+
+
+def test_who_never_lost_is_not_infinitely_strong_and_draws_make_equals() -> None:
+    strong, weak = ratings(["a", "b"], [bout("a", "b", 20, 0, 0)], 0)
+    assert 400 < strong.elo - weak.elo < 1000
+    even = ratings(["a", "b"], [bout("a", "b", 0, 9, 0), bout("b", "a", 3, 0, 3)], 0)
+    assert [round(each.elo) for each in even] == [1500, 1500]
+    assert [(each.wins, each.draws, each.losses) for each in even] == [(3, 9, 3), (3, 9, 3)]

@@ -1,0 +1,103 @@
+"""Past versions of policies that learn: taken every so many env steps, the oldest making room, and drawn to play.
+
+    main at env step   0   50,000   100,000   150,000        keep: 3
+    past                   50,000   100,000   150,000   ──>  an episode's seed draws one of them for each of its agents
+
+A version is known by the env step at which it was taken. Owns when one is taken, which are kept and how one is drawn;
+who of all policies plays an agent is match.py's, and acting is players.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.populations import Past
+from tiltyard.models.net import PolicyNet
+from tiltyard.run.checkpoint import read_tree, write_tree
+from tiltyard.types import Arrays, EnvSpec
+
+VERSION = 6  # its role in the seed tree of an episode
+
+Versions = dict[int, PolicyNet]
+
+
+def drawn_version(past: Past, known: Sequence[int], seed: int, agent: int) -> int:
+    """The version, of those `known`, that plays an agent in the episode with this seed."""
+    steps = sorted(known)
+    ends = np.cumsum(past.fade ** np.arange(len(steps) - 1, -1, -1.0))
+    word = np.random.SeedSequence(entropy=seed, spawn_key=(VERSION, agent)).generate_state(1)[0]
+    return steps[int(np.searchsorted(ends[:-1], word / 2**32 * ends[-1], side="right"))]
+
+
+class Shelf:
+    """The versions of one pool, as nets that can act and never learn."""
+
+    def __init__(self, past: Past, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+        self.past, self.versions = past, Versions()
+        self.marks: dict[int, int] = {}
+        """of each version: another number whenever its weights are others"""
+        self._made = (experiment, spec, base)
+        self._count = 0
+        self._spare: list[PolicyNet] = []
+
+    def is_due(self, before: int, now: int) -> bool:
+        """Whether a version is to be taken after training from one env step to another."""
+        return now // self.past.every > before // self.past.every
+
+    def add(self, env_steps: int, weights: Arrays) -> None:
+        """Take over a version; the oldest goes where there would be too many."""
+        self._count += 1
+        self.put(env_steps, weights, self._count)
+        self.keep_only(sorted(self.versions)[-self.past.keep :])
+
+    def put(self, env_steps: int, weights: Arrays, mark: int) -> None:
+        """Take over a version beside the others."""
+        if env_steps not in self.versions:
+            self.versions[env_steps] = self._spare.pop() if self._spare else self._net()
+        self.versions[env_steps].load_arrays(weights)
+        self.marks[env_steps] = mark
+
+    def _net(self) -> PolicyNet:
+        experiment, spec, base = self._made
+        return PolicyNet(spec, experiment.model, base, seed=0).eval()
+
+    def keep_only(self, kept: Sequence[int]) -> None:
+        """Let go of all others."""
+        for env_steps in [each for each in self.versions if each not in kept]:
+            self._spare.append(self.versions.pop(env_steps))
+            del self.marks[env_steps]
+
+    def arrays(self) -> dict[int, Arrays]:
+        """A copy of the weights of each version."""
+        return {env_steps: net.arrays() for env_steps, net in self.versions.items()}
+
+
+def shelves(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> dict[str, Shelf]:
+    """An empty one for each pool of an experiment."""
+    return {name: Shelf(past, experiment, spec, base) for name, past in experiment.past.items()}
+
+
+def fill_shelves(found: Mapping[str, Shelf], versions: Mapping[str, Mapping[int, Arrays]]) -> None:
+    """Have these versions on the shelves and no others."""
+    for name, shelf in found.items():
+        shelf.keep_only([])
+        for env_steps, weights in versions[name].items():
+            shelf.add(env_steps, weights)
+
+
+def write_versions(folder: Path, name: str, versions: Mapping[int, Arrays]) -> None:
+    """Beside an engine's state, below a checkpoint's folder."""
+    tree = {"env_steps": list(versions), "weights": {str(at): arrays for at, arrays in versions.items()}}
+    write_tree(folder / "engine", f"past-{name}", tree)
+
+
+def read_versions(folder: Path, name: str) -> dict[int, Arrays]:
+    """What `write_versions` wrote; nothing where the checkpoint has no such pool."""
+    if not (folder / "engine" / f"past-{name}.json").exists():
+        return {}
+    tree = read_tree(folder / "engine", f"past-{name}")
+    return {int(at): tree["weights"][str(at)] for at in tree["env_steps"]}

@@ -1,0 +1,227 @@
+"""Policies against each other in an env with several agents: every pair in both seatings, and ratings from who won.
+
+    A B C  ──>  A-B  B-A  A-C  C-A  B-C  C-B     the same episodes each, by their seeds  ──>  wins  ──>  Elo
+
+Of a pair, one plays the first agent of the env, the third and so on, the other the rest; then they change seats. An
+episode is won by whose agents have the higher mean return. How it is played is play.py's, as in every evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiltyard.algos.randomness import Generators
+from tiltyard.config.experiment import Experiment, Member
+from tiltyard.engines.freeze import source_of
+from tiltyard.engines.match import Match
+from tiltyard.engines.players import Players
+from tiltyard.envs.probe import probe
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.evaluation.choices import trained
+from tiltyard.evaluation.measure import measured_env
+from tiltyard.evaluation.play import Played, play
+from tiltyard.models.policy import Policy, load_policy
+from tiltyard.run.folder import run_of
+from tiltyard.types import EnvSpec
+
+ONE, OTHER = "one", "other"  # what the two of a pair are called while they play
+MIDDLE, SCALE = 1500.0, 400.0  # of Elo's ratings: their mean, and how much is ten to one
+RESAMPLES = 1000
+_ROUNDS, _CLOSE = 10_000, 1e-9
+
+
+@dataclass(frozen=True)
+class Bout:
+    """A pair in one seating; `one` has the first seat. Wins are `one`'s."""
+
+    one: str
+    other: str
+    wins: int
+    draws: int
+    losses: int
+    returns: tuple[float, float]
+    """mean of each of the two"""
+    seats: dict[str, float]
+    """mean return of each agent of the env"""
+
+
+@dataclass(frozen=True)
+class Rating:
+    """How strong a policy is beside the others: ten to one is 400 more. Low and high are of a 95 % interval."""
+
+    policy: str
+    elo: float
+    low: float
+    high: float
+    wins: int
+    draws: int
+    losses: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """All bouts and what follows from them, the strongest first."""
+
+    env: str
+    episodes: int
+    seed: int
+    greedy: bool
+    bouts: list[Bout]
+    ratings: list[Rating]
+
+
+def match(
+    sources: Sequence[str],
+    *,
+    episodes: int = 100,
+    seed: int | None = None,
+    greedy: bool | None = None,
+    trust_code: bool = False,
+) -> Table:
+    """Play every pair of policies, in both seatings, so many episodes each, in the env of the first one's run.
+
+    A source is a run (RUN, RUN@STEP, RUN@best) or a checkpoint's folder, with :NAME for another than its first policy.
+    """
+    if len(sources) < 2 or len(set(sources)) < len(sources):
+        raise UseError("a match is of two or more policies, each named once", "tiltyard match RUN@best OTHER-RUN")
+    torch.set_num_threads(1)
+    policies, experiment, base = _contenders(sources, trust_code)
+    spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+    if len(spec.agents) < 2:
+        raise UseError(f"env {experiment.env.id} has one agent, and a match needs two", "compare with `tiltyard eval`")
+    for source, policy in policies.items():
+        _require_same(source, policy, spec)
+    seed = experiment.eval.seed if seed is None else seed
+    greedy = experiment.eval.greedy if greedy is None else greedy
+    bouts = []
+    for one, other in _pairs(sources):
+        pair = {ONE: policies[one], OTHER: policies[other]}
+        bouts.append(_bout(one, other, _played(pair, experiment, spec, base, episodes, seed, greedy), spec))
+    return Table(experiment.env.id, episodes, seed, greedy, bouts, ratings(list(sources), bouts, seed))
+
+
+def _pairs(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for one, other in itertools.combinations(sources, 2):
+        yield one, other
+        yield other, one
+
+
+def _contenders(sources: Sequence[str], trust_code: bool) -> tuple[dict[str, Policy], Experiment, Sequence[Path]]:
+    """The policies by what they were named, and the experiment of the first with where its plug-ins are."""
+    policies = {}
+    for text in sources:
+        named, _, name = text.partition(":")
+        source = source_of(named, ())
+        policies[text] = load_policy(source.folder, name=name or None, base=(source.home,), trust_code=trust_code)
+    run = run_of(source_of(sources[0].partition(":")[0], ()).folder)
+    run.require_own_code(trust_code)
+    run.enter_profile()
+    return policies, run.experiment(), run.base
+
+
+def _require_same(source: str, policy: Policy, spec: EnvSpec) -> None:
+    try:
+        policy.require_same(spec)
+    except UseError as error:
+        raise UseError(f"{source}: {error.message}", "a match is of policies for the same env") from error
+
+
+# ------------------------------------------------------------------------------------------------ playing
+
+
+def _played(
+    pair: dict[str, Policy],
+    experiment: Experiment,
+    spec: EnvSpec,
+    base: Sequence[Path],
+    episodes: int,
+    seed: int,
+    greedy: bool,
+) -> list[Played]:
+    seated = {agent: {(ONE, OTHER)[place % 2]: 1.0} for place, agent in enumerate(spec.agents)}
+    who = Match(experiment.model_copy(update={"policies": dict.fromkeys(pair, Member()), "match": seated}), spec.agents)
+    players = Players({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
+    with Generators(seed).in_place():
+        return play(
+            trained(players, greedy, seed),
+            measured_env(experiment.env, spec, experiment.eval.time_limit),
+            spec,
+            base=base,
+            previous=experiment.model.previous,
+            episodes=range(episodes),
+            slots=experiment.eval.envs,
+            seed=seed,
+            players=players,
+        )
+
+
+def _bout(one: str, other: str, played: Sequence[Played], spec: EnvSpec) -> Bout:
+    names = [f"policy/{name}/return" for name in (ONE, OTHER)]
+    both = [[each.metrics[name] for name in names] for each in played if all(name in each.metrics for name in names)]
+    if not both:
+        raise TiltyardError(f"in no episode did agents of both {one} and {other} take part", "give more --episodes")
+    wins, losses = sum(a > b for a, b in both), sum(a < b for a, b in both)
+    own = {
+        agent: [each.metrics[f"{agent}_return"] for each in played if f"{agent}_return" in each.metrics]
+        for agent in spec.agents
+    }
+    seats = {agent: fmean(values) for agent, values in own.items() if values}
+    returns = (fmean(a for a, _ in both), fmean(b for _, b in both))
+    return Bout(one, other, wins, len(both) - wins - losses, losses, returns, seats)
+
+
+# ------------------------------------------------------------------------------------------------ ratings
+
+
+def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[Rating]:
+    """Elo's by maximum likelihood (Bradley and Terry), with intervals from bouts drawn again, the strongest first.
+
+    Each pair has one more draw than it played: without, who never lost would be infinitely strong.
+    """
+    places = {name: place for place, name in enumerate(policies)}
+    rng = np.random.default_rng(seed)
+    counts = [np.array([bout.wins, bout.draws, bout.losses]) for bout in bouts]
+    score = np.zeros((RESAMPLES + 1, len(policies), len(policies)))  # won by [row] against [column]; first as it was
+    for bout, count in zip(bouts, counts, strict=True):
+        again = rng.multinomial(count.sum(), count / count.sum(), RESAMPLES)
+        wins, draws, losses = np.concatenate([count[None], again]).T
+        score[:, places[bout.one], places[bout.other]] += wins + draws / 2
+        score[:, places[bout.other], places[bout.one]] += losses + draws / 2
+    score += 0.5 * (score + score.swapaxes(1, 2) > 0)
+    elo = _strengths(score)
+    low, high = np.percentile(elo[1:], [2.5, 97.5], axis=0)
+    found = []
+    for name, place in places.items():
+        won, drawn, lost = _tally(name, bouts)
+        found.append(Rating(name, float(elo[0, place]), float(low[place]), float(high[place]), won, drawn, lost))
+    return sorted(found, key=lambda each: -each.elo)
+
+
+def _strengths(score: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[R, N] ratings from [R, N, N] scores, by the iteration of Zermelo."""
+    games, won = score + score.swapaxes(1, 2), score.sum(2)
+    strength = np.ones(won.shape)
+    for _ in range(_ROUNDS):
+        expected = (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
+        moved = won / expected
+        moved /= np.exp(np.log(moved).mean(1, keepdims=True))
+        close = np.abs(moved / strength - 1).max() < _CLOSE
+        strength = moved
+        if close:
+            break
+    return np.asarray(MIDDLE + SCALE * np.log10(strength))
+
+
+def _tally(name: str, bouts: Sequence[Bout]) -> tuple[int, int, int]:
+    own = [(bout.wins, bout.draws, bout.losses) for bout in bouts if bout.one == name]
+    own += [(bout.losses, bout.draws, bout.wins) for bout in bouts if bout.other == name]
+    won, drawn, lost = zip(*own, strict=True)
+    return sum(won), sum(drawn), sum(lost)
