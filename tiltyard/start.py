@@ -24,8 +24,10 @@ from typing import Any
 from tiltyard.attempt import Plan, starting_point
 from tiltyard.config.combinations import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets, texts
+from tiltyard.config.load import COMMAND_LINE, Loaded, load, parse_override, refuse_presets, texts
+from tiltyard.config.load import words as words_of
 from tiltyard.config.place import runs_root
+from tiltyard.config.reference import flat
 from tiltyard.config.site import apply_profile, load_site, pick_profile
 from tiltyard.engines import check_engine, has_workers, nursery
 from tiltyard.engines.freeze import freeze
@@ -41,6 +43,8 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
 from tiltyard.run.lock import refuse_live
 from tiltyard.run.masking import mask_command
+from tiltyard.run.stretches import WHOLE, Stretch
+from tiltyard.run.stretches import read as read_stretches
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training import Outcome, train_run
@@ -334,21 +338,46 @@ def plan_resume(
     run = _run_meant(source)
     run.require_own_code(trust_code)
     refuse_live(run)
-    found = settings = run.experiment()
-    afresh, words = False, texts(overrides)
+    found = run.experiment()
+    words = texts(overrides)
     refuse_presets("resume", words)
+    asked = dict(map(parse_override, words))
+    afresh = asked.get("resume") == "never"
+    start = None if afresh else starting_point(run, found)[0]
+    stretch, told = _stretch(run, start.env_steps if start is not None else 0, asked)
+    before = settings = _changed(run, found, told)
     if words:
-        loaded = load(found.model_dump(mode="json", by_alias=True), words, base=run.base)
-        settings = loaded.experiment
+        settings = _changed(run, before, words)
         if settings.resume in ("auto", "never"):
             # Asked for in these very words, and for this attempt alone: what the run's file says is how it was made.
-            afresh = settings.resume == "never" and loaded.origins["resume"] == COMMAND_LINE
             settings = settings.model_copy(update={"resume": found.resume})
-    _require_same_run(run, found, settings, words)
-    start = None if afresh else starting_point(run, settings)[0]
+    _require_same_run(run, before, settings, words)
     run.enter_profile()
     spec = try_out(settings, run.base, start.folder if start is not None else None)
-    return run, Plan(found, settings, spec, tuple(mask_command(words)), afresh)
+    return run, Plan(found, settings, spec, tuple(mask_command([*told, *words])), afresh, stretch)
+
+
+def _changed(run: Run, experiment: Experiment, words: Sequence[str]) -> Experiment:
+    if not words:
+        return experiment
+    return load(experiment.model_dump(mode="json", by_alias=True), words, base=run.base).experiment
+
+
+def _stretch(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Stretch, list[str]]:
+    """The part of the run that comes now, and the settings that it is told to have and has not yet, as overrides."""
+    stretches = read_stretches(run.folder)
+    if stretches is None:
+        return WHOLE, []
+    stretch = stretches.at(env_steps)
+    twice = sorted(set(asked) & set(stretch.settings))
+    if twice:
+        raise UseError(
+            f"`resume` cannot change {twice[0]}: stretches.json of {run.id} says what it is from which env step on",
+            f"start a run of your own from its checkpoint: tiltyard fork {run.typed} {twice[0]}=...",
+        )
+    now = dict(flat(run.experiment().model_dump(mode="json", by_alias=True)))
+    new = {key: value for key, value in stretch.settings.items() if now.get(tuple(key.split("."))) != value}
+    return stretch, words_of(new)
 
 
 def _require_same_run(run: Run, before: Experiment, now: Experiment, overrides: Sequence[str]) -> None:
@@ -386,14 +415,17 @@ def _run_meant(source: Run | str | Path) -> Run:
 
 
 def carry_out(run: Run, plan: Plan, *, live: bool | None = None) -> Outcome:
-    """Train the run in this process as planned and say at the end what to type next."""
-    screen = Screen(run, plan.settings, live=live)
-    try:
-        outcome = train_run(run, plan, screen=screen)
-        screen.finish(f"{outcome.state}: {outcome.reason}", next_commands(run, outcome))
-        return outcome
-    finally:
-        screen.close()
+    """Train the run in this process as planned, one stretch after another, and say at the end what to type next."""
+    while True:
+        screen = Screen(run, plan.settings, live=live)
+        try:
+            outcome = train_run(run, plan, screen=screen)
+            screen.finish(f"{outcome.state}: {outcome.reason}", [] if outcome.goes_on else next_commands(run, outcome))
+        finally:
+            screen.close()
+        if not outcome.goes_on:
+            return outcome
+        plan = plan_resume(run, trust_code=True)[1]  # whose code was accepted when it began
 
 
 def next_commands(run: Run, outcome: Outcome) -> list[str]:

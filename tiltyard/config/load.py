@@ -8,6 +8,7 @@ not imported here.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ __all__ = [
     "said",
     "schema",
     "texts",
+    "words",
 ]
 
 COMMAND_LINE = "command line"
@@ -278,6 +280,11 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UseError(f"override {error}", "write it as UTF-8 text") from None
     except UseError as error:
         raise UseError(error.message.replace(", line 1:", ":", 1), error.hint) from None
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as overrides: what one would type to train the same."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
 def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: list[Problem]) -> list[str]:

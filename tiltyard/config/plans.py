@@ -1,6 +1,6 @@
 """What a sweep says: many runs of one experiment, or of any other program, in one file.
 
-    experiment + space + metric + search ── one validation ──> Plan or ConfigError
+    experiment + space + metric + search (+ population) ── one validation ──> Plan or ConfigError
 
 Which values a line of `space` stands for is tiltyard.sweep.space's; whether a combination of them makes sense is the
 experiment's own validation, asked for each of them before anything is started.
@@ -9,7 +9,7 @@ experiment's own validation, asked for each of them before anything is started.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field
 from tiltyard.config.experiment import NAME
 from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Whole
 from tiltyard.config.layers import plain
+from tiltyard.config.populations import PopulationRules
 from tiltyard.config.problems import validate
 from tiltyard.config.yaml_door import read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError
@@ -33,7 +34,7 @@ class Objective(Settings):
     name: str = Field(default="eval/return", min_length=1, max_length=200)
     """A name in metrics.jsonl."""
     of: Literal["best", "last"] = "best"
-    """The best value that a trial recorded, or its last one."""
+    """The best value that a trial recorded, or its last one. Of a population it is the last one when left out."""
 
 
 class EarlyStop(Settings):
@@ -80,19 +81,22 @@ class Plan(Settings):
     """What is varied: a setting's dotted name, or several with commas between them that change together. A list of
     choices, or {range: [a, b]}, {log: [a, b]}, {int: [a, b]}, with `step` or `points` where a grid needs them."""
     points: list[dict[str, Any]] = Field(default=[], max_length=100_000)
-    """The combinations themselves instead of a space."""
+    """The combinations themselves instead of a space; beside one, what the members of a population begin with."""
     metric: Annotated[Objective, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)] = Objective()
     goal: Annotated[
         Literal["maximise", "minimise"], BeforeValidator(lambda v: _GOALS.get(v, v) if isinstance(v, str) else v)
     ] = "maximise"
     """Whether more of the metric is better, or less."""
-    search: Literal["grid", "random", "tpe", "gp"] = "grid"
+    search: Literal["grid", "random", "tpe", "gp", "population"] = "grid"
     """grid: every combination; random: independent draws; tpe and gp: Optuna's samplers, which learn from the trials
-    that are over (extra `sweep`)."""
+    that are over (extra `sweep`); population: all trials learn side by side, and the worst become copies of the best
+    with other settings."""
     trials: Count | None = None
-    """How many combinations are tried; a grid has all of them."""
+    """How many combinations are tried; a grid has all of them. The members of a population."""
+    population: PopulationRules = PopulationRules()
     seeds: Annotated[list[CountOrZero], Field(min_length=1, max_length=MOST_SEEDS), BeforeValidator(_seeds)] = [0]
-    """Runs per combination: how many, from seed 0, or a list of seeds."""
+    """Runs per combination: how many, from seed 0, or a list of seeds. Of a population the first member's seed; the
+    others have those after it."""
     seed: CountOrZero = 0
     """Root of the draws and of the order."""
     order: Literal["given", "random"] = "given"
@@ -137,6 +141,8 @@ def load_plan(source: str | Path | Mapping[str, Any]) -> tuple[Plan, Path]:
     problems = [problem for _, problem in found]
     if plan is not None:
         problems += _cross_check(plan)
+        if plan.search == "population" and "of" not in plan.metric.model_fields_set:
+            plan = plan.model_copy(update={"metric": plan.metric.model_copy(update={"of": "last"})})
     if problems or plan is None:
         raise ConfigError(problems, told)
     return plan, where
@@ -155,9 +161,9 @@ def _cross_check(plan: Plan) -> list[Problem]:
         wrong("program", plan.program, "is one way, experiment another", "keep one of them")
     if plan.program == []:
         wrong("program", None, "is empty", "write the command line of a program")
-    if plan.space and plan.points:
+    if plan.space and plan.points and plan.search != "population":
         wrong("points", None, "are one way to say what is varied, space another", "keep one of them")
-    if plan.points and plan.search != "grid":
+    if plan.points and plan.search not in ("grid", "population"):
         wrong("search", plan.search, "chooses from a space, and points are given", "leave search out")
     if plan.search == "grid" and plan.trials is not None:
         wrong("trials", plan.trials, "is no setting of a grid, which has all combinations", "set search: random")
@@ -167,6 +173,25 @@ def _cross_check(plan: Plan) -> list[Problem]:
         wrong("space", None, "is missing", "say what is varied: space: {algo.lr: {log: [1e-5, 1e-2]}}")
     if len(set(plan.seeds)) != len(plan.seeds):
         wrong("seeds", plan.seeds, "names a seed twice", "each seed is one run")
+    if plan.search == "population":
+        _check_population(plan, wrong)
+    elif "population" in plan.model_fields_set and plan.population != PopulationRules():
+        wrong("population", None, f"has rules, and search = {plan.search}", "set search: population")
     if plan.name is not None and (not NAME.fullmatch(plan.name) or ".." in plan.name):
         wrong("name", plan.name, "has 1 to 80 letters, digits and . _ + -", "it becomes a folder's name")
     return found
+
+
+def _check_population(plan: Plan, wrong: Callable[[str, Any, str, str], None]) -> None:
+    if plan.program is not None:
+        wrong("program", plan.program, "has no checkpoints that could be copied", "name an experiment")
+    if plan.trials is not None and plan.trials < 2:
+        wrong("trials", plan.trials, "is no population", "two members or more")
+    if plan.points and plan.trials is not None and len(plan.points) != plan.trials:
+        wrong("points", len(plan.points), f"is not one for each of {plan.trials} members", "give one for each, or none")
+    if len(plan.seeds) != 1:
+        wrong("seeds", plan.seeds, "makes several populations", "one seed: the members have those after it")
+    if plan.stop is not None:
+        wrong("stop", plan.stop.rule, "ends members, which are replaced instead", "leave one of them out")
+    if plan.order != "given":
+        wrong("order", plan.order, "is of a grid", "the member with the fewest env steps goes next")

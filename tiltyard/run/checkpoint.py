@@ -40,6 +40,7 @@ __all__ = [
     "link_files",
     "list_checkpoints",
     "newest_valid",
+    "pin",
     "prune",
     "read_tree",
     "select",
@@ -109,15 +110,29 @@ def commit(
 
 def link_files(source: Path, draft: Path, *, but: str) -> None:
     """Fill a draft with the files of a checkpoint, except those of the tree `but`, without writing them again."""
-
-    def take(path: str, to: str) -> None:
-        try:
-            os.link(path, to)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, to)
-
     ignore = shutil.ignore_patterns(MANIFEST, f"{but}.*")
-    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=take, ignore=ignore)
+    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=_take, ignore=ignore)
+
+
+def pin(source: Path, place: Path) -> None:
+    """The checkpoint once more at another place, whole or not at all: it stays when its run drops it."""
+    draft = place.with_name(f".tmp-{place.name}-{disk.unique()}")
+    try:
+        shutil.copytree(source, draft, copy_function=_take)
+        disk.sync_folder(draft)
+        if place.exists():
+            _delete(place)
+        draft.rename(place)
+        disk.sync_folder(place.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _take(path: str, to: str) -> None:
+    try:
+        os.link(path, to)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, to)
 
 
 def _what_is_left(parent: Path) -> str:
@@ -346,8 +361,9 @@ def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> l
 # ---------------------------------------------------------------------------------------------- moving
 
 
-def copy_into(run: Run, source: Checkpoint, *, score: float | None) -> Checkpoint:
-    """A copy of another run's checkpoint as this run's own, for good: where a fork starts must stay known.
+def copy_into(run: Run, source: Checkpoint, *, score: float | None, milestone: bool = True) -> Checkpoint:
+    """A copy of another run's checkpoint as this run's own; as a milestone for good: where a fork starts must stay
+    known.
 
     `score` is what it is worth there: the source's own, or nothing where another env or metric counts.
     """
@@ -358,7 +374,7 @@ def copy_into(run: Run, source: Checkpoint, *, score: float | None) -> Checkpoin
     reason = verify(source.folder)
     if reason is not None:
         raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", "fork from another one with --at")
-    return commit(run, source.env_steps, source.progress, score, write, milestone=True)
+    return commit(run, source.env_steps, source.progress, score, write, milestone=milestone)
 
 
 def set_aside(run: Run, attempt: int) -> list[str]:

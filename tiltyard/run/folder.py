@@ -4,6 +4,7 @@
       experiment.yaml  resolved, complete     source.yaml        the user's own text       plugins/  their code
       status.json      status.py              events.jsonl       events.py                 lock.json lock.py
       metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
+      stretches.json   stretches.py, where settings change on the way
 
 A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before deletion: no listing sees half of it.
 """
@@ -42,6 +43,7 @@ from tiltyard.run.status import (
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.frozen import Copies
+    from tiltyard.run.stretches import Stretches
 
 __all__ = [
     "Lock",
@@ -160,12 +162,14 @@ def create(
     copies: Copies | None = None,
     profile: str | None = None,
     place: Path | None = None,
+    stretches: Stretches | None = None,
 ) -> Run:
     """A new run folder below root/<name>/, complete before anybody can list it.
 
     `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork. `copies` are those of
     its plug-ins that were checked; without them they are copied now. `profile` is the one it is started with. `place`
-    is the folder to be, where that is decided: a sweep's trial, made by whoever holds the sweep's lock.
+    is the folder to be, where that is decided: a sweep's trial, made by whoever holds the sweep's lock. `stretches` are
+    those that its settings change in.
     """
     import secrets
 
@@ -174,6 +178,8 @@ def create(
     try:
         final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
         _fill(draft, run_id(final), experiment, source_text, source_name, base, command, parent, copies, profile)
+        if stretches is not None:
+            stretches.write(draft)
         disk.sync_folder(draft)
         draft.rename(final)
         disk.sync_folder(group)

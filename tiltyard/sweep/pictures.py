@@ -4,6 +4,7 @@ curves.png       interquartile mean of the metric over the seeds of each of the 
                  interval as a band
 importance.png   share of the variance between points that each setting explains by itself
 parallel.png     one line per point through its settings to its value, the better the darker
+lineage.png      of a population: what each member reached, whom it became a copy of, and its settings meanwhile
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 from tiltyard.config.dimensions import Span
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import metrics
+from tiltyard.sweep.lineage import Lineage, read
 from tiltyard.sweep.report import Report, brief, importance, shown
-from tiltyard.sweep.results import Curve, Group, curve
+from tiltyard.sweep.results import Curve, Group, Row, curve
 from tiltyard.sweep.space import dimensions
 
 _INK, _SOFT, _GRID = "#22262b", "#6b7280", "#e5e7eb"
@@ -26,6 +29,7 @@ _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 _RESAMPLES = 500
 _STEPS = 200  # of a curve that are drawn
 _LABELS = 12  # choices that an axis names
+_PANELS = 4  # settings of a population that are drawn
 
 
 def draw(report: Report, out: Path) -> list[Path]:
@@ -41,7 +45,9 @@ def draw(report: Report, out: Path) -> list[Path]:
     shares = importance(report)
     if shares:
         made.append(_saved(_importance(report, shares), out / "importance.png"))
-    if report.keys and len(groups) > 1:
+    if report.plan.search == "population":
+        made.append(_saved(_lineage(report), out / "lineage.png"))
+    elif report.keys and len(groups) > 1:
         made.append(_saved(_parallel(report, groups), out / "parallel.png"))
     return made
 
@@ -200,3 +206,61 @@ def _places(key: str, groups: list[Group], span: Span | None) -> tuple[Any, list
     heights = {word: i / (len(words) - 1) if len(words) > 1 else 0.5 for i, word in enumerate(words)}
     named = [(height, brief(found[word])[:24]) for word, height in heights.items()]
     return (lambda value: heights[shown(value)]), named if len(named) <= _LABELS else [named[0], named[-1]]
+
+
+# ---------------------------------------------------------------------------------------------- populations
+
+
+def _lineage(report: Report) -> Any:
+    """Scores over env steps, an arrow for each copy that was made, and below them the numbers that were moved."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    story, metric = read(report.sweep), report.plan.metric.name
+    moved = [key for key in report.keys if all(_is_number(row.trial.settings[key]) for row in report.rows)][:_PANELS]
+    figure = Figure(figsize=(8.0, 3.6 + 1.5 * len(moved)), dpi=160, facecolor="white", layout="constrained")
+    ratios = [2.4, *(1.0 for _ in moved)]
+    panels = figure.subplots(1 + len(moved), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    panels[0].set_title(f"{metric}   {report.sweep.id}", loc="left", color=_INK, fontsize=12)
+    for row in report.rows:
+        colour = _COLOURS[(row.trial.number - 1) % len(_COLOURS)]
+        for settings, found in _lives(story, row, metric):
+            label = f"member {row.trial.number}" if settings is story.first[row.trial.number] else None
+            panels[0].plot([x for x, _ in found], [y for _, y in found], color=colour, linewidth=1.6, label=label)
+            for panel, key in zip(panels[1:], moved, strict=True):
+                panel.plot([found[0][0], found[-1][0]], [settings[key]] * 2, color=colour, linewidth=2.2)
+    for copy in story.copies:
+        one, colour = copy.exploit, _COLOURS[(copy.exploit.member - 1) % len(_COLOURS)]
+        if copy.score is not None and copy.source_score is not None:
+            ends = (one.counts_from, copy.source_score), (one.env_steps, copy.score)
+            panels[0].annotate("", *ends, arrowprops={"arrowstyle": "->", "color": colour, "linestyle": ":"})
+    logged = {each.key for each in dimensions(report.plan) if isinstance(each, Span) and each.log}
+    for panel, key in zip(panels[1:], moved, strict=True):
+        panel.set_title(key, loc="left", color=_SOFT, fontsize=9)
+        panel.set_yscale("log" if key in logged else "linear")
+    for panel in panels:
+        panel.tick_params(colors=_SOFT, length=0)
+        panel.grid(axis="y", color=_GRID, linewidth=0.8)
+        for side, spine in panel.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_GRID)
+    panels[-1].set_xlabel("env steps   (an arrow: became a copy of that)", color=_SOFT)
+    panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels[0].legend(loc="best", frameon=False, labelcolor=_INK, fontsize=8)
+    return figure
+
+
+def _lives(story: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], Curve]]:
+    """What a member recorded with each of its settings, from copy to copy."""
+    copies = [copy for copy in story.copies if copy.exploit.member == row.trial.number]
+    found: dict[int, Curve] = {}
+    for record in metrics.read(row.folder) if row.folder is not None else ():
+        if metric in record["metrics"] and math.isfinite(record["metrics"][metric]):
+            life = sum(int(record.get("attempt", 0)) > copy.attempt for copy in copies)
+            found.setdefault(life, []).append((record["env_steps"], record["metrics"][metric]))
+    settings = [story.first[row.trial.number], *(copy.exploit.after for copy in copies)]
+    return [(settings[life], curve) for life, curve in sorted(found.items())]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -20,6 +20,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.errors import ConfigError, Problem
 from tiltyard.refs import short
 
+WEIGHTS = {"weights": True}  # in a population's space: the numbers of that mapping, which are multiplied
 _TRIES = 100  # redraws before a random draw that was there already is taken
 
 
@@ -34,6 +35,8 @@ def dimensions(plan: Plan) -> list[Dimension]:
             if key in taken:
                 problems.append(Problem(f"space.{line}", "", f"{key} is varied by {taken[key]!r} too", "keep one"))
             taken[key] = line
+        if plan.search == "population" and value == WEIGHTS:
+            continue
         try:
             found.append(dimension(keys, value, plan.search == "grid"))
         except ValueError as error:
@@ -76,6 +79,10 @@ def fixed_count(plan: Plan) -> int:
 
 def fixed_points(plan: Plan, count: int) -> list[Point]:
     """The first points of a plan whose search does not learn."""
+    if plan.search == "population":
+        from tiltyard.sweep.members import first_settings
+
+        return first_settings(plan, count)
     found = dimensions(plan)
     if plan.search == "random":
         return list(itertools.islice(draws(found, plan.seed), count))

@@ -1,0 +1,129 @@
+"""Populations whose scores are known in advance, trained in the test's own process: torch is imported once."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tiltyard import start
+from tiltyard.config.experiment import Env
+from tiltyard.config.load import dump_yaml
+from tiltyard.envs.probe import probe
+from tiltyard.errors import TiltyardError
+from tiltyard.run import checkpoint
+from tiltyard.run.folder import Run
+from tiltyard.sweep import controller, prepare
+from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.local import Local
+from tiltyard.types import Arrays, EnvSpec
+
+# Each step brings `level`, whatever is done; what it is really worth is another thing.
+ENV = """
+import gymnasium, numpy
+
+class Steady(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, level=0.0, rewards=None):
+        self.level, self.rewards = level, rewards or {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._see(), {}
+
+    def step(self, action):
+        self.steps += 1
+        info = {"true_objective": -self.level, "shaped": sum(self.rewards.values())}
+        return self._see(), self.level + 0.0 * action, self.steps == 4, False, info
+
+    def _see(self):
+        return self.np_random.uniform(-1, 1, 2).astype(numpy.float32)
+"""
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "steady",
+    "env": {"id": "steady.py:Steady"},
+    "engine": {"kind": "serial", "envs": 2},
+    "algo": {"rollout": 8, "minibatch": 8, "epochs": 2},
+    "model": {"hidden": [8]},
+    "stop": {"env_steps": 256},
+    "eval": {"every": 0, "at_end": False},
+    "save": {"last": 100, "best": 0, "metric": "train/return"},
+    "track": {"tensorboard": False},
+}
+SPACE = {"env.options.level": {"range": [-10.0, 10.0]}, "algo.lr": {"log": [1e-5, 1e-1]}}
+RULES = {"period": 64, "start": 64, "replace": 0.34, "rate": 1.0}
+
+
+def plan(levels: list[float], **more: Any) -> dict[str, Any]:
+    """A population whose members begin at these levels, with learning rates of their own."""
+    Path("steady.py").write_text(ENV)
+    points = [{"env.options.level": level, "algo.lr": 0.001 * (i + 1)} for i, level in enumerate(levels)]
+    made: dict[str, Any] = {"experiment": EXPERIMENT, "search": "population", "trials": len(levels), "points": points}
+    made |= {"space": SPACE, "population": RULES, "metric": "train/return", **more}
+    Path("plan.yaml").write_text(dump_yaml(made))
+    return made
+
+
+class Here(Local):
+    """Each trial is trained at once, in this process."""
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self.ended: dict[int, str] = {}
+
+    def submit(self, number: int, folder: Path, *more: Any, **others: Any) -> bool:
+        train(folder)
+        self.ended[number] = "its training ended"
+        return True
+
+    def adopt(self, numbers: Iterable[int]) -> set[int]:
+        return set(self.ended)
+
+    def poll(self) -> dict[int, str]:
+        ended, self.ended = self.ended, {}
+        return ended
+
+
+_probed: dict[str, EnvSpec] = {}
+
+
+def probe_once(env: Env, **more: Any) -> EnvSpec:
+    """An env has one look at its spaces, in a process of its own; members have the same."""
+    if env.id not in _probed:
+        _probed[env.id] = probe(env, **more)
+    return _probed[env.id]
+
+
+def train(folder: Path) -> None:
+    try:
+        with patch.object(start, "probe", probe_once):
+            run, made = start.plan_resume(Run(folder))
+            start.carry_out(run, made, live=False)
+    except TiltyardError as error:
+        print(f"{error.message}\n{error.details}")
+
+
+def carry_out(sweep: Sweep) -> int:
+    return controller.carry_out(sweep, Here, print)
+
+
+def begun() -> Sweep:
+    """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
+    with patch.object(start, "probe", probe_once):
+        return prepare.begin(prepare.prepare("plan.yaml"))
+
+
+def started() -> Sweep:
+    """The same, carried out to its end."""
+    sweep = begun()
+    assert carry_out(sweep) == 0
+    return sweep
+
+
+def weights(run: Run | Path, env_steps: int | None = None) -> Arrays:
+    """Those of a checkpoint: the newest, or the one at an env step."""
+    found = checkpoint.select(run if isinstance(run, Run) else Run(run), env_steps)
+    return dict(checkpoint.read_tree(found.folder / "policies", "main")["weights"])

@@ -1,0 +1,428 @@
+"""A population over runs: who is replaced by whom, what a copy is, what every kill leaves, and how it is told.
+
+The env's reward is a setting, so that scores are known in advance; weights, optimisers and settings are real.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import Command
+from tests.sweep import populace
+from tests.sweep.populace import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
+from tiltyard import start
+from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.config.load import dump_yaml
+from tiltyard.errors import TiltyardError
+from tiltyard.run import disk, metrics
+from tiltyard.run.folder import Run, create, read_events
+from tiltyard.run.stretches import Stretches
+from tiltyard.sweep import lineage, prepare, replay
+from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.report import look
+
+
+def exploits(sweep: Sweep) -> list[dict[str, Any]]:
+    return [line for line in sweep.decisions() if line["kind"] == "exploit"]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(runs: Path) -> None:
+    plan([3.0, 2.0, 1.0])
+    sweep = started()
+    first = exploits(sweep)[0]
+    assert (first["trial"], first["source"]) == (3, 1)
+    assert first["score"] == pytest.approx(4.0)
+    assert first["source_score"] == pytest.approx(12.0)
+    member, source = Run(sweep.place(3)), Run(sweep.place(1))
+    assert same(weights(member, first["counts_from"]), weights(source, first["source_env_steps"]))
+    assert not same(weights(member), weights(source))
+
+    after = first["after"]
+    assert after["algo.lr"] != first["before"]["algo.lr"]
+    assert after["algo.lr"] != 0.001, "it is the source's, moved"
+    assert 0.001 / 1.5 <= after["algo.lr"] <= 0.001 * 1.5
+    second = next((line["attempt"] for line in exploits(sweep)[1:] if line["trial"] == 3), math.inf)
+    own = [each for each in metrics.read(member) if first["attempt"] < each["attempt"] <= second]
+    assert {each["metrics"]["setting/lr"] for each in own} == {after["algo.lr"]}
+    # the window of 100 episodes came along from another env, and began anew
+    assert own[0]["metrics"]["train/return"] == pytest.approx(4 * after["env.options.level"])
+
+    events = [event for event in read_events(member) if event["kind"] == "exploited"]
+    assert events[0]["source"] == 1
+    assert events[0]["after"] == after
+    assert "became a copy of member 1" in events[0]["sentence"]
+    assert look(sweep).counts == {"finished": 3}
+    assert {row.env_steps for row in look(sweep).rows} == {256}
+
+
+@pytest.mark.parametrize(
+    ("levels", "metric", "goal", "worst"),
+    [
+        ([-3.0, -2.0, -1.0], "train/return", "maximise", 1),
+        ([-3.0, -2.0, -1.0], "train/return", "minimise", 3),
+        ([3.0, 2.0, 1.0], "episode/true_objective", "maximise", 1),  # all negative, and the rewards say the contrary
+    ],
+)
+def test_negative_objectives_and_what_the_env_calls_its_true_one(
+    levels: list[float], metric: str, goal: str, worst: int, runs: Path
+) -> None:
+    experiment = {**EXPERIMENT, "stop": {"env_steps": 96}}
+    plan(levels, metric=metric, goal=goal, experiment=experiment, population={**RULES, "rate": 0.0})
+    sweep = started()
+    found = exploits(sweep)
+    assert [(line["trial"], line["source"]) for line in found] == [(worst, 4 - worst)]
+    assert found[0]["score"] == pytest.approx(-3.0 if "true" in metric else 4 * levels[worst - 1])
+    settings = {row.trial.number: row.trial.settings for row in look(sweep).rows}
+    assert settings[worst] == settings[4 - worst], "rate 0 moves nothing"
+
+
+def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
+    """And where settings change on the way, the run goes on by itself, whatever it was told before."""
+    plan([1.0, 2.0])
+    whole, paused, changing = (_run(stretches) for stretches in (None, Stretches([(0, {})], 100, 1), CHANGES))
+    outcome = [start.carry_out(run, start.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
+    assert [each.exit_code for each in outcome] == [0, 75, 0]
+    assert paused.status()["state"] == "stopped"
+    assert paused.status()["progress"]["env_steps"] == 112, "the first update beyond 100"
+    assert "paused at env step 100" in paused.status()["reason"]
+    start.resume(paused, live=False)
+    assert paused.status()["progress"]["env_steps"] == 112
+    Stretches([(0, {})], None, 2).write(paused.folder)
+    start.resume(paused, live=False)
+    assert same(weights(whole), weights(paused))
+    assert _curve(whole) == _curve(paused)
+
+    assert not same(weights(whole), weights(changing))
+    used = {each["env_steps"]: each["metrics"]["setting/lr"] for each in metrics.read(changing)}
+    assert used == {**dict.fromkeys(range(16, 81, 16), 0.01), **dict.fromkeys(range(96, 257, 16), 0.02)}
+    assert changing.experiment().algo.lr == 0.02
+    with pytest.raises(TiltyardError, match=r"cannot change algo\.lr"):
+        start.plan_resume(changing, ["algo.lr=0.5"])
+
+
+CHANGES = Stretches([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
+
+
+def _run(stretches: Stretches | None) -> Run:
+    loaded = prepare.load({**EXPERIMENT, "name": "alone"})
+    return create(Path("runs"), loaded.experiment, base=loaded.base, stretches=stretches)
+
+
+def _curve(run: Run) -> list[tuple[int, float]]:
+    return [(each["env_steps"], each["metrics"].get("loss/policy", 0.0)) for each in metrics.read(run)]
+
+
+def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classic fault: what was restored is the rate of the checkpoint, and nobody notices."""
+    plan([1.0, 2.0])
+    run = _run(CHANGES)
+
+    def restore(self: ScheduledValue, tree: Any) -> None:
+        self.fixed = tree["setting"] if isinstance(tree["setting"], float) else None
+
+    monkeypatch.setattr(ScheduledValue, "load", restore)
+    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the restored engine has 0.01"):
+        start.resume(run, live=False)
+    assert "0.02" in run.status()["reason"]
+
+    monkeypatch.setattr("tiltyard.training.check_restored", lambda *_: None)
+    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the first update used 0.01"):
+        start.resume(run, live=False)
+
+
+# ------------------------------------------------------------------------------------------------ kills
+
+KILLED = """
+import os, signal, sys
+from tests.sweep.populace import carry_out
+from tiltyard.run import checkpoint
+from tiltyard.sweep import population
+from tiltyard.sweep.folder import Sweep
+from tests.sweep.populace import Here
+
+point, before = sys.argv[2], {}
+
+def end_after(owner, name, when=lambda *words, **more: True):
+    real = getattr(owner, name)
+    def until_then(*words, **more):
+        result = real(*words, **more)
+        if when(*words, **more):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(owner, name, until_then)
+
+if point == "pinned":
+    end_after(checkpoint, "pin", lambda source, place: place.name.startswith("0002"))
+if point == "noted":
+    end_after(Sweep, "decide", lambda self, kind, **facts: kind == "period" and facts["trial"] == 2)
+if point == "decided":
+    end_after(Sweep, "decide", lambda self, kind, **facts: kind == "exploit")
+if point == "copied":
+    end_after(checkpoint, "copy_into")
+if point == "told":
+    end_after(population.Stretches, "write", lambda self, folder: self.period == 2 and "0002-" in folder.name)
+sys.exit(carry_out(Sweep(__import__("pathlib").Path(sys.argv[1]))))
+"""
+
+POINTS = ("pinned", "noted", "decided", "copied", "told")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[int, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("undisturbed")
+        patch.chdir(place)
+        patch.setenv("TILTYARD_RUNS", str(place / "runs"))
+        _small_plan()
+        return _outcome(started())
+
+
+def _small_plan() -> None:
+    experiment = {**EXPERIMENT, "stop": {"env_steps": 160}}
+    plan([2.0, 1.0], experiment=experiment, population={**RULES, "replace": 0.5})
+
+
+def _outcome(sweep: Sweep) -> tuple[list[Any], dict[int, Any]]:
+    decisions = [{key: value for key, value in line.items() if key != "time"} for line in sweep.decisions()]
+    assert {row.state for row in look(sweep).rows} == {"finished"}
+    return decisions, {trial.number: weights(sweep.place(trial.number)) for trial in sweep.trials()}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_9_at_every_point_of_an_exploit(point: str, runs: Path, undisturbed: Any) -> None:
+    _small_plan()
+    sweep = begun()
+    root = Path(__file__).parents[2]
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(sweep.folder), point],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
+    assert carry_out(sweep) == 0
+    decisions, found = _outcome(sweep)
+    assert decisions == undisturbed[0]
+    assert any(line["kind"] == "exploit" for line in decisions)
+    for number, each in undisturbed[1].items():
+        assert same(found[number], each)
+    assert not list(sweep.folder.glob("pinned/.tmp-*")), "what the killed one left is swept away"
+    events = [event for event in read_events(Run(sweep.place(2))) if event["kind"] == "exploited"]
+    assert len(events) == len({event["period"] for event in events}), "told once each"
+
+
+# ------------------------------------------------------------------------------------------------ slots, processes
+
+
+def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -> None:
+    """The member with the fewest env steps goes next, and nobody is the worst before all are known."""
+    plan([3.0, 2.0, 1.0], max_parallel=2, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
+    out = tiltyard("sweep", "start", "plan.yaml")
+    assert "3: 3 finished" in out.stdout
+    sweep = Sweep(next(Path("runs").absolute().glob("steady/sweep-*")))
+    assert sorted(line["trial"] for line in sweep.decisions() if line["kind"] == "period") == [1, 2, 3]
+    assert [(line["trial"], line["source"]) for line in exploits(sweep)] == [(3, 1)]
+    assert sorted(line["attempt"] for line in map(Run.status, map(Run, map(sweep.place, (1, 2, 3))))) == [2, 2, 2]
+
+    shown = tiltyard("sweep", "status").stdout
+    assert shown == out.stdout
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()[:1].isdigit()}
+    assert "1 at " in rows["3"]
+    lines = tiltyard("sweep", "lineage").stdout.splitlines()
+    assert len(lines) == len(exploits(sweep))
+    assert lines[0].startswith("Member 3 became a copy of member 1 (12 against 4) at env step 64")
+    told = json.loads(tiltyard("sweep", "lineage", "--json", "--member", "3").stdout)
+    assert [each["from"] for each in told["schedules"]["3"]][:2] == [0, 64]
+    assert "is a population" in tiltyard("sweep", "extend", "--trials", "1", expect=2).stderr
+    assert "3 members" not in tiltyard("sweep", "best").stdout
+    pictures = tiltyard("sweep", "plot").stdout.split()
+    assert [Path(each).name for each in pictures] == ["curves.png", "lineage.png"]
+    assert "no member 9" in tiltyard("sweep", "lineage", "--member", "9", expect=2).stderr
+
+
+def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None:
+    plan([3.0, 2.0, 1.0], retries=0, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
+    sweep = begun()
+    bad = sweep.folder / "plugins" / "steady.py"
+    text = bad.read_text()
+    bad.write_text(text.replace("self.steps += 1", "self.steps += 1\n        assert self.level != 2.0"))
+    assert carry_out(sweep) == 1
+    assert look(sweep).counts == {"finished": 2, "failed": 1}
+    assert [line["trial"] for line in exploits(sweep)] == [3]
+    (sweep.place(2) / "plugins" / "steady.py").write_text(text)
+    sweep.decide("retry", trial=2)
+    assert carry_out(sweep) == 0
+    assert look(sweep).counts == {"finished": 3}
+
+
+def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiltyard.algos import population as rules
+
+    asked, real = [], rules.pb2
+
+    def spy(dials: Any, gains: Any, others: Any, *more: Any) -> Any:
+        made = real(dials, gains, others, *more)
+        asked.append((list(gains), list(others), made))
+        return made
+
+    monkeypatch.setattr(rules, "pb2", spy)
+    space = {"env.options.level": {"range": [-10.0, 10.0]}}
+    points = [{"env.options.level": level} for level in (9.0, 5.0, 1.0)]
+    experiment = {**EXPERIMENT, "stop": {"env_steps": 64 * 5}}
+    plan([9.0, 5.0, 1.0], space=space, points=points, experiment=experiment, population={**RULES, "explore": "pb2"})
+    sweep = started()
+    made = exploits(sweep)
+    assert len(made) == len(asked) >= 2
+    gains, others, chosen = asked[-1]
+    assert len(gains) >= 4, "enough to learn from"
+    assert len(others) == 2
+    assert made[-1]["after"] == chosen
+    assert -10 <= chosen["env.options.level"] <= 10
+    scores = {(line["trial"], line["period"]): line for line in sweep.decisions() if line["kind"] == "period"}
+    untouched = [each for each in gains if each.settings == {"env.options.level": 9.0}]
+    assert untouched
+    assert all(each.gain == pytest.approx(0.0) for each in untouched), "the level of member 1 never changed"
+    assert len(scores) > len(gains), "the first period of each has nothing to be compared with"
+
+
+def test_a_dictionary_of_rewards_moves_number_by_number(runs: Path) -> None:
+    experiment = {**EXPERIMENT, "env": {"id": "steady.py:Steady", "options": {"rewards": {"hit": 4.0, "walk": -0.5}}}}
+    space = {"env.options.rewards": {"weights": True}}
+    rules = {**RULES, "relative_gap": 0.0}
+    plan([1.0, 2.0], space=space, points=[], experiment=experiment, metric="episode/shaped", population=rules)
+    sweep = started()
+    trials = sweep.trials()
+    assert trials[0].settings == {"env.options.rewards.hit": 4.0, "env.options.rewards.walk": -0.5}
+    second = trials[1].settings
+    assert all(
+        1.09 < max(abs(second[key] / value), abs(value / second[key])) < 1.51
+        for key, value in trials[0].settings.items()
+    )
+    found = exploits(sweep)[0]
+    options = Run(sweep.place(found["trial"])).experiment().env.options
+    assert options["rewards"] == {
+        name: look(sweep).rows[found["trial"] - 1].trial.settings[f"env.options.rewards.{name}"]
+        for name in ("hit", "walk")
+    }
+    assert options["rewards"] != {"hit": 4.0, "walk": -0.5}
+
+
+# ------------------------------------------------------------------------------------------------ replay
+
+
+def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(tiltyard: Command) -> None:
+    plan([3.0, 2.0, 1.0])
+    sweep = started()
+    story = lineage.read(sweep)
+    member = story.copies[-1].exploit.member
+    schedule = story.schedule(member)
+    assert len(schedule) > 1
+    assert len({settings["seed"] for _, settings in schedule}) > 1, "its ancestors drew numbers of their own"
+    assert len(tiltyard("sweep", "replay", "--member", str(member), "--dry-run").stdout.splitlines()) == 1 + len(
+        schedule
+    )
+
+    run = replay.make(sweep, member, ["tiltyard"])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tiltyard", "resume", str(run.folder), "--here", "--plain"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    while not list(run.checkpoints.glob("0*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    start.resume(run, live=False)
+    assert run.status()["state"] == "finished"
+    assert same(weights(run), weights(sweep.place(member)))
+    alone = [run.experiment().algo.lr, run.experiment().seed, run.experiment().env.options]
+    last = Run(sweep.place(member)).experiment()
+    assert alone == [last.algo.lr, last.seed, last.env.options]
+
+
+def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
+    plan([2.0, 1.0], experiment={**EXPERIMENT, "stop": {"env_steps": 96}}, population={**RULES, "replace": 0.5})
+    sweep = started()
+    out = tiltyard("sweep", "replay")
+    best = look(sweep).groups[0].rows[0].trial.number
+    assert f"repeats what made member {best}" in out.stderr
+    alone = Run(next(Path("runs").absolute().glob("steady/0*")))
+    assert same(weights(alone), weights(sweep.place(best)))
+
+
+# ------------------------------------------------------------------------------------------------ curves
+
+
+def test_env_steps_after_a_copy_are_the_sources(runs: Path) -> None:
+    """A source that is a period ahead or behind: the member's records jump or are void, and curves never go back."""
+    plan([3.0, 2.0, 1.0])
+    sweep = started()
+    for trial in sweep.trials():
+        steps = [each["env_steps"] for each in metrics.read(sweep.place(trial.number))]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == 256
+    lines = disk.read_lines(sweep.place(3) / "metrics.jsonl")[0]
+    assert any("rewind_to" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"space": {"model.hidden": [[8], [16]]}, "points": []}, "cannot change in a run that goes on"),
+        ({"space": {"algo.gamma": {"range": [0.5, 1.0]}}, "points": []}, "reaches 1"),
+        ({"space": {"algo.lr": {"range": [0.1, 0.5], "step": 0.1}}, "points": []}, "moves numbers by factors"),
+        ({"space": {"env.options.rewards": {"weights": True}}, "points": []}, "no numbers there"),
+        ({"population": {}}, "first decision would be at env step 20,000,000"),
+        ({"metric": "eval/return"}, "needs evaluations"),
+        ({"seeds": 2}, "several populations"),
+        ({"trials": 1, "points": []}, "no population"),
+        ({"points": [{"algo.lr": 0.1}] * 2}, "say nothing of env.options.level"),
+        ({"stop": {"rule": "asha", "after": 10}}, "replaced instead"),
+        ({"search": "random", "points": []}, "set search: population"),
+        ({"experiment": {**EXPERIMENT, "eval": {"every": 100}}, "metric": "eval/return"}, "eval.every = 100"),
+    ],
+)
+def test_what_makes_no_population_is_refused_with_a_sentence(more: Any, said: str, tiltyard: Command) -> None:
+    plan([1.0, 2.0], **more)
+    assert said in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
+    assert not Path("runs").exists()
+
+
+def test_what_rllib_can_move_is_said(runs: Path) -> None:
+    from tiltyard.config.load import load
+    from tiltyard.sweep.members import _movable
+
+    Path("steady.py").write_text(populace.ENV)
+    experiment = load({**EXPERIMENT, "engine": {"kind": "rllib", "envs": 2}}).experiment
+    assert _movable("algo.lr", experiment) is None
+    assert _movable("env.options.level", experiment) is None
+    problem = _movable("algo.gamma", experiment)
+    assert problem is not None
+    assert "lr, clip, entropy and kl" in problem.hint
+
+
+def test_others_have_no_lineage(tiltyard: Command) -> None:
+    Path("plan.yaml").write_text(dump_yaml({"name": "toy", "program": ["python", "-c", "1"], "space": {"x": [1]}}))
+    tiltyard("sweep", "start", "plan.yaml", "--dry-run")
+    tiltyard("sweep", "start", "plan.yaml", expect=0)
+    assert "is no population" in tiltyard("sweep", "lineage", expect=2).stderr
+    assert "is no population" in tiltyard("sweep", "replay", expect=2).stderr

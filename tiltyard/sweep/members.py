@@ -1,0 +1,125 @@
+"""What a plan's population is made of: the dials that its settings are moved by, and what each member begins with.
+
+    algo.lr: {log: [1e-5, 1e-2]}            a line of the space is a dial; members begin spread over all of them
+    env.options.rewards: {weights: true}    the numbers of that mapping: the first member begins with the experiment's,
+                                            the others with each of them multiplied or divided
+
+Only what a run may go on with is moved: numbers of `algo`, and settings of `env` that leave its spaces as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tiltyard.algos.population import Dial, Number, Settings, dials_of, perturbed, rules_of, spread, weights
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.plans import Plan
+from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.sweep.space import WEIGHTS, dimensions
+
+ON_RLLIB = ("lr", "clip", "entropy", "kl")  # of ppo: those that its updates tell of
+_FIRST = 0  # where a member's number stands in other draws
+
+
+def draws(plan: Plan, member: int, period: int) -> np.random.Generator:
+    """The draws of one decision: whoever decides again draws the same."""
+    return np.random.default_rng([plan.seed, member, period])
+
+
+def dials(plan: Plan) -> list[Dial]:
+    """What is moved. The plan's experiment is a mapping by now."""
+    return [*dials_of(dimensions(plan)), *(Number(key) for key in _weights(plan))]
+
+
+def first_settings(plan: Plan, count: int) -> list[Settings]:
+    """What each member begins with: as the plan says, or spread over its space."""
+    bounded, held = dials_of(dimensions(plan)), _weights(plan)
+    if plan.points:
+        return [{**held, **point} for point in plan.points]
+    rng = draws(plan, _FIRST, 0)
+    made = spread(bounded, count, rng)
+    always = replace(rules_of(plan.population, plan.better > 0), rate=1.0, resample=0.0)
+    loose = [Number(key) for key in held]
+    return [{**each, **(perturbed(loose, held, always, rng) if i else held)} for i, each in enumerate(made)]
+
+
+def _weights(plan: Plan) -> Settings:
+    """The numbers of each mapping that the space names, as the experiment has them."""
+    found: Settings = {}
+    for key, value in plan.space.items():
+        if value != WEIGHTS:
+            continue
+        tree = _below(plan.experiment, key)
+        numbers = weights(tree, key) if isinstance(tree, dict) else {}
+        if not numbers:
+            raise UseError(f"space.{key} = {{weights: true}}: the experiment has no numbers there", "name a mapping")
+        odd = next((name for name in numbers if "=" in name or "," in name), None)
+        if odd is not None:
+            raise UseError(f"{odd} has a '=' or a ',' in its name", "write it without")
+        found |= numbers
+    return found
+
+
+def _below(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def check(plan: Plan, built: Sequence[Experiment]) -> None:
+    """Whether this population can learn and be decided about; ConfigError with everything that is wrong."""
+    problems = [problem for key in _keys(plan) if (problem := _movable(key, built[0])) is not None]
+    for key, value in plan.space.items():
+        if isinstance(value, dict) and {"step", "points"} & set(value):
+            message = "has steps, and a population moves numbers by factors"
+            problems.append(Problem(f"space.{key}", "", message, "leave them out, or give a list of choices"))
+    loose = [dial.keys[0] for dial in dials(plan) if not dial.bounded]
+    if loose and plan.population.explore == "pb2":
+        message = f"chooses between bounds, and {loose[0]} has none"
+        problems.append(Problem("population.explore", "pb2", message, "give it a range, or set explore: perturb"))
+    moved = [key for dial in dials_of(dimensions(plan)) for key in dial.keys]
+    missing = next((key for point in plan.points for key in moved if key not in point), None)
+    if missing is not None:
+        problems.append(Problem("points", "", f"say nothing of {missing}, which is moved", "give it to each member"))
+    for experiment in built:
+        problems += _timing(plan, experiment)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "the plan's population")
+
+
+def _keys(plan: Plan) -> list[str]:
+    return [part.strip() for line in plan.space for part in line.split(",")]
+
+
+def _movable(key: str, experiment: Experiment) -> Problem | None:
+    section, _, name = key.partition(".")
+    if section == "env" and name != "id":
+        return None
+    if section != "algo" or name in ("", "id"):
+        hint = "move settings of algo and env; vary others in a sweep"
+        return Problem(f"space.{key}", "", "cannot change in a run that goes on", hint)
+    algo = experiment.algo.id
+    if experiment.engine.kind == "rllib" and not (algo == "ppo" and name in ON_RLLIB):
+        told = f"with engine.kind = rllib and algo.id = {algo} nobody could say whether it is in force"
+        hint = "on rllib a population moves env settings and, of ppo, lr, clip, entropy and kl"
+        return Problem(f"space.{key}", "", told, hint)
+    return None
+
+
+def _timing(plan: Plan, experiment: Experiment) -> list[Problem]:
+    found, first = [], max(plan.population.start, plan.population.period)
+    total, every, period = experiment.stop.env_steps, experiment.eval.every, plan.population.period
+    if total is not None and total <= first:
+        message = f"the first decision would be at env step {first:,}, and stop.env_steps = {total:,}"
+        found.append(Problem("population.start", f"{plan.population.start:,}", message, "set start and period lower"))
+    if plan.metric.name.startswith("eval/") and not 0 < every <= period:
+        message = f"needs an evaluation in each period of {period:,} env steps, and eval.every = {every:,}"
+        found.append(Problem("metric", plan.metric.name, message, "set eval.every lower, or compare by train/return"))
+    return found

@@ -1,0 +1,180 @@
+"""Population-based training over the trials of a sweep: who has come to the end of a period, and what becomes of it.
+
+    a member pauses -> its checkpoint is pinned, its score written down
+    its turn comes  -> is it of the worst, and far behind?  the decision is written down
+                    -> the source's pinned checkpoint becomes the member's newest, its new settings are told to it
+                    -> it goes on to the end of its next period
+
+The decision about a member is made as late as can be: when there is room for it, or for another that has come as far.
+By then those that wait with it can be compared with it.
+Killed at any moment, whoever comes next finds what is decided and not done, and does it; what is not decided yet is
+decided from the same lines by the same draws. All of it is for whoever holds the sweep's lock.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tiltyard.algos import population as rules
+from tiltyard.config.plans import Plan
+from tiltyard.run import checkpoint, metrics
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run, read_events, write_status
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import STATUS
+from tiltyard.run.stretches import Stretches
+from tiltyard.run.stretches import read as read_stretches
+from tiltyard.sweep import lineage
+from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.lineage import Copy, Lineage
+from tiltyard.sweep.members import dials, draws
+from tiltyard.sweep.report import told
+
+PINNED = "pinned"
+
+
+class Population:
+    """What a controller asks about the members. Remembers nothing: the disk says it all."""
+
+    def __init__(self, sweep: Sweep, plan: Plan) -> None:
+        self.sweep, self.plan = sweep, plan
+        self.rules = rules.rules_of(plan.population, plan.better > 0)
+        self.dials = dials(plan)
+        (sweep.folder / PINNED).mkdir(exist_ok=True)
+
+    def note(self, numbers: Iterable[int]) -> set[int]:
+        """Write down who of these has come to the end of a period, and pin what others may copy; those that have."""
+        story = lineage.read(self.sweep)
+        found = set()
+        for number in numbers:
+            run = Run(self.sweep.place(number))
+            paused = _paused(run)
+            if paused is None:
+                continue
+            found.add(number)
+            period, at = paused
+            if period == story.count(number) + 1:
+                checkpoint.pin(at.folder, self._pin(number, period))
+                score = self._score(run, story.copy(number))
+                self.sweep.decide("period", trial=number, period=period, env_steps=at.env_steps, score=score)
+        self._unpin()
+        return found
+
+    def order(self, numbers: Iterable[int]) -> list[int]:
+        """Who goes next: the member with the fewest env steps."""
+        story = lineage.read(self.sweep)
+        return sorted(numbers, key=lambda number: (story.begins(number), number))
+
+    def set_up(self, number: int, waiting: Iterable[int]) -> list[str]:
+        """Before a member is started: decide about it and about all that wait at the end of as early a period, make
+        copies of those so decided, and tell them how far to go. Sentences about what was done.
+        """
+        story = lineage.read(self.sweep)
+        alike = [each for each in waiting if story.count(each) and story.begins(each) <= story.begins(number)]
+        return [sentence for each in dict.fromkeys([number, *alike]) for sentence in self._settle(each)]
+
+    def _settle(self, number: int) -> list[str]:
+        """One of them. Whoever is in the middle of a period goes on with it."""
+        story, folder = lineage.read(self.sweep), self.sweep.place(number)
+        known, over = read_stretches(folder), story.count(number)
+        if known is not None and known.period > over:
+            return []
+        copy = story.copied_after(number, over) or self._decide(story, number)
+        said = []
+        if copy is not None:
+            story = lineage.read(self.sweep)
+            self._make_copy(story, copy)
+            said = [told(copy)]
+        until = max(self.rules.start, story.begins(number) + self.rules.period)
+        Stretches([(0, story.settings(number))], until, over + 1).write(folder)
+        return said
+
+    # -- deciding
+
+    def _decide(self, story: Lineage, number: int) -> Copy | None:
+        """Whether the member is to become a copy, of whom, and with which settings; written down if so."""
+        over = story.count(number)
+        rng = draws(self.plan, number, over)
+        source = rules.source_for(self.rules, story.members(), number, rng)
+        if source is None or self._awaited(story):
+            return None
+        own, theirs = story.periods[number][-1], story.periods[source][-1]
+        settings = story.settings(source, theirs.number)
+        if self.plan.population.explore == "pb2":
+            others = [story.settings(other) for other in story.first if other != number]
+            after = {**settings, **rules.pb2(self.dials, story.gains(self.plan.better), others, self.rules, rng)}
+        else:
+            after = rules.perturbed(self.dials, settings, self.rules, rng)
+        self.sweep.decide(
+            "exploit",
+            trial=number,
+            period=over,
+            source=source,
+            source_period=theirs.number,
+            env_steps=own.env_steps,
+            source_env_steps=theirs.env_steps,
+            counts_from=theirs.env_steps,
+            before=story.settings(number),
+            after=after,
+            attempt=int(Run(self.sweep.place(number)).status()["attempt"]),
+            score=own.score,
+            source_score=theirs.score,
+        )
+        return lineage.read(self.sweep).copied_after(number, over)
+
+    def _awaited(self, story: Lineage) -> bool:
+        """Whether somebody has not come to the end of a first period yet, and will: nobody is the worst before that."""
+        unknown = [Run(self.sweep.place(number)) for number, periods in story.periods.items() if not periods]
+        return any(not run.folder.exists() or run.status()["state"] not in ("finished", "failed") for run in unknown)
+
+    def _score(self, run: Run, copy: Copy | None) -> float | None:
+        """The newest value of the metric, of those that the member recorded since it is what it is."""
+        since = copy.attempt if copy is not None else 0
+        own = [record for record in metrics.read(run) if int(record.get("attempt", 0)) > since]
+        return metrics.latest(own, self.plan.metric.name)
+
+    # -- doing it
+
+    def _make_copy(self, story: Lineage, copy: Copy) -> None:
+        """The source's pinned checkpoint becomes the member's newest. Done again, it changes nothing."""
+        exploit = copy.exploit
+        run = Run(self.sweep.place(exploit.member))
+        pinned = checkpoint.select(self._pin(exploit.source, copy.source_period))
+        theirs = story.settings(exploit.source, copy.source_period)
+        same_env = all(theirs.get(key) == value for key, value in exploit.after.items() if key.startswith("env."))
+        with Lock.acquire(run):
+            checkpoint.copy_into(run, pinned, score=pinned.score if same_env else None, milestone=False)
+            write_status(run, progress=pinned.progress)
+            if not any(each["kind"] == "exploited" and each["period"] == copy.period for each in read_events(run)):
+                log_event(run, "exploited", told(copy), **copy.as_data())
+
+    # -- what may be copied
+
+    def _pin(self, number: int, period: int) -> Path:
+        return self.sweep.folder / PINNED / f"{number:04d}-{period:05d}"
+
+    def _unpin(self) -> None:
+        """Drop what nobody can ask for any more: all but each member's newest, and the sources of copies not made."""
+        story = lineage.read(self.sweep)
+        kept = {self._pin(number, story.count(number)) for number in story.first}
+        for number in story.first:
+            copy = story.copied_after(number, story.count(number))
+            if copy is not None:
+                kept.add(self._pin(copy.exploit.source, copy.source_period))
+        for place in (self.sweep.folder / PINNED).iterdir():
+            if place not in kept:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _paused(run: Run) -> tuple[int, checkpoint.Checkpoint] | None:
+    """The period whose end a member has come to, and the checkpoint there; None for one that has not."""
+    stretches = read_stretches(run.folder)
+    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+        return None
+    status = run.status()
+    if status["state"] != "stopped" or int(status["progress"]["env_steps"]) < stretches.until:
+        return None
+    found, _ = checkpoint.newest_valid(run)
+    return (stretches.period, found) if found is not None and found.env_steps >= stretches.until else None
