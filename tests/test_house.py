@@ -147,7 +147,7 @@ FLOORS = {
     2: ("run", "track", "machine", "signals", "children", "processes"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
-    5: ("start", "training", "attempt", "ledger", "selection", "standing", "evaluation", "sampling"),
+    5: ("start", "training", "attempt", "in_force", "ledger", "selection", "standing", "evaluation", "sampling"),
     6: ("launch", "doctor", "sweep"),
     7: ("cli", "testing", "__init__", "__main__"),
 }

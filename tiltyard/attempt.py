@@ -29,6 +29,7 @@ from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status
+from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
@@ -46,6 +47,8 @@ class Plan:
     changes: tuple[str, ...] = ()
     afresh: bool = False
     """whether the run's checkpoints are set aside and training starts from scratch"""
+    stretch: Stretch = WHOLE
+    """the part of the run to train now, and what it is told to go on with; all of it for most runs"""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The one training loop. Read it top to bottom:
 
-    lock the folder -> build the engine -> restore -> { step, record, save } -> stop
+    lock the folder -> build the engine -> restore -> { step, record, save } -> stop, or pause where a stretch ends
     where an evaluation is due:                     { step, save, evaluate, record both, give the checkpoint its score }
 
 The loop calls the engine, never the other way round. It owns when things happen and what the run folder says about
@@ -32,11 +32,13 @@ from tiltyard.engines import make_engine
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed
+from tiltyard.in_force import check_learned, check_restored
 from tiltyard.ledger import Ledger, Stopwatch
 from tiltyard.refs import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
+from tiltyard.run.stretches import Stretch
 from tiltyard.selection import selection_of
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
@@ -57,6 +59,8 @@ class Outcome:
     """whether there was anything left to train"""
     filmable: bool
     latest: dict[str, float]
+    goes_on: bool = False
+    """whether it only came to the end of a stretch, and the next one follows"""
 
     @property
     def exit_code(self) -> int:
@@ -77,13 +81,14 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
             ledger, progress = restore(run, plan, engine, number, screen, start)
+            check_restored(experiment, plan.stretch.settings, engine)
             mirrors = Mirrors(run.folder, experiment, ledger.recorded_to(progress.env_steps))
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(
                 run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
             )
-            return _loop(attempt, lock, signals)
+            return _loop(attempt, plan.stretch, lock, signals)
         except BaseException as error:
             told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
             if not lock.taken_over:  # else the folder is somebody else's now, and going well
@@ -102,8 +107,8 @@ def _foreign_end(experiment: Experiment, error: BaseException) -> TiltyardError:
     )
 
 
-def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
-    experiment, engine, ledger, run = attempt.experiment, attempt.engine, attempt.ledger, attempt.run
+def _loop(attempt: Attempt, stretch: Stretch, lock: Lock, signals: StopSignals) -> Outcome:
+    experiment, engine, ledger = attempt.experiment, attempt.engine, attempt.ledger
     save, every, first = experiment.save, experiment.eval.every, attempt.progress
     last_save, last_status = time.monotonic(), 0.0
     watch = Stopwatch(first)
@@ -116,10 +121,12 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
         ledger.unrecorded = None
 
     selection = selection_of(attempt)
-    while reason is None and whole and not signals.asked:
+    while reason is None and whole and not signals.asked and not pause_due(stretch, attempt.progress):
         before = attempt.progress
         report = engine.step()
         lock.check()
+        if before == first:
+            check_learned(experiment, stretch.settings, report.metrics)
         progress = attempt.progress = report.progress
         found = ledger.absorb(report)
         if selection is not None:
@@ -151,15 +158,22 @@ def _loop(attempt: Attempt, lock: Lock, signals: StopSignals) -> Outcome:
             last_save = time.monotonic() if ledger.saved == progress else last_save
 
     lock.check()
-    progress = attempt.progress
-    if ledger.saved != progress:
+    if ledger.saved != attempt.progress:
         keep(attempt)
-    state: Literal["finished", "stopped"] = "stopped" if reason is None or not whole else "finished"
-    reason = f"asked by {signals.asked}" if state == "stopped" else reason
-    assert reason is not None
+    return _ended(attempt, stretch, reason if whole else None, signals, trained=attempt.progress != first)
+
+
+def _ended(attempt: Attempt, stretch: Stretch, reason: str | None, signals: StopSignals, *, trained: bool) -> Outcome:
+    """Say in the folder how it ended: finished for a reason, asked to, or at the end of a stretch."""
+    state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
+    paused = reason is None and not signals.asked
+    if reason is None:
+        reason = f"asked by {signals.asked}" if signals.asked else f"paused at env step {stretch.end:,} as it was told"
+    progress = attempt.progress
     write_progress(attempt, state=state, reason=reason)
-    log_event(run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
-    return Outcome(state, reason, progress, progress != first, attempt.filmable, dict(ledger.latest))
+    log_event(attempt.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
+    latest, goes_on = dict(attempt.ledger.latest), paused and not stretch.last
+    return Outcome(state, reason, progress, trained, attempt.filmable, latest, goes_on)
 
 
 def _evaluate(attempt: Attempt, lock: Lock, signals: StopSignals, watch: Stopwatch) -> bool:
@@ -201,6 +215,11 @@ def stop_reason(stop: Stop, progress: Progress, ledger: Ledger) -> str | None:
         if wanted is not None and now is not None and now >= wanted:
             return f"stop.{name}={wanted:,} reached ({now:,.6g})"
     return None
+
+
+def pause_due(stretch: Stretch, progress: Progress) -> bool:
+    """Whether the part of the run that was to be trained now is over."""
+    return stretch.end is not None and progress.env_steps >= stretch.end
 
 
 def final_due(experiment: Experiment, reason: str | None, ledger: Ledger, progress: Progress) -> bool:
