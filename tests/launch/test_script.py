@@ -13,7 +13,7 @@ import pytest
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Profile, Resources, Samplers, Slurm
 from tiltyard.errors import UseError
-from tiltyard.launch.slurm import Job, check, head, script, set_up, step
+from tiltyard.launch.slurm import Array, Job, check, head, script, set_up, step, turn
 
 GOLDEN = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/cartpole/0007-brisk-otter")
@@ -54,6 +54,18 @@ JOBS = {
         resources=Resources(cpus=8, gpus=1, memory="32G", time="4:00:00"),
         slurm=Slurm(partition="gpu", samplers=Samplers(nodes=2, cpus=16, partition="cpu", memory="16G")),
     ),
+    "array": Job(
+        "cartpole/sweep-0001/array-0002-1f3a9c02",
+        RUN.parent / "sweep-0001" / "slurm" / "array-0002",
+        Profile(
+            launcher="slurm",
+            name="cluster",
+            resources=Resources(cpus=4, time="4:00:00"),
+            environment={"WANDB_API_KEY": "0123456789abcdef"},
+        ),
+        python="/opt/venv/bin/python",
+        array=Array(tasks=30, at_once=4, pause=2.5),
+    ),
     "odd_names": job(folder=Path('/scratch/it\'s 100% "mine"; $(id)/runs/cartpole/0007-brisk-otter')),
 }
 
@@ -74,6 +86,39 @@ def test_the_script_is_short_and_bash_understands_it(name: str) -> None:
 def test_no_secret_is_in_the_script() -> None:
     text = script(JOBS["container"])
     assert "0123456789abcdef" not in text and f". {RUN}/job/secrets.sh" in text
+    text = script(JOBS["array"])
+    assert "0123456789abcdef" not in text and f". {JOBS['array'].folder}/secrets.sh" in text
+
+
+def test_a_turn_is_taken_outside_of_containers() -> None:
+    """With the interpreter of whoever submitted it: Slurm's commands are not in an image."""
+    inside = Profile(launcher="slurm", slurm=Slurm(container="apptainer exec x.sif", python="/usr/bin/python3"))
+    assert turn(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.turn ")
+    assert turn(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
+
+
+def test_a_task_finds_its_trial_whatever_folders_are_called(tmp_path: Path) -> None:
+    """The part before srun, run by bash, as two tasks of one array; then one of an array that nobody wants any more."""
+    sweep = tmp_path / NASTY / "runs" / "n" / "sweep-0001"
+    folder = sweep / "slurm" / "array-0001"
+    folder.mkdir(parents=True)
+    (folder / "trials").write_text("0003-calm-crow\n0009-brisk-otter\n")
+    (folder / "secrets.sh").write_text("")
+    told = Job("n", folder, Profile(launcher="slurm", environment={"TOLD": NASTY}), array=Array(2, 1))
+    text = script(told)
+    before = text[: text.index("while of=")]
+    shown = f'{before}printf "%s|%s|%s|%s" "$run" "$TOLD" "$TILTYARD_RUNS" "$id"'
+    for task, trial in enumerate(("0003-calm-crow", "0009-brisk-otter")):
+        (sweep / trial / "logs").mkdir(parents=True)
+        env = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": f"{task}", "SLURM_JOB_END_TIME": "1"}
+        env |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": f"{task}"}
+        subprocess.run(["bash"], input=shown, text=True, env=env, check=True, cwd=tmp_path)
+        written = (sweep / trial / "logs" / f"job-70_{task}.out").read_text()
+        assert written.split("|") == [str(sweep / trial), NASTY, str(sweep.parent.parent), f"70_{task}"]
+    assert (folder / "number").read_text() == "70\n"
+    (folder / "forgotten").touch()
+    subprocess.run(["bash"], input=f"{before}touch ran", text=True, env=env, check=True, cwd=tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_whatever_is_named_runs_nothing_and_arrives(tmp_path: Path) -> None:

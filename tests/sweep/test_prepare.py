@@ -87,12 +87,16 @@ def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
     assert [trial.settings for trial in find_sweep("tiny").trials()] == [{"algo.lr": 1e-3}, {"algo.lr": 1e-4}]
 
 
-def test_a_profile_counts_and_jobs_are_not_started(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SWEEP_TOLD", "0")
     site = {
         "profiles": {
             "here": {"set": {"engine.threads": 1}, "environment": {"SWEEP_TOLD": "1"}},
             "there": {"launcher": "slurm", "resources": {"time": "1:00:00"}},
+            "wide": {"launcher": "slurm", "resources": {"nodes": 2}},
+            "mixed": {"launcher": "slurm", "slurm": {"samplers": {"nodes": 2}}},
         }
     }
     (tmp_path / "tiltyard.yaml").write_text(dump_yaml(site))
@@ -103,8 +107,14 @@ def test_a_profile_counts_and_jobs_are_not_started(runs: Path, tmp_path: Path, m
 
     assert Run(folder).experiment().engine.threads == 1
     assert Run(folder).status()["profile"] == "here"
-    with pytest.raises(UseError, match="starts jobs"):
-        prepare.prepare(plan({"algo.lr": [1e-3]}), profile="there")
+    assert sweep.launcher == "local"
+    there = prepare.begin(prepare.prepare(plan({"algo.lr": [1e-3]}), profile="there"))
+    assert (there.launcher, there.facts()["profile"]) == ("slurm", "there")
+    for name, words in (("wide", "asks for several nodes"), ("mixed", "heterogeneous job, which Slurm has no arrays")):
+        with pytest.raises(UseError, match=words):
+            prepare.prepare(plan({"algo.lr": [1e-3]}), profile=name)
+    with pytest.raises(UseError, match="trials_per_gpu divides the GPUs of this machine"):
+        prepare.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2), profile="there")
 
 
 def test_nothing_of_a_plan_is_lost_in_its_folder(runs: Path) -> None:

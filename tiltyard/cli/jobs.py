@@ -41,6 +41,9 @@ def job_profile(name: str | None) -> Profile | None:
         return None
     site, path = load_site()
     profile = pick_profile(site, name, path)
+    if profile.launcher == "template":
+        hint = "start a sweep of one trial with it, or add --here to go on with a trial on this machine"
+        raise UseError(f"profile {name} submits trials of sweeps, and this is no sweep: launcher is template", hint)
     return profile if profile.launcher == "slurm" else None
 
 
@@ -237,7 +240,8 @@ def _open_job(row: dict[str, Any]) -> str | None:
 def stop(run: Run, wait: float) -> int:
     """Take the run's job out of the queue, or ask it to save and end, and wait until it has."""
     job = queue.job_of(run)
-    assert job is not None
+    if job is None:
+        return _leave_word(run)
     told = (queue.ask([job]) or {}).get(job)
     if told is None:
         raise UseError(f"Slurm gives no answer about job {job} of run {run.id} here", "stop it where Slurm answers")
@@ -264,4 +268,11 @@ def stop(run: Run, wait: float) -> int:
     reason = run.status()["reason"]
     sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
     sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
+    return EXIT_DONE
+
+
+def _leave_word(run: Run) -> int:
+    """Of a job that is not Slurm's only its agent can be asked, by a file that it looks for."""
+    (run.folder / FOLDER / STOP).touch()
+    sys.stderr.write(f"asked the job of run {run.id} to save and stop, as soon as it sees that\n")
     return EXIT_DONE

@@ -99,7 +99,7 @@ def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
     except UseError as error:
         sys.stderr.write(f"warning: no set-up: {error.message}\n")
         profile = Profile(launcher="slurm")
-    return job, groups, profile
+    return queue.number_of(job), groups, profile
 
 
 # ------------------------------------------------------------------------------------------------ top

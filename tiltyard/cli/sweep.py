@@ -2,9 +2,11 @@
 
 start             check every trial, make the sweep's folder, carry it out here; started again, it goes on
 status watch      how it stands, from the folders alone          best plot    what came out
+lineage replay    of a population: who came from whom, and what made one of them, trained alone
 retry extend      write a decision down, and carry it out unless somebody does already
 stop              ask whoever carries it out, and every trial, to save and end
 
+Where trials are jobs (--on PROFILE), start, retry and extend submit what is due and return: the jobs do the rest.
 All but start, retry and extend import nothing heavy.
 """
 
@@ -40,6 +42,8 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "stop": ("wait", "dry_run"),
     "best": ("json",),
     "plot": ("out",),
+    "lineage": ("member", "json"),
+    "replay": ("member", "dry_run"),
 }
 
 
@@ -60,8 +64,11 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--failed", action="store_true", help="retry: all trials that failed")
     parser.add_argument("--trials", type=int, metavar="N", help="extend: so many more combinations")
     parser.add_argument("--seeds", type=int, metavar="N", help="extend: so many more seeds of every combination")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="watch: between two looks (2)")
+    parser.add_argument(
+        "--every", type=float, metavar="SECONDS", help="watch: between two looks (2; 10 where trials are jobs)"
+    )
     parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="stop: wait for trials (60)")
+    parser.add_argument("--member", type=int, metavar="N", help="lineage, replay: of this member of a population")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="plot: where the pictures go")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--csv", action="store_true", help="print CSV, a line per trial")
@@ -101,7 +108,7 @@ def _start(args: argparse.Namespace) -> int:
     made = [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]
     for prepared in made:
         if args.dry_run:
-            _dry(prepared)
+            _dry(prepared) if prepared.launcher == "local" else _dry_jobs(prepared)
             continue
         known = None if args.new else prepare.same_sweep(prepared)
         sweep = known or prepare.begin(prepared, [Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -149,6 +156,19 @@ def _dry(prepared: Prepared) -> None:
     sys.stderr.write(f"{prepared.count:,} trials of {prepared.name} would be started; nothing was made\n")
 
 
+def _dry_jobs(prepared: Prepared) -> None:
+    """What would be submitted: the script, and how many trials it would be for."""
+    from tiltyard.config.place import runs_root
+    from tiltyard.sweep.folder import Sweep
+    from tiltyard.sweep.turn import would_submit
+
+    assert prepared.profile is not None
+    sweep = Sweep(runs_root().absolute() / prepared.name / "sweep-NNNN")
+    sys.stdout.write(would_submit(sweep, prepared.plan, prepared.profile, prepared.count))
+    said = f"{prepared.count:,} trials of {prepared.name} would be submitted, {prepared.plan.max_parallel:,} at once"
+    sys.stderr.write(f"{said}; nothing was made\n")
+
+
 def _say_dry(sweep: Sweep) -> int:
     from tiltyard.sweep.report import look
 
@@ -160,19 +180,33 @@ def _say_dry(sweep: Sweep) -> int:
 
 
 def _carry_out(sweep: Sweep, detach: bool) -> int:
-    """Carry a sweep out in this process, or in one that stays when this terminal is closed."""
+    """Carry a sweep out in this process, or in one that stays when this terminal is closed; jobs need neither."""
+    if sweep.launcher != "local":
+        return _submit(sweep)
     if detach:
         return _in_background(sweep)
     from tiltyard.sweep.controller import carry_out
     from tiltyard.sweep.local import Local
     from tiltyard.sweep.report import look
 
-    def say(sentence: str) -> None:
-        sys.stderr.write(text.clean(sentence) + "\n")
-
-    code = carry_out(sweep, Local, say)
+    code = carry_out(sweep, Local, _say)
     sys.stdout.write(summary(look(sweep)))
     return code
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(text.clean(sentence) + "\n")
+
+
+def _submit(sweep: Sweep) -> int:
+    """A turn of a sweep whose trials are jobs: what is due is submitted."""
+    from tiltyard.sweep import turn
+    from tiltyard.sweep.report import look
+
+    turn.take(sweep, _say, afresh=True)
+    found = look(sweep)
+    sys.stdout.write(summary(found))
+    return EXIT_FAILED if found.state == "failed" else EXIT_DONE
 
 
 def _in_background(sweep: Sweep) -> int:
@@ -216,7 +250,12 @@ def _watch(args: argparse.Namespace) -> int:
     from tiltyard.sweep.report import look
 
     sweep, before = _find(args.target), ""
+    every = args.every if args.every is not None else 2.0 if sweep.launcher == "local" else 10.0
     while True:
+        if sweep.launcher == "template":  # whose jobs may not be able to submit others
+            from tiltyard.sweep import turn
+
+            turn.take(sweep, _say)
         found = look(sweep)
         said = summary(found)
         if said != before:
@@ -225,7 +264,7 @@ def _watch(args: argparse.Namespace) -> int:
             before = said
         if found.state != "running":
             return {"finished": EXIT_DONE, "failed": EXIT_FAILED}.get(found.state, EXIT_RESUMABLE)
-        time.sleep(max(0.1, args.every))
+        time.sleep(max(0.1, every))
 
 
 def _best(args: argparse.Namespace) -> int:
@@ -276,6 +315,18 @@ def _plot(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _lineage(args: argparse.Namespace) -> int:
+    from tiltyard.cli import population
+
+    return population.lineage(_find(args.target), args)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from tiltyard.cli import population
+
+    return population.replay(_find(args.target), args)
+
+
 # ---------------------------------------------------------------------------------------------- decide
 
 
@@ -285,6 +336,10 @@ def _retry(args: argparse.Namespace) -> int:
     if not args.failed:
         raise UseError("`tiltyard sweep retry` needs to know which trials", "add --failed")
     sweep = _find(args.target)
+    if sweep.launcher != "local" and not args.dry_run:
+        from tiltyard.sweep import turn
+
+        turn.take(sweep, _say)  # what failed just now is written down before it is forgiven
     failed = [row.trial.number for row in look(sweep).failed if not row.trial.refused]
     if not failed:
         sys.stderr.write(f"no trial of {sweep.id} has failed\n")
@@ -303,6 +358,9 @@ def _extend(args: argparse.Namespace) -> int:
     points, seeds = args.trials or 0, args.seeds or 0
     if points < 0 or seeds < 0 or not points + seeds:
         raise UseError("`tiltyard sweep extend` needs to know by how much", "--trials 10, or --seeds 2")
+    if plan.search == "population":
+        hint = "start another sweep; a member goes on alone with: tiltyard fork RUN stop.env_steps=..."
+        raise UseError(f"{sweep.id} is a population, which nobody can join later", hint)
     if points and plan.search == "grid":
         raise UseError(
             f"{sweep.id} is a grid, which has all combinations already", "--seeds 2 runs each of them two more times"
@@ -316,7 +374,7 @@ def _extend(args: argparse.Namespace) -> int:
 
 def _act(sweep: Sweep, detach: bool) -> int:
     """Whoever carries the sweep out hears of the decision; nobody does: carry it out."""
-    if sweep.controlled:
+    if sweep.launcher == "local" and sweep.controlled:
         sys.stderr.write(f"sweep {sweep.id} is being carried out, and hears of it\n")
         return EXIT_DONE
     return _carry_out(sweep, detach)
@@ -327,16 +385,20 @@ def _stop(args: argparse.Namespace) -> int:
 
     sweep = _find(args.target)
     found = look(sweep)
-    at_work = [row for row in found.rows if row.state == "running"]
-    if args.dry_run or (not at_work and not sweep.controlled):
+    at_work = [row for row in found.rows if row.state in ("running", "queued")]
+    if args.dry_run or (not at_work and found.state != "running"):
         sys.stderr.write(f"{len(at_work)} trials of {sweep.id} are at work\n")
         return EXIT_DONE
     disk.write_text(sweep.stop_file, f"{disk.now()}\n")
-    if not sweep.controlled:
+    if sweep.launcher != "local":
+        from tiltyard.sweep import turn
+
+        turn.take(sweep, _say)
+    elif not sweep.controlled:
         for row in at_work:
             _ask(row.folder)
     deadline = time.monotonic() + args.wait
-    while sweep.controlled or any(row.state == "running" for row in look(sweep).rows):
+    while (now := look(sweep)).state == "running" or any(row.state == "running" for row in now.rows):
         if time.monotonic() >= deadline:
             sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")
             return EXIT_FAILED

@@ -17,7 +17,7 @@ SHOWN = 20  # points in the table; files have all of them
 def summary(found: Report) -> str:
     """A sweep on one screen."""
     sweep, plan = found.sweep, found.plan
-    who = controller_of(sweep)
+    who = controller_of(sweep) if found.state == "running" else ""
     counts = ", ".join(f"{count:,} {state}" for state, count in found.counts.items())
     lines = [
         f"sweep    {sweep.id}",
@@ -34,6 +34,8 @@ def summary(found: Report) -> str:
 
 
 def _table(found: Report) -> str:
+    if found.plan.search == "population":
+        return _members(found)
     keys = found.keys
     lines = []
     for group in found.groups[:SHOWN]:
@@ -50,6 +52,22 @@ def _table(found: Report) -> str:
     more = len(found.groups) - SHOWN
     said = f"... and {more:,} more combinations; --csv and --json have all\n" if more > 0 else ""
     return text.table(head, lines, right=right) + said if lines else ""
+
+
+def _members(found: Report) -> str:
+    """The members of a population, the best first: with what they learn, how far they are, whose copies they are."""
+    from tiltyard.sweep.lineage import read
+
+    keys, story = found.keys, read(found.sweep)
+    lines = []
+    for row in [group.rows[0] for group in found.groups]:
+        copy = story.copy(row.trial.number)
+        source = "" if copy is None else f"{copy.exploit.source} at {text.count(copy.exploit.counts_from)}"
+        settings = [brief(row.trial.settings.get(key)) for key in keys]
+        about = [text.number(row.value), text.count(row.env_steps), str(story.count(row.trial.number)), source]
+        lines.append([str(row.trial.number), *settings, *about, row.state])
+    head = ("member", *keys, "value", "env steps", "periods", "copy of", "state")
+    return text.table(head, lines, right=(0, len(keys) + 1, len(keys) + 2, len(keys) + 3)) if lines else ""
 
 
 def _next(found: Report) -> str:

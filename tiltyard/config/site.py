@@ -2,6 +2,7 @@
 
     profiles.NAME   launcher: local    this machine
                     launcher: slurm    a job: `resources` say how large, `slurm` how to ask for it
+                    launcher: template a sweep's trials, by any other commands that submit, poll and cancel
 
 Which file counts is decided in place.py. `${VAR}` is expanded in every string; `$${` stands for a plain `${`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +29,8 @@ _SETTABLE = ("engine", "save", "track")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
 
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w*)\}")
+PLACEHOLDERS = ("command", "name", "folder", "id", "nodes", "cpus", "gpus", "memory", "time")
 _DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,6}(?::\d{1,2}){0,2})")
 _SIZE = re.compile(r"\d{1,12}[KMGT]?")
 _BEFORE_LIMIT = 120.0  # Slurm may signal up to a minute early, and saving takes its time
@@ -145,15 +149,62 @@ class Slurm(Settings):
     """Whether nodes that `tiltyard doctor --on` found bad are left out."""
 
 
+def _command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"is no command line: {error}") from None
+    if not words:
+        raise ValueError("must be a command line")
+    unknown = [name for name in PLACEHOLDER.findall(text) if name and name not in PLACEHOLDERS]
+    if unknown:
+        raise ValueError(f"has {{{unknown[0]}}}, and knows {', '.join(PLACEHOLDERS)}; a plain brace is written twice")
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+CommandLine = Annotated[str, AfterValidator(_command)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class Template(Settings):
+    """Commands of any other queue. No shell reads them; {name} stands for a value, and {{ for a brace."""
+
+    submit: CommandLine
+    """Starts {command}, one word that a shell can read, as a job called {name}, and prints the job's id. {folder} is
+    the trial's; {cpus}, {gpus}, {memory}, {time} and {nodes} are those of `resources`, empty where left out."""
+    id: Pattern = r"(\S+)\s*$"
+    """Which part of what `submit` prints is the id: the first group; the last word when left out."""
+    poll: CommandLine
+    """Tells whether job {id} waits or runs."""
+    alive: Pattern | None = None
+    """It does if `poll` prints this; if `poll` exits with 0 when left out."""
+    cancel: CommandLine
+    """Takes job {id} out of the queue."""
+    setup: list[str] = []
+    """Shell lines in the job before anything runs."""
+    python: str | None = None
+    """Python interpreter in the job; the one that submits when left out."""
+
+
 class Profile(Settings):
     """Where and how a run is executed."""
 
-    launcher: Literal["local", "slurm"] = "local"
-    """What starts the run: this process, or Slurm."""
+    launcher: Literal["local", "slurm", "template"] = "local"
+    """What starts the run: this process, Slurm or, for a sweep's trials, the commands of `template`."""
     resources: Resources = Resources()
-    """What a job asks for; with launcher slurm."""
+    """What a job asks for; with launcher slurm or template."""
     slurm: Slurm = Slurm()
     """How jobs are asked for; with launcher slurm."""
+    template: Template | None = None
+    """Commands of another queue; with launcher template."""
     set: dict[str, Any] = {}
     """Settings of engine, save and track for this place, by dotted name."""
     environment: dict[str, str] = {}
@@ -265,13 +316,22 @@ def _check_set(values: Any, setting: str) -> list[Problem]:
 
 def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
     """What only a job has is no part of a profile that starts none."""
-    if profile.get("launcher", "local") != "local":
-        return []
-    return [
-        Problem(f"{setting}.{key}", short(profile[key]), "needs launcher: slurm", "add launcher: slurm to the profile")
-        for key in ("resources", "slurm")
-        if key in profile
+    launcher = profile.get("launcher", "local")
+    needs = {"resources": ("slurm", "template"), "slurm": ("slurm",), "template": ("template",)}
+    found = [
+        Problem(
+            f"{setting}.{key}",
+            short(profile[key]),
+            f"needs launcher: {' or '.join(kinds)}",
+            f"add launcher: {kinds[0]} to the profile",
+        )
+        for key, kinds in needs.items()
+        if key in profile and launcher not in kinds
     ]
+    if launcher == "template" and not profile.get("template"):
+        hint = "template: {submit: ..., poll: ..., cancel: ...}"
+        found.append(Problem(f"{setting}.template", "", "is missing, which says how jobs are submitted", hint))
+    return found
 
 
 def _check_names(variables: Any, setting: str) -> list[Problem]:

@@ -7,7 +7,12 @@ RUN/job/
   verdict           by the agent: JOB RESTART WORD; the script acts on it, outside of any container
   counts.json       requeues so far, and jobs in a row that came no further
   submitted-again   by the script, where requeue is forbidden: the id of the job that goes on
-  stop              somebody typed `tiltyard stop`
+  stop              somebody typed `tiltyard stop`, or a sweep ends the run early
+
+Trials of a sweep are tasks of one job, SWEEP/slurm/array-0001/, which has the script and the secrets instead:
+  trials            the folders' names, a line each: task 0 is the first
+  number            the job's, as soon as it is submitted
+  forgotten         it was never submitted, and never will be
 """
 
 FOLDER = "job"
@@ -18,3 +23,7 @@ VERDICT = "verdict"
 STOP = "stop"
 COUNTS = "counts.json"
 AGAIN = "submitted-again"
+TRIALS = "trials"
+NUMBER = "number"
+FORGOTTEN = "forgotten"
+JOB = "TILTYARD_JOB"  # in a trial's job: its folder in the sweep's

@@ -15,12 +15,12 @@ from tiltyard.errors import TiltyardError
 PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
 
 
-def sbatch(path: Path, name: str) -> str:
+def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
     """Submit a script and return the job's id. Whatever goes wrong, nothing called `name` is left in the queue."""
     try:
         with _cancelled_unless_done(name):
             done = subprocess.run(
-                ["sbatch", "--parsable", str(path)],
+                ["sbatch", "--parsable", *options, str(path)],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -68,11 +68,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def cancel(job: str, *, signal: str | None = None) -> None:
-    """End a job; with a signal, send that to what runs on its nodes and leave the rest to them."""
-    done = _scancel([f"--signal={signal}", job] if signal else [job])
+def cancel(*jobs: str, signal: str | None = None) -> None:
+    """End jobs; with a signal, send that to what runs on their nodes and leave the rest to them."""
+    done = _scancel([*([f"--signal={signal}"] if signal else []), *jobs])
     if done.returncode != 0 and not signal:
-        raise TiltyardError(f"job {job} could not be cancelled: {done.stderr.strip()}", f"try by hand: scancel {job}")
+        said = f"job {', '.join(jobs)} could not be cancelled: {done.stderr.strip()}"
+        raise TiltyardError(said, f"try by hand: scancel {' '.join(jobs)}")
 
 
 def _scancel(words: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,8 @@ there are several nodes, all agents together start one Ray before that (ray_node
     anything else                  failed
 
 The verdict is written to RUN/job/verdict, which the job's script reads: it alone is sure to have Slurm's commands.
+Trials of sweeps have agents as well, in jobs of Slurm and in others: a trial may be any other program, and where a plan
+ends trials early, agents look once a minute who falls behind.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -31,9 +34,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.children import die_with, killed_by
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
-from tiltyard.launch import AGAIN, COUNTS, FOLDER, STOP, TASK, VERDICT
+from tiltyard.launch import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
 from tiltyard.launch.commands import environment
-from tiltyard.run import checkpoint, disk
+from tiltyard.launch.queue import own_job
+from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -117,7 +121,7 @@ class Agent:
     def __init__(self, run: Run) -> None:
         self.run, self.folder = run, run.folder / FOLDER
         self.task = disk.read_json(self.folder / TASK)
-        self.job = os.environ.get("SLURM_JOB_ID", "")
+        self.job = own_job() or os.environ.get(JOB, "").rpartition("-")[2]
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked: str | None = None
         self._near = False  # the time limit
@@ -125,6 +129,7 @@ class Agent:
         self._lost = ""  # how Ray's head was
         self._news: set[str] = set()
         self._limit = _end_time()
+        self._looks = time.monotonic()  # when this agent last looked who falls behind
         for number in self.HEARD:
             signal.signal(number, self._note)
 
@@ -137,7 +142,8 @@ class Agent:
 
     def work(self) -> int:
         """See the run through this start of the job; returns the exit code."""
-        self._take_up()
+        if not self._take_up():
+            return EXIT_DONE
         if self.task["nodes"] == 1:
             return self._see_through(os.environ)
         from tiltyard.launch.ray_nodes import RayNode  # brings torch along
@@ -173,14 +179,19 @@ class Agent:
             return EXIT_DONE
         return EXIT_RESUMABLE if word in ("late", "stopped") else max(code, EXIT_FAILED)
 
-    def _take_up(self) -> None:
-        """Say in the folder which job has the run now: a script that was submitted by hand or again has another id."""
+    def _take_up(self) -> bool:
+        """Say in the folder which job has the run now: a script that was submitted by hand or again has another id.
+        False for a trial that has been given to another job since."""
+        job, mine = self.run.status().get("job") or {}, os.environ.get(JOB)
+        if mine is not None and job.get("array") != mine:
+            sys.stdout.write(f"{mine} has nothing to do: {self.run.id} was submitted again as {job.get('array')}\n")
+            return False
         where = f"job {self.job} started on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         self._tell("started", f"{where}, restart {self.restart}" if self.restart else where)
-        job = self.run.status().get("job") or {}
-        if job.get("id") != self.job:
+        if own_job() and job.get("id") != self.job:
             self._write_status(job={**job, "id": self.job})
         (self.folder / AGAIN).unlink(missing_ok=True)
+        return True
 
     def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:
         state = self.run.status()["state"]
@@ -203,7 +214,6 @@ class Agent:
     def _train(self, environment: Mapping[str, str]) -> int:
         """One trainer from its start to its end. First or later, it goes on from what is there."""
         attempt = self.run.status()["attempt"]
-        words = [*(["--trust-code"] if self.task["trust_code"] else []), *self.task["overrides"]]
         parent = os.getpid()
 
         def prepare() -> None:
@@ -212,7 +222,7 @@ class Agent:
             die_with(parent)
 
         trainer = subprocess.Popen(
-            [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words],
+            self._command(),
             preexec_fn=prepare,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -223,6 +233,13 @@ class Agent:
             disk.write_json(self.folder / TASK, self.task)
         return code
 
+    def _command(self) -> list[str]:
+        if self.task.get("program"):
+            return [sys.executable, "-m", "tiltyard.sweep.program", str(self.run.folder)]
+        trusted = ["--trust-code"] if self.task["trust_code"] else []
+        words = [*trusted, *self.task["overrides"]]
+        return [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words]
+
     def _wait_for(self, trainer: subprocess.Popen[bytes]) -> int:
         """Hand on what is asked until the trainer has ended. SIGUSR2 again and again: a trainer that starts is deaf."""
         handed = None
@@ -230,11 +247,14 @@ class Agent:
             if self.asked is None and self._limit_near():
                 self.asked, self._near = "SIGUSR2", True
                 self._tell("warning", "no signal came before the time limit; the agent asks for the last save itself")
+            if self.asked is None and self._stop_wanted():
+                self.asked = "SIGUSR2"
             if self.asked == "SIGUSR2" or self.asked != handed:
                 trainer.send_signal(signal.SIGUSR2 if self.asked == "SIGUSR2" else signal.SIGTERM)
                 handed = self.asked
             if self.ray is not None:
                 self._look_after(self.ray, trainer)
+            self._see_who_falls_behind()
             try:
                 return trainer.wait(TICK)
             except subprocess.TimeoutExpired:
@@ -247,6 +267,14 @@ class Agent:
         if not self._lost and trainer.poll() is None and (lost := ray.lost()):
             self._lost = lost
             trainer.kill()
+
+    def _see_who_falls_behind(self) -> None:
+        """Where the sweep ends trials early: have it judge them now and then. Whoever is to end finds a file."""
+        every = float(self.task.get("judge") or 0.0)
+        if every and time.monotonic() - self._looks >= every:
+            self._looks = time.monotonic()
+            command = [sys.executable, "-m", "tiltyard.sweep.turn", str(self.run.folder.parent), "--judge", str(every)]
+            threading.Thread(target=subprocess.run, args=(command,), daemon=True).start()
 
     def _limit_near(self) -> bool:
         """Whether half of the lead is gone and nobody has said so. A limit may have been moved: Slurm is asked then."""
@@ -283,8 +311,10 @@ class Agent:
 
 
 def _saved(run: Run) -> int:
-    """Env steps of the newest checkpoint."""
-    return max((each.env_steps for each in checkpoint.list_checkpoints(run)), default=0)
+    """Env steps of the newest checkpoint; of another program, the last that it recorded."""
+    if run.checkpoints.exists():
+        return max((each.env_steps for each in checkpoint.list_checkpoints(run)), default=0)
+    return max((int(record["env_steps"]) for record in metrics.read(run)), default=0)
 
 
 def _end_time(ask: str = "") -> float | None:

@@ -9,18 +9,22 @@ Slurm, or it gives no answer, a run is what its folder says.
     created, queued, lost    runs             running: it is starting, or starting again
     stopped                  runs             stopped: the job is about to end
     created, queued, lost    ended, unknown   lost: the job is gone and said nothing
+
+A job is named by its number, a task of an array by two: 123_4.
 """
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiltyard.errors import UseError
-from tiltyard.launch import AGAIN, FOLDER
+from tiltyard.launch import AGAIN, FOLDER, NUMBER
 from tiltyard.launch.commands import environment
 from tiltyard.run.folder import Run
 
@@ -28,6 +32,7 @@ PATIENCE = 20.0  # seconds for an answer: somebody waits for a listing
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 UNKNOWN = "UNKNOWN"
+_ID = re.compile(r"\d+(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -59,29 +64,45 @@ class Told:
 
 
 def job_of(run: Run, status: dict[str, Any] | None = None) -> str | None:
-    """The id of the job that the run was last submitted as; None for a run that never was."""
+    """The id of the job that the run was last submitted as; None for a run that never was, or not to Slurm."""
     job = (run.status() if status is None else status).get("job")
-    if not isinstance(job, dict) or not job.get("id"):
+    if not isinstance(job, dict) or job.get("launcher") != "slurm":
         return None
+    again = _word(run, FOLDER, AGAIN)  # by the job itself, where requeue is forbidden
+    if _ID.fullmatch(again):
+        return again
+    if job.get("id"):
+        return str(job["id"])
+    array = _word(run, "..", str(job.get("array")), NUMBER)  # known as soon as it is submitted
+    return f"{array}_{job['index']}" if array.isdecimal() else None
+
+
+def _word(run: Run, *path: str) -> str:
     try:
-        again = (run.folder / FOLDER / AGAIN).read_text().strip()  # by the job itself, where requeue is forbidden
+        return run.folder.joinpath(*path).read_text().strip()
     except OSError:
-        again = ""
-    return again if again.isdecimal() else str(job["id"])
+        return ""
+
+
+def own_job(environment: Mapping[str, str] = os.environ) -> str:
+    """The id of the job that this process is part of; empty outside of jobs."""
+    array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "")
 
 
 def ask(jobs: Iterable[str]) -> dict[str, Told] | None:
     """What Slurm says of each job, in one question; None where there is no Slurm, or no answer."""
-    wanted = sorted({job for job in jobs if job.isdecimal()})
+    wanted = sorted({job for job in jobs if _ID.fullmatch(job)})
     if not wanted:
         return {}
-    lines = _lines(["squeue", "--noheader", "--states=all", f"--jobs={','.join(wanted)}", "--format=%A|%T|%N|%r"])
+    asked = ",".join(dict.fromkeys(job.partition("_")[0] for job in wanted))
+    lines = _lines(["squeue", "--noheader", "--array", "--states=all", f"--jobs={asked}", "--format=%A|%i|%T|%N|%r"])
     if lines is None:
         return None
     found = {}
     for line in lines:
-        job, state, nodes, reason = line.split("|", 3)
-        found[job] = Told(state, reason, nodes)
+        number, name, state, nodes, reason = line.split("|", 4)
+        found[name if "_" in name else number] = Told(state, reason, nodes)
     older = [job for job in wanted if job not in found]
     return {**{job: Told(UNKNOWN) for job in older}, **_accounted(older), **found}
 
@@ -90,12 +111,28 @@ def _accounted(jobs: Sequence[str]) -> dict[str, Told]:
     """Of jobs that the controller has forgotten; nothing where the site keeps no accounts. The last line counts."""
     if not jobs:
         return {}
-    asked = ["sacct", "--noheader", "--parsable2", "--duplicates", "--allocations", "--format=JobIDRaw,State,NodeList"]
+    fields = "--format=JobID,JobIDRaw,State,NodeList"
+    asked = ["sacct", "--noheader", "--parsable2", "--duplicates", "--allocations", fields]
     found = {}
-    for line in _lines([*asked, f"--jobs={','.join(jobs)}"]) or []:
-        job, state, nodes = line.split("|", 2)
-        found[job] = Told(state.partition(" ")[0], "", nodes)  # CANCELLED by 1000
+    for line in _lines([*asked, f"--jobs={','.join(dict.fromkeys(job.partition('_')[0] for job in jobs))}"]) or []:
+        name, number, state, nodes = line.split("|", 3)
+        job = name if "_" in name else number
+        if job in jobs:
+            found[job] = Told(state.partition(" ")[0], "", nodes)  # CANCELLED by 1000
     return found
+
+
+def named(name: str) -> str | None:
+    """The id of this user's job or array of that name; empty when there is none, None when nobody answers."""
+    asked = [f"--user={getpass.getuser()}", f"--name={name}", "--states=all", "--array", "--format=%F|"]
+    lines = _lines(["squeue", "--noheader", *asked])
+    return None if lines is None else next((line.rstrip("|") for line in lines), "")
+
+
+def number_of(job: str) -> str:
+    """The plain number that a task of an array has as well, which some commands want; the id itself for others."""
+    lines = _lines(["squeue", "--noheader", f"--jobs={job}", "--format=%A|"]) if "_" in job else None
+    return lines[0].rstrip("|") if lines else job
 
 
 def _lines(command: list[str]) -> list[str] | None:
@@ -138,7 +175,7 @@ def refuse_queued(run: Run) -> None:
         job = job_of(run) if run.state not in ("finished", "failed") else None
     except UseError:  # half a folder, which is nobody's job
         return
-    if job is None or job == os.environ.get("SLURM_JOB_ID"):  # that job is us
+    if job is None or job == own_job():  # that job is us
         return
     told = (ask([job]) or {}).get(job)
     if told is not None and (told.waits or told.runs):

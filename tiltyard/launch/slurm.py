@@ -4,6 +4,8 @@
     submit(...)   the run's script written and submitted; its status says `queued`
     head, set_up, step      the script's parts, for short jobs that are no runs
 
+The script of an array is the same with the run looked up by the task's number, and a turn of its sweep at the end.
+
 Everything that a user named goes through a file or is quoted; nothing of it is ever run by a shell.
 """
 
@@ -20,7 +22,20 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Nodes, Profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
+from tiltyard.launch import (
+    AGAIN,
+    COUNTS,
+    FOLDER,
+    FORGOTTEN,
+    JOB,
+    NUMBER,
+    SCRIPT,
+    SECRETS,
+    STOP,
+    TASK,
+    TRIALS,
+    VERDICT,
+)
 from tiltyard.launch.commands import sbatch
 from tiltyard.run import disk
 from tiltyard.run.events import log_event
@@ -32,9 +47,22 @@ from tiltyard.run.status import root_of, write_status
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 
 
+GO_ON = 10  # exit code of a sweep's turn: the task's own trial is due again, in the same job
+
+
+@dataclass(frozen=True)
+class Array:
+    """A job with a task for each of several runs: those named in a file, in its folder in their sweep's folder."""
+
+    tasks: int
+    at_once: int
+    pause: float = 0.0
+    """seconds between the starts of two of them"""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A run and the profile that it is submitted with."""
+    """A run, or the folder of an array, and the profile that it is submitted with."""
 
     name: str
     folder: Path
@@ -42,56 +70,132 @@ class Job:
     python: str = sys.executable
     avoided: tuple[str, ...] = ()
     """nodes that are left out beside those of the profile"""
+    array: Array | None = None
 
 
 # ------------------------------------------------------------------------------------------------ the script
 
 
 def script(job: Job) -> str:
-    """The whole script of a run's job."""
-    profile, run = job.profile, job.folder
-    output = str(run / "logs" / "job-").replace("%", "%%") + "%j.out"
-    named = _can_be_escaped(str(run))
-    lines = [
-        *head(profile, job.name, output if named else "/dev/null", avoided=job.avoided),
+    """The whole script of a run's job, or of an array."""
+    return "\n".join([*_beginning(job), *_middle(job), *_end(job)]) + "\n"
+
+
+def _beginning(job: Job) -> list[str]:
+    """What is asked for, the profile's set-up, and then which run it is: a set-up may have variables of any name."""
+    profile, folder, array = job.profile, job.folder, job.array
+    named = _can_be_escaped(str(folder))
+    output = str(folder).replace("%", "%%") + ("/%a.out" if array else "/logs/job-%j.out")
+    told = f"{_one_line(job.name)}, profile {_one_line(profile.name)}"
+    if array is None:
+        root, quoted = root_of(folder), shlex.quote(str(folder))
+        logged = [] if named else [f'exec >>{quoted}/logs/job-"$SLURM_JOB_ID".out 2>&1']
+        said, found = f"# Run {told}. It may be submitted by hand, too.", [f"run={quoted}", *_ID]
+    else:
+        root, found, logged = folder.parents[3], _task(folder), _log_of_task(folder)
+        said = f"# Trials {told}. One may be submitted by hand, too: sbatch --array=TASK {SCRIPT}"
+    return [
+        *head(profile, job.name, output if named else "/dev/null", avoided=job.avoided, array=array),
         "",
-        f"# Run {_one_line(job.name)}, profile {_one_line(profile.name)}. It may be submitted by hand, too.",
-        *([] if named else [f'exec >>{shlex.quote(str(run))}/logs/job-"$SLURM_JOB_ID".out 2>&1']),
-        *set_up(profile, shlex.quote(str(run / FOLDER / SECRETS))),
-        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root_of(run)))}",
+        said,
+        *logged,
+        *set_up(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
+        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
         "",
-        f"run={shlex.quote(str(run))}",
-        "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-        "id=${id:-$SLURM_JOB_ID}",
+        *found,
+    ]
+
+
+_ID = (
+    "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+    "id=${id:-$SLURM_JOB_ID}",
+)
+_LINE = '"$((SLURM_ARRAY_TASK_ID + 1))p"'
+
+
+def _log_of_task(folder: Path) -> list[str]:
+    log = '"$trial/logs/job-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
+    return [
+        f"trial=$(sed -n {_LINE} {shlex.quote(str(folder / TRIALS))})",
+        f"exec >>{shlex.quote(str(folder.parents[1]))}/{log} 2>&1",
+    ]
+
+
+def _task(folder: Path) -> list[str]:
+    """Which trial a task is. The array's number is written by its tasks too: whoever submitted it may be gone."""
+    return [
+        f"array={shlex.quote(str(folder))} sweep={shlex.quote(str(folder.parents[1]))}",
+        f'run=$sweep/$(sed -n {_LINE} "$array/{TRIALS}")',
+        *_ID,
+        f'[ ! -e "$array/{FORGOTTEN}" ] || exit 0',
+        f'[ -s "$array/{NUMBER}" ] || echo "$SLURM_ARRAY_JOB_ID" >"$array/.$id"',
+        f'[ ! -e "$array/.$id" ] || mv "$array/.$id" "$array/{NUMBER}"',
+        f'export {JOB}="slurm/${{array##*/}}"',
+    ]
+
+
+def _middle(job: Job) -> list[str]:
+    """One start of the agents, and what the first of them decided; of an array again, as long as there are turns."""
+    array = job.array
+    return [
         "# The time limit, for an agent that was not told of it in time.",
-        ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"',
+        ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"',
         "export SLURM_JOB_END_TIME",
-        *_names_of_nodes(profile),
+        *_names_of_nodes(job.profile),
+        *([f'{{ flock 9; sleep {array.pause:g}; }} 9>"$sweep/slurm/pause"'] if array and array.pause else []),
         "",
+        *([] if array is None else ["while of=; do"]),
         "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
-        *step(profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
+        *step(job.profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
         "agents=$!",
-        "trap 'scancel --signal=TERM \"$SLURM_JOB_ID\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
+        "trap 'scancel --signal=TERM \"$id\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
         "trap : USR2",
         'while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done',
         "",
         "# What the agent of the first node decided, if it is about this very start of the job.",
         'read -r of restart verdict 2>/dev/null <"$run/job/verdict"',
-        '[ "${of:-} ${restart:-}" = "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ] || verdict=none',
-        'echo "job $SLURM_JOB_ID: ${verdict:-none} (exit code $code)"',
+        '[ "${of:-} ${restart:-}" = "$id ${SLURM_RESTART_COUNT:-0}" ] || verdict=none',
+        'echo "job $id: ${verdict:-none} (exit code $code)"',
         "# Ended while it saved: by the limit, or by somebody who does not want it back?",
-        '[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" = TimeLimit ] && verdict=requeue',
-        '[ "${verdict:-none}" = requeue ] || exit "$code"',
+        '[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue',
+        *_what_next(job),
+    ]
+
+
+def _what_next(job: Job) -> list[str]:
+    if job.array is None:
+        return ['[ "${verdict:-none}" = requeue ] || exit "$code"']
+    return [
+        '[ "${verdict:-none}" = requeue ] && break',
+        "# What comes next in the sweep; perhaps more of the same.",
+        turn(job.profile, job.python),
+        f'[ $? = {GO_ON} ] || exit "$code"',
+        "done",
+    ]
+
+
+def turn(profile: Profile, python: str) -> str:
+    """A turn of the sweep in whose trial's job this is: outside of any container, where jobs can be submitted."""
+    chosen = python if profile.slurm.container else profile.slurm.python or python
+    return f'{shlex.quote(chosen)} -m tiltyard.sweep.turn "$sweep" --own "$run"'
+
+
+def _end(job: Job) -> list[str]:
+    """Back into the queue, by requeue or by the same script submitted again."""
+    again, name = '"$run/job/script.sh"', "${again%%;*}"
+    if job.array is not None:
+        again, name = '--array="$task" "$array/script.sh"', "${again%%;*}_$task"
+    return [
         'scontrol requeue "$id" && exit 0',
-        'echo "job $SLURM_JOB_ID may not be requeued; the same script is submitted again"',
+        'echo "job $id may not be requeued; the same script is submitted again"',
+        *([] if job.array is None else ["task=$SLURM_ARRAY_TASK_ID"]),
         "again=$(conf=${SLURM_CONF-}",
         '  unset "${!SLURM_@}" "${!SBATCH_@}"',
         '  [ -z "$conf" ] || export SLURM_CONF="$conf"',
-        '  sbatch --parsable "$run/job/script.sh") || { echo "go on with: tiltyard resume $run"; exit 1; }',
-        'echo "${again%%;*}" >"$run/job/submitted-again"',
-        'echo "job ${again%%;*} goes on with it"',
+        f'  sbatch --parsable {again}) || {{ echo "go on with: tiltyard resume $run"; exit 1; }}',
+        f'echo "{name}" >"$run/job/submitted-again"',
+        f'echo "job {name} goes on with it"',
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _names_of_nodes(profile: Profile) -> list[str]:
@@ -114,12 +218,14 @@ def head(
     nodes: int | None = None,
     requeue: bool = True,
     avoided: Sequence[str] = (),
+    array: Array | None = None,
 ) -> list[str]:
     """The #! line and the #SBATCH lines. `output` is a pattern of sbatch; `time` and `nodes` replace the profile's."""
     lines = [
         f"--job-name={_escaped(_one_line(name))}",
         f"--output={_escaped(output)}",
         "--open-mode=append",
+        *([f"--array=0-{array.tasks - 1}%{array.at_once}"] if array is not None else []),
         *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
         *asked_for(profile, time=time, nodes=nodes, avoided=avoided),
     ]
@@ -251,16 +357,8 @@ def submit(
     """
     folder = run.folder / FOLDER
     with Lock.acquire(run):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        (run.folder / "logs").mkdir(exist_ok=True)
-        for stale in (STOP, AGAIN, COUNTS, VERDICT):
-            (folder / stale).unlink(missing_ok=True)
-        job = Job(run.id, run.folder, profile, avoided=tuple(avoided))
-        _write(folder / SCRIPT, script(job), 0o700)
-        hidden = secret_environment(profile.environment)
-        secrets = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items())
-        _write(folder / SECRETS, secrets, 0o600)
-        disk.write_json(folder / TASK, task(profile, overrides, trust_code))
+        make_folder(run, task(profile, overrides, trust_code))
+        write_script(folder, Job(run.id, run.folder, profile, avoided=tuple(avoided)))
         try:
             number = sbatch(folder / SCRIPT, run.id)
         except TiltyardError as error:
@@ -275,8 +373,31 @@ def submit(
     return number
 
 
-def task(profile: Profile, overrides: Sequence[str], trust_code: bool) -> dict[str, object]:
-    """What the node agent has to know."""
+def make_folder(run: Run, told: Mapping[str, object]) -> None:
+    """The run's folder for a job to come, without what an earlier one left."""
+    folder = run.folder / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (run.folder / "logs").mkdir(exist_ok=True)
+    for stale in (STOP, AGAIN, COUNTS, VERDICT):
+        (folder / stale).unlink(missing_ok=True)
+    disk.write_json(folder / TASK, told)
+
+
+def write_script(folder: Path, job: Job) -> None:
+    """The script and the secrets that it reads."""
+    write_private(folder / SCRIPT, script(job), 0o700)
+    write_secrets(folder, job.profile)
+
+
+def write_secrets(folder: Path, profile: Profile) -> None:
+    """The variables of the profile that no script shows, in a file for the user alone."""
+    hidden = secret_environment(profile.environment)
+    secrets = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items())
+    write_private(folder / SECRETS, secrets, 0o600)
+
+
+def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = False) -> dict[str, object]:
+    """What the node agent has to know. A sweep adds `program` and `judge` for its trials."""
     slurm, resources, samplers = profile.slurm, profile.resources, profile.slurm.samplers
     return {
         "profile": profile.name,
@@ -292,7 +413,7 @@ def task(profile: Profile, overrides: Sequence[str], trust_code: bool) -> dict[s
     }
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def write_private(path: Path, text: str, mode: int) -> None:
     """A file that nobody else can read at any moment."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -2,6 +2,9 @@
 
     take the lock -> { hear decisions -> notice ends -> end who falls behind -> start what is due } until all is over
 
+On this machine one controller does that until the end. Where trials are jobs nobody stays: each task that ends takes
+one turn (turn.py), which is the same round, once.
+
 Everything it knows is on the disk before it acts on it: settings in the manifest before a folder, a folder before a
 process, a failure before its retry. Killed at any moment, the next controller finds what is finished, what is still at
 work (the processes outlive it) and what is to be done, and no trial is made or trained twice.
@@ -10,7 +13,7 @@ work (the processes outlive it) and what is to be done, and no trial is made or 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +29,7 @@ from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
 from tiltyard.sweep.local import OUTPUT
+from tiltyard.sweep.population import Population
 from tiltyard.sweep.prepare import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
 from tiltyard.sweep.space import fixed_count, fixed_points
@@ -40,11 +44,17 @@ Say = Callable[[str], None]
 class Backend(Protocol):
     """Where trials run. Numbers are those of trials."""
 
+    queues: bool
+    """whether trials are jobs, which are submitted together and may be told to begin later"""
+
     def adopt(self, numbers: Iterable[int]) -> set[int]: ...
-    def room(self) -> bool: ...
-    def submit(self, number: int, folder: Path) -> bool: ...
+    def gone(self) -> dict[int, str]: ...
+    def job(self, number: int) -> str: ...
+    def room(self, number: int | None) -> bool: ...
+    def submit(self, number: int, folder: Path, wait: float) -> bool: ...
+    def send(self) -> list[str]: ...
     def poll(self) -> dict[int, str]: ...
-    def cancel(self, number: int) -> None: ...
+    def cancel(self, numbers: Iterable[int]) -> None: ...
 
 
 def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say) -> int:
@@ -84,6 +94,7 @@ class Controller:
         self._heard = 0
         self._last_start = self._judged = 0.0
         self._curves: dict[int, tuple[tuple[int, int], Curve]] = {}
+        self.population = Population(sweep, plan) if plan.search == "population" else None
         self.fixed: list[Point] = []
         self.pairs: list[tuple[int, int]] = []
         self._hear()
@@ -108,6 +119,18 @@ class Controller:
             at_work = self.backend.adopt(())
         self.over = not at_work and (self.stopping or (not self.due and len(self.trials) >= len(self.pairs)))
 
+    def turn(self, *, stop: bool) -> None:
+        """All that can be done now, where nobody stays to do the rest."""
+        at_work = self.backend.adopt(())
+        if stop:
+            self.backend.cancel(at_work)
+            return
+        self._judge(at_work)
+        while self._start_next():
+            pass
+        for sentence in self.backend.send():
+            self._tell("submitted", sentence)
+
     def exit_code(self) -> int:
         states = [row.state for row in self.rows.values()]
         if self.stopping or any(state not in results.OVER for state in states) or len(states) < len(self.pairs):
@@ -119,21 +142,40 @@ class Controller:
     def _look_at_all(self) -> None:
         """Every trial as a predecessor left it."""
         at_work = self.backend.adopt(self.trials)
+        gone, kept = self.backend.gone(), results.kept(self.sweep)
+        paused = self.population.note(set(self.trials) - at_work) if self.population is not None else set()
         for row in results.rows(self.sweep, self.plan, self.trials.values()):
             number = row.trial.number
             self.rows[number] = row
             if number in at_work:
-                self.say(f"trial {number} is at work still")
-            elif row.state == "failed" and not row.trial.refused:
-                if not any(each.get("attempt") == row.attempt for each in self._failures(number)):
-                    # a predecessor was killed before it could write that down
-                    self.sweep.decide("failed", trial=number, attempt=row.attempt, reason=row.reason)
-                self._note_failure(number, row.reason)
-            elif not row.over:
+                if not self.backend.queues:
+                    self.say(f"trial {number} is at work still")
+            elif row.trial.refused:
+                continue
+            elif row.state == "failed" or number in gone:
+                self._look_at_failure(row, gone.get(number) or row.reason)
+            elif row.over:
+                if kept.get(number) != row.updated:  # nobody was there to write it down
+                    self._came_to_its_end(row)
+            elif row.state != "stopped" or self._goes_on(row) or number in paused:
                 self.due[number] = 0.0
-        if at_work or any(row.state != "waiting" for row in self.rows.values()):
+        if not self.backend.queues and (at_work or any(row.state != "waiting" for row in self.rows.values())):
             done = sum(row.over for row in self.rows.values())
             self._tell("resumed", f"Gone on with: {done} of {len(self.pairs)} trials are over.")
+
+    def _goes_on(self, row: Row) -> bool:
+        """Whether a trial that somebody stopped does: a person has started the sweep since."""
+        started = [str(each["time"]) for each in self.sweep.decisions() if each["kind"] == "start"]
+        return not self.backend.queues or row.updated <= max(started, default="")
+
+    def _look_at_failure(self, row: Row, reason: str) -> None:
+        """One that failed when nobody looked is written down now, once."""
+        number, job = row.trial.number, self.backend.job(row.trial.number)
+        every = [each for each in self.sweep.decisions() if each["kind"] == "failed" and each["trial"] == number]
+        if any(each.get("attempt") == row.attempt and each.get("job", "") == job for each in every):
+            self._note_failure(number, reason)
+        else:
+            self._failed(number, reason)
 
     def _hear(self) -> None:
         """Decisions that others wrote since the last look: extensions and retries."""
@@ -183,25 +225,36 @@ class Controller:
             trial = Trial(number, point, seed, settings, f"{error.message} {error.details}".strip())
         self._add(trial)
 
-    def _start_next(self) -> None:
-        now = time.time()
-        if now - self._last_start < self.plan.pause_between or not self.backend.room():
-            return
-        ready = sorted(number for number, moment in self.due.items() if moment <= now)
-        if not ready and len(self.trials) < len(self.pairs):
+    def _start_next(self) -> bool:
+        """Start one trial that is due, if there is one and room for it."""
+        now, later = time.time(), self.backend.queues
+        if not later and now - self._last_start < self.plan.pause_between:
+            return False
+        ready = sorted(number for number, moment in self.due.items() if later or moment <= now)
+        if self.population is not None:
+            ready = self.population.order(ready)
+        number = next((each for each in ready if self.backend.room(each)), None)
+        if number is None and not ready and len(self.trials) < len(self.pairs) and self.backend.room(None):
             self._ask()
-            ready = [number for number in self.due if number == len(self.trials)]
-        for number in ready[:1]:
-            try:
-                folder = make_trial(self.sweep, self.plan, self.trials[number])
-            except TiltyardError as error:
-                del self.due[number]
-                self._failed(number, error.message)
-                return
-            if self.backend.submit(number, folder):
-                self._last_start = now
-                del self.due[number]
-                self._tell("started", f"Trial {number} was started: {folder.name}.")
+            number = len(self.trials) if len(self.trials) in self.due else None
+        if number is None:
+            return False
+        wait = max(0.0, self.due[number] - now)
+        try:
+            folder = make_trial(self.sweep, self.plan, self.trials[number])
+            for sentence in self.population.set_up(number, ready) if self.population is not None else ():
+                self._tell("exploited", sentence)
+        except TiltyardError as error:
+            del self.due[number]
+            self._failed(number, error.message)
+            return True
+        if not self.backend.submit(number, folder, wait):
+            return False
+        self._last_start = now
+        del self.due[number]
+        if not later:
+            self._tell("started", f"Trial {number} was started: {folder.name}.")
+        return True
 
     # -- what happened
 
@@ -209,20 +262,25 @@ class Controller:
         row = self.rows[number] = self._row(number)
         asked = self.asked.pop(number, None) is not None
         if row.state in ("finished", "ended"):
-            results.keep(self.sweep, row)
-            shown = "" if row.value is None else f", {self.plan.metric.name} {row.value:.6g}"
-            self._tell("finished", f"Trial {number} is over{shown}: {row.reason}")
+            self._came_to_its_end(row)
+        elif self.population is not None and self.population.note([number]):
+            self.due[number] = 0.0
         elif asked or row.state == "stopped":
             self._tell("stopped", f"Trial {number} was stopped.")
         else:
             self._failed(number, row.reason if row.state == "failed" else f"{how}{self._last_words(number)}")
 
+    def _came_to_its_end(self, row: Row) -> None:
+        results.keep(self.sweep, row)
+        shown = "" if row.value is None else f", {self.plan.metric.name} {row.value:.6g}"
+        self._tell("finished", f"Trial {row.trial.number} is over{shown}: {row.reason}")
+
     def _row(self, number: int) -> Row:
         return results.rows(self.sweep, self.plan, [self.trials[number]])[0]
 
     def _failed(self, number: int, reason: str) -> None:
-        row = self.rows[number]
-        self.sweep.decide("failed", trial=number, attempt=row.attempt, reason=reason)
+        row, job = self.rows[number], self.backend.job(number)
+        self.sweep.decide("failed", trial=number, attempt=row.attempt, reason=reason, **({"job": job} if job else {}))
         self._tell("failed", f"Trial {number} failed: {reason}")
         self._note_failure(number, reason)
 
@@ -235,10 +293,6 @@ class Controller:
             wait = self.plan.back_off * 2 ** (len(known) - 1) if known else 0.0
             self.due[number] = _moment(known[-1]["time"]) + wait if known else 0.0
 
-    def _failures(self, number: int) -> list[dict[str, Any]]:
-        """Everything on record, whether somebody asked for a retry since or not."""
-        return [each for each in self.sweep.decisions() if each["kind"] == "failed" and each["trial"] == number]
-
     def _last_words(self, number: int) -> str:
         try:
             said = (self.sweep.folder / OUTPUT / f"{number:04d}.log").read_bytes()[-4000:].decode("utf-8", "replace")
@@ -250,10 +304,10 @@ class Controller:
     # -- ending
 
     def _cancel(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if time.monotonic() - self.asked.get(number, -ASK_AGAIN) >= ASK_AGAIN:
-                self.asked[number] = time.monotonic()
-                self.backend.cancel(number)
+        now = time.monotonic()
+        asked = [number for number in numbers if now - self.asked.get(number, -ASK_AGAIN) >= ASK_AGAIN]
+        self.asked |= dict.fromkeys(asked, now)
+        self.backend.cancel(asked)
 
     def _judge(self, at_work: set[int]) -> None:
         """End those that fall behind; written down first, so that whoever comes next does not start them again."""
@@ -262,12 +316,9 @@ class Controller:
         self._judged = time.monotonic()
         curves = {number: self._curve(number) for number, row in self.rows.items() if row.state != "waiting"}
         curves |= {number: self._curve(number) for number in at_work}
-        ended = {int(each["trial"]) for each in self.sweep.decisions() if each["kind"] == "ended early"}
-        for number, why in halving.behind(self.plan, curves, at_work - ended).items():
-            self.sweep.decide("ended early", trial=number, why=why)
+        for number, why in judge(self.sweep, self.plan, curves, at_work).items():
             self._tell("stopped", f"Trial {number} is ended early: {why}")
-            ended.add(number)
-        self._cancel(at_work & ended)
+        self._cancel(at_work & _ended_early(self.sweep))
 
     def _curve(self, number: int) -> Curve:
         folder = self.sweep.place(number)
@@ -283,6 +334,18 @@ class Controller:
     def _tell(self, kind: str, sentence: str) -> None:
         log_event(Run(self.sweep.folder), kind, sentence)
         self.say(sentence)
+
+
+def judge(sweep: Sweep, plan: Plan, curves: Mapping[int, Curve], at_work: set[int]) -> dict[int, str]:
+    """Who falls behind from now on, and why; written down."""
+    found = halving.behind(plan, curves, at_work - _ended_early(sweep))
+    for number, why in found.items():
+        sweep.decide("ended early", trial=number, why=why)
+    return found
+
+
+def _ended_early(sweep: Sweep) -> set[int]:
+    return {int(each["trial"]) for each in sweep.decisions() if each["kind"] == "ended early"}
 
 
 def _moment(text: Any) -> float:

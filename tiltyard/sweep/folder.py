@@ -98,11 +98,17 @@ class Sweep:
         return disk.read_lines(self.folder / DECISIONS)[0]
 
     def decide(self, kind: str, **facts: Any) -> None:
-        """Write a decision down; only then is it acted upon. kinds: retry, extend, failed, ended early."""
+        """Write a decision down; only then is it acted upon. kinds: start, retry, extend, failed, ended early, and
+        those of a population (lineage.py): period, exploit, stays."""
         disk.append_line(self.folder / DECISIONS, disk.to_json({"time": disk.now(), "kind": kind, **facts}))
 
     def add_to_manifest(self, trial: Trial) -> None:
         disk.append_line(self.folder / MANIFEST, disk.to_json(_line(trial)))
+
+    @property
+    def launcher(self) -> str:
+        """What starts its trials: local, slurm or template, as the profile said when the sweep began."""
+        return str(self.facts().get("launcher") or "local")
 
     @property
     def controlled(self) -> bool:
@@ -116,8 +122,13 @@ def _line(trial: Trial) -> dict[str, Any]:
 
 
 def wanted(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(point, seed) of every trial by its number: those of the plan, then those of each extension."""
+    """(point, seed) of every trial by its number: those of the plan, then those of each extension.
+
+    Members of a population have a seed each: a copy that kept its source's settings would be its source for ever.
+    """
     seeds, pairs = list(plan.seeds), []
+    if plan.search == "population":
+        return [(point, seeds[0] + point - 1) for point in range(1, points + 1)]
     pairs += [(point, seed) for point in range(1, points + 1) for seed in seeds]
     for decision in decisions:
         if decision.get("kind") != "extend":
@@ -147,6 +158,7 @@ def make(
     *,
     base: Sequence[Path] = (),
     profile: str | None = None,
+    launcher: str = "local",
     plugins: Iterable[tuple[Path, Path]] = (),
     command: Sequence[str] = (),
 ) -> Sweep:
@@ -160,6 +172,7 @@ def make(
         "cwd": str(Path.cwd()),
         "base": [str(folder) for folder in base],
         "profile": profile,
+        "launcher": launcher,
         "command": list(command),
     }
     try:

@@ -39,6 +39,8 @@ class Work:
 class Local:
     """The processes of one sweep on this machine."""
 
+    queues = False
+
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
         self.gpus = visible_gpus(os.environ) if plan.trials_per_gpu is not None else []
@@ -63,11 +65,18 @@ class Local:
                 self.work[number] = Work(slot if isinstance(slot, int) else free, told.get("gpu"))
         return set(self.work)
 
-    def room(self) -> bool:
+    def gone(self) -> dict[int, str]:
+        """One whose process vanished while nobody watched is started again, and has not failed."""
+        return {}
+
+    def job(self, number: int) -> str:
+        return ""
+
+    def room(self, number: int | None) -> bool:
         """Whether one more may be started."""
         return len(self.work) < self.plan.max_parallel and (not self.gpus or self._gpu() is not None)
 
-    def submit(self, number: int, folder: Path) -> bool:
+    def submit(self, number: int, folder: Path, wait: float) -> bool:
         """Start a trial; False when somebody is at it still."""
         handle = os.open(self._mark(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -96,6 +105,9 @@ class Local:
         self.work[number] = Work(slot, gpu, process)
         return True
 
+    def send(self) -> list[str]:
+        return []
+
     def poll(self) -> dict[int, str]:
         """Trials that ended since the last question, and what their process's end tells."""
         ended: dict[int, str] = {}
@@ -109,8 +121,12 @@ class Local:
             del self.work[number]
         return ended
 
-    def cancel(self, number: int) -> None:
-        """Ask a trial to save and end."""
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """Ask trials to save and end."""
+        for number in numbers:
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
         work = self.work.get(number)
         if work is None:
             return

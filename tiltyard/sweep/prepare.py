@@ -5,7 +5,8 @@
                    ──> folder
 
 A search that learns cannot be built in advance: of it the ends of each dimension and some draws are checked, and what
-it asks for later and makes no experiment is a failed trial.
+it asks for later and makes no experiment is a failed trial. Of a population both are, where it begins and where it may
+come to.
 
 What tries things out is imported when it is needed: a controller in the background has no torch in its memory.
 """
@@ -13,7 +14,6 @@ What tries things out is imported when it is needed: a controller in the backgro
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,15 @@ from typing import Any
 
 from tiltyard.config.dimensions import Choices, Dimension, Point, fingerprint
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import Loaded, load, said
+from tiltyard.config.load import Loaded, load, said, words
 from tiltyard.config.place import runs_root
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.frozen import copy_plugins
+from tiltyard.launch import slurm
 from tiltyard.run.folder import Run, create
+from tiltyard.run.stretches import Stretches
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
@@ -47,7 +49,7 @@ class Prepared:
     points: list[Point]
     """all of them, or none where a search will ask for them"""
     base: tuple[Path, ...]
-    profile: str | None
+    profile: Profile | None
     plugins: list[tuple[Path, Path]]
     """copies, and where they go in the sweep's folder"""
     kept: tempfile.TemporaryDirectory[str] | None = None
@@ -61,32 +63,39 @@ class Prepared:
         ]
 
     @property
+    def launcher(self) -> str:
+        """What will start the trials."""
+        return self.profile.launcher if self.profile else "local"
+
+    @property
     def count(self) -> int:
         """How many trials there will be."""
         return (self.plan.trials or len(self.points)) * len(self.plan.seeds)
-
-
-def words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as overrides: what one would type to train the same."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
 def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> Prepared:
     """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
     plan, where = load_plan(source)
     found = dimensions(plan)
-    points = _points(plan, many)
+    chosen = _profile(profile, plan)
     if plan.program is not None:
         program.check(plan)
-        return Prepared(plan.name or program.name(plan), plan, points, (), None, [])
-    chosen = _local_profile(profile)
+        return Prepared(plan.name or program.name(plan), plan, _points(plan, many), (), chosen, [])
     tree, base = said(_target(plan, where), profile=chosen)
     plan = plan.model_copy(update={"experiment": _with_sources(tree)})
-    built = _build(plan, points or _samples(plan, found), base)
+    points = _points(plan, many)
+    built = _build(plan, _tried(plan, found, points), base)
     _check_metric(plan, built)
+    if plan.search == "population":
+        from tiltyard.sweep.members import check
+
+        check(plan, built)
     name = plan.name or built[0].run_name
-    kept, plugins = _try_out(built, base)
-    return Prepared(name, plan, points, base, profile, plugins, kept)
+    kept, plugins = _try_out(built[: len(points)] or built, base)
+    if chosen is not None:
+        for experiment in built:
+            slurm.check(chosen, experiment)
+    return Prepared(name, plan, points, base, chosen, plugins, kept)
 
 
 def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
@@ -97,7 +106,8 @@ def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
         prepared.plan,
         prepared.trials,
         base=prepared.base,
-        profile=prepared.profile,
+        profile=prepared.profile.name if prepared.profile else None,
+        launcher=prepared.launcher,
         plugins=prepared.plugins,
         command=command,
     )
@@ -105,7 +115,7 @@ def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
 
 def same_sweep(prepared: Prepared) -> Sweep | None:
     """The newest sweep that was started from the same plan."""
-    mark = digest(prepared.plan, prepared.profile)
+    mark = digest(prepared.plan, prepared.profile.name if prepared.profile else None)
     of_name = [sweep for sweep in sweeps(runs_root()) if sweep.folder.parent.name == prepared.name]
     return next((sweep for sweep in reversed(of_name) if sweep.facts().get("digest") == mark), None)
 
@@ -115,27 +125,40 @@ def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
     place = sweep.place(trial.number)
     if place.exists():
         return place
-    facts = sweep.facts()
     if plan.program is not None:
         program.make(sweep, plan, trial)
         return place
-    loaded = load_trial(sweep, plan, trial)
+    return new_run(
+        sweep, plan, trial, ["tiltyard", "train", *words(trial.settings), f"seed={trial.seed}"], place
+    ).folder
+
+
+def new_run(
+    sweep: Sweep,
+    plan: Plan,
+    trial: Trial,
+    command: Sequence[str],
+    place: Path | None = None,
+    stretches: Stretches | None = None,
+) -> Run:
+    """A run with a trial's settings: at its place in the sweep or, where none is given, beside it."""
+    facts, loaded = sweep.facts(), load_trial(sweep, plan, trial)
     with tempfile.TemporaryDirectory(prefix="tiltyard-trial-") as folder:
         copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
         if any(member.from_ is not None for member in loaded.experiment.cast.values()):
             from tiltyard.engines.freeze import freeze
 
             copies = freeze(loaded.experiment, loaded.base, copies)
-        run: Run = create(
+        return create(
             sweep.folder.parent.parent,
             loaded.experiment,
             base=[*map(Path, facts["base"]), *loaded.base],
-            command=["tiltyard", "train", *words(trial.settings), f"seed={trial.seed}"],
+            command=command,
             copies=copies,
             profile=facts.get("profile"),
             place=place,
+            stretches=stretches,
         )
-    return run.folder
 
 
 def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
@@ -148,14 +171,17 @@ def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
 # ------------------------------------------------------------------------------------------------ parts of prepare
 
 
-def _local_profile(name: str | None) -> Profile | None:
+def _profile(name: str | None, plan: Plan) -> Profile | None:
+    """The profile called `name`, its variables set; UseError for what its jobs cannot do."""
     if name is None:
         return None
-    if pick_profile(load_site()[0], name).launcher != "local":
-        raise UseError(
-            f"profile {name!r} starts jobs, and a sweep starts its trials on this machine",
-            "name a profile whose launcher is local",
-        )
+    profile = pick_profile(load_site()[0], name)
+    if profile.launcher != "local" and plan.trials_per_gpu is not None:
+        hint = "say in the profile what each trial gets: resources: {gpus: 1}"
+        raise UseError(f"trials_per_gpu divides the GPUs of this machine, and profile {name} starts jobs", hint)
+    if profile.slurm.samplers is not None:
+        hint = "name a profile without slurm.samplers"
+        raise UseError(f"profile {name} asks for a heterogeneous job, which Slurm has no arrays of", hint)
     return apply_profile(name)
 
 
@@ -193,6 +219,13 @@ def _points(plan: Plan, many: bool) -> list[Point]:
     if count * len(plan.seeds) > MANY and not many:
         raise UseError(f"this plan has {count * len(plan.seeds):,} trials", "add --yes if all of them are meant")
     return [] if plan.adaptive else fixed_points(plan, count)
+
+
+def _tried(plan: Plan, found: Sequence[Dimension], points: Sequence[Point]) -> Sequence[Point]:
+    """What is built before anything starts: all points, and of a space that is moved about in, samples of it."""
+    if plan.search != "population":
+        return points or _samples(plan, found)
+    return [*points, *({**points[0], **sample} for sample in _samples(plan, found))]
 
 
 def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:

@@ -52,8 +52,7 @@ def name(plan: Plan) -> str:
 def command(sweep: Sweep, plan: Plan, trial: Trial) -> list[str]:
     """The program's command line: its own words, then the parameters as flags."""
     assert plan.program
-    first, *rest = plan.program
-    made = [sys.executable if first == "python" else first, *rest]
+    made = [*plan.program]
     for key, value in trial.settings.items():
         made += _flag(f"{plan.flag}{key}", value)
     made += [f"{plan.flag}seed={trial.seed}"] if plan.seeds != [0] or trial.seed else []
@@ -112,7 +111,9 @@ def run(folder: Path) -> int:
         asked: list[int] = []
         with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
             environment = {**os.environ, "TILTYARD_TRIAL": str(folder)}
-            child = subprocess.Popen(told["command"], stdout=log, stderr=log, cwd=told["folder"], env=environment)
+            first, *rest = told["command"]
+            words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
+            child = subprocess.Popen(words, stdout=log, stderr=log, cwd=told["folder"], env=environment)
 
             def forward(number: int, frame: FrameType | None) -> None:
                 asked.append(number)

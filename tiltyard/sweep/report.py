@@ -11,20 +11,26 @@ import io
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiltyard.config.dimensions import Choices, fingerprint
 from tiltyard.config.plans import Plan
+from tiltyard.launch.queue import seen
 from tiltyard.run.lock import read_owner
+from tiltyard.run.stretches import read as read_stretches
 from tiltyard.sweep.folder import Sweep, wanted
+from tiltyard.sweep.jobs import told_by_slurm
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
 
+if TYPE_CHECKING:
+    from tiltyard.sweep.lineage import Copy, Lineage
+
 RESAMPLES = 2000
 BINS = 4
-ORDER = ("finished", "ended", "running", "queued", "created", "stopped", "lost", "failed", "waiting")
+ORDER = ("finished", "ended", "running", "queued", "created", "paused", "stopped", "lost", "failed", "waiting")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Report:
     plan: Plan
     rows: list[Row]
     total: int
+    under_way: bool = False
+    """whether jobs of it wait or run"""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -47,7 +55,7 @@ class Report:
     @property
     def state(self) -> str:
         """running (somebody carries it out), finished, failed (over, and some trial failed) or stopped."""
-        if self.sweep.controlled:
+        if self.under_way or self.sweep.controlled:
             return "running"
         if len(self.rows) == self.total and all(row.over for row in self.rows):
             return "failed" if any(row.state == "failed" for row in self.rows) else "finished"
@@ -69,13 +77,34 @@ class Report:
 
 
 def look(sweep: Sweep) -> Report:
-    """Read everything there is to say."""
+    """Read everything there is to say. Members of a population are told with their settings of now."""
+    told = told_by_slurm(sweep)  # asked first: a job writes before it ends
     plan, decisions = sweep.plan(), sweep.decisions()
-    return Report(sweep, plan, rows(sweep, plan), len(wanted(plan, fixed_count(plan), decisions)))
+    found = rows(sweep, plan)
+    if plan.search == "population":
+        from tiltyard.sweep.lineage import Lineage
+
+        story = Lineage([row.trial for row in found], decisions)
+        found = [_member(row, story) for row in found]
+    total, under_way = len(wanted(plan, fixed_count(plan), decisions)), False
+    if sweep.launcher != "local":
+        found = [row if row.over else replace(row, state=seen(row.state, told.get(row.trial.number))) for row in found]
+        under_way = any(each.waits or each.runs for each in told.values())
+        under_way |= any(row.state in ("queued", "running") for row in found)
+    return Report(sweep, plan, found, total, under_way)
+
+
+def _member(row: Row, story: Lineage) -> Row:
+    trial = replace(row.trial, settings=story.settings(row.trial.number))
+    known = read_stretches(row.folder) if row.state == "stopped" and row.folder is not None else None
+    waits = known is not None and known.until is not None and row.env_steps >= known.until
+    return replace(row, trial=trial, state="paused" if waits else row.state)
 
 
 def controller_of(sweep: Sweep) -> str:
     """Who carries it out, in words."""
+    if sweep.launcher != "local":
+        return f"jobs of profile {sweep.facts()['profile']}"
     owner = read_owner(sweep.folder) if sweep.controlled else None
     if owner is None:
         return ""
@@ -91,7 +120,7 @@ def as_data(report: Report) -> dict[str, Any]:
         "sweep": report.sweep.id,
         "folder": str(report.sweep.folder),
         "state": report.state,
-        "controller": controller_of(report.sweep),
+        "controller": controller_of(report.sweep) if report.state == "running" else "",
         "metric": report.plan.metric.name,
         "goal": report.plan.goal,
         "trials": report.total,
@@ -149,6 +178,16 @@ def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
+def told(copy: Copy) -> str:
+    """How one member of a population became a copy of another, in a sentence."""
+    one, new = copy.exploit, copy.exploit.after
+    scores = " against ".join("no score" if each is None else f"{each:.6g}" for each in (copy.source_score, copy.score))
+    steps = f"{one.env_steps:,}" if one.counts_from == one.env_steps else f"{one.env_steps:,}, now {one.counts_from:,}"
+    moved = [f"{key} {brief(old)} -> {brief(new[key])}" for key, old in one.before.items() if new[key] != old]
+    changes = f": {', '.join(moved)}" if moved else ", with the same settings"
+    return f"Member {one.member} became a copy of member {one.source} ({scores}) at env step {steps}{changes}."
+
+
 # ---------------------------------------------------------------------------------------------- numbers
 
 
@@ -166,7 +205,7 @@ def importance(report: Report) -> list[tuple[str, float]]:
     """(settings, share) of each dimension, the largest first: how much of the variance between points it explains by
     itself, less what as many groups would explain by chance. Needs at least four points with a value."""
     known = [group for group in report.groups if group.value is not None]
-    if len(known) < 4:
+    if len(known) < 4 or report.plan.search == "population":  # whose settings were others before
         return []
     values = [group.value or 0.0 for group in known]
     found = []

@@ -22,6 +22,7 @@ from tiltyard.sweep.folder import Sweep, Trial
 
 RESULTS = "results.jsonl"
 OVER = ("finished", "failed", "ended")
+SILENT = ("waiting", "created", "queued", "lost")
 Curve = list[tuple[int, float]]
 
 
@@ -53,7 +54,7 @@ def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> lis
     found = []
     for trial in sweep.trials() if trials is None else trials:
         row = look(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
-        if row.state in ("waiting", "created", "lost") and trial.number in failed:  # its process died once too often
+        if row.state in SILENT and trial.number in failed:  # it died once too often, and said nothing
             row = replace(row, state="failed", reason=str(failed[trial.number].get("reason", "")))
         found.append(row)
     return found
@@ -109,6 +110,11 @@ def keep(sweep: Sweep, row: Row) -> None:
     """Remember the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
     disk.append_line(sweep.folder / RESULTS, disk.to_json(line))
+
+
+def kept(sweep: Sweep) -> dict[int, str]:
+    """Which trials' values are remembered, and as of when."""
+    return {line["trial"]: str(line.get("updated")) for line in disk.read_lines(sweep.folder / RESULTS)[0]}
 
 
 def curve(folder: Path, metric: str) -> Curve:

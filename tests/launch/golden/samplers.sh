@@ -28,7 +28,7 @@ run=/scratch/me/runs/cartpole/0007-brisk-otter
 id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 id=${id:-$SLURM_JOB_ID}
 # The time limit, for an agent that was not told of it in time.
-: "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$SLURM_JOB_ID" -o %e)}"
+: "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"
 export SLURM_JOB_END_TIME
 export TILTYARD_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1" | paste -sd,)
 
@@ -38,19 +38,19 @@ srun --het-group=0 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=n
   : --het-group=1 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --cpu-bind=none --kill-on-bad-exit=0 \
   /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" &
 agents=$!
-trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM INT  # srun itself would kill them at once
+trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kill them at once
 trap : USR2
 while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
 
 # What the agent of the first node decided, if it is about this very start of the job.
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
-[ "${of:-} ${restart:-}" = "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ] || verdict=none
-echo "job $SLURM_JOB_ID: ${verdict:-none} (exit code $code)"
+[ "${of:-} ${restart:-}" = "$id ${SLURM_RESTART_COUNT:-0}" ] || verdict=none
+echo "job $id: ${verdict:-none} (exit code $code)"
 # Ended while it saved: by the limit, or by somebody who does not want it back?
-[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" = TimeLimit ] && verdict=requeue
+[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue
 [ "${verdict:-none}" = requeue ] || exit "$code"
 scontrol requeue "$id" && exit 0
-echo "job $SLURM_JOB_ID may not be requeued; the same script is submitted again"
+echo "job $id may not be requeued; the same script is submitted again"
 again=$(conf=${SLURM_CONF-}
   unset "${!SLURM_@}" "${!SBATCH_@}"
   [ -z "$conf" ] || export SLURM_CONF="$conf"

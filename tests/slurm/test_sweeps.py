@@ -1,0 +1,351 @@
+"""Sweeps on a real Slurm with nobody at home: arrays, retries, searches that go on by themselves, killed turns.
+
+Most trials are small programs, which go the way that trainings go. Each writes down when it began and when it was done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command, in_own_process
+from tests.slurm.cluster import Cluster, needs_slurm, wait_for
+from tests.slurm.conftest import SITE
+from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
+from tiltyard import processes
+from tiltyard.config.load import dump_yaml
+from tiltyard.run import disk
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.sweep import jobs
+from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.report import look
+
+pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
+Start = Callable[..., Cluster]
+
+PROGRAM = """
+import json, os, pathlib, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
+def say(what):
+    with open("said.jsonl", "a") as file:
+        file.write(json.dumps({"what": what, "trial": place.name, "time": time.time(), "given": given,
+            "odd": os.environ.get("ODD"), "hidden": os.environ.get("ODD_TOKEN"), "job": os.environ.get("SLURM_JOB_ID")})
+            + "\\n")
+say("began")
+while pathlib.Path("wait").exists():
+    time.sleep(0.05)
+time.sleep(float(given.get("sleep", 0.0)))
+if given.get("x") in pathlib.Path("bad").read_text().split():
+    say("failed")
+    sys.exit("x is bad today")
+with open(place / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
+say("done")
+"""
+
+
+def write_plan(**values: Any) -> None:
+    Path("program.py").write_text(PROGRAM)
+    Path("bad").write_text(values.pop("bad", ""))
+    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
+    Path("plan.yaml").write_text(dump_yaml(made))
+
+
+def said(what: str) -> list[dict[str, Any]]:
+    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
+
+
+def most_at_once() -> int:
+    """By what the programs wrote down themselves."""
+    moments = [(line["time"], {"began": 1}.get(line["what"], -1)) for line in disk.read_lines(Path("said.jsonl"))[0]]
+    now = most = 0
+    for _, change in sorted(moments):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def over(sweep: Sweep) -> bool:
+    return look(sweep).state not in ("running", "stopped")
+
+
+def arrays(sweep: Sweep) -> list[str]:
+    return sorted(path.name for path in (sweep.folder / "slurm").glob("array-*"))
+
+
+def number(sweep: Sweep, array: int = 1) -> str:
+    return (sweep.folder / "slurm" / f"array-{array:04d}" / "number").read_text().strip()
+
+
+def events(sweep: Sweep) -> str:
+    return "\n".join(event["sentence"] for event in disk.read_lines(sweep.folder / "events.jsonl")[0])
+
+
+def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
+    tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / 'it\'s 100% "odd"; $(touch never)'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TILTYARD_RUNS", str(folder / "my runs"))
+    odd = "$(touch never); 'a' \"b\" $HOME `id`\nc d"
+    Path("tiltyard.yaml").write_text(SITE + f"    environment: {{ODD_TOKEN: {json.dumps(odd)}}}\n")
+    space = {"x": [1, 2, 3], "text": [odd, "--"]}
+    write_plan(space={**space, "sleep": [0.3]}, max_parallel=2, bad="2", environment={"ODD": odd})
+    script = tiltyard("sweep", "start", "plan.yaml", "--on", "cluster", "--dry-run").stdout
+    assert "\n#SBATCH --array=0-5%2\n" in script and not Path("my runs").exists()
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+    Path("wait").touch()
+    out = tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    job = number(sweep)
+    assert f"6 trials (1, 2, 3, 4, 5, 6) were submitted as job {job}, at most 2 at once" in out.stderr
+    assert "carried out by jobs of profile cluster" in out.stdout and "sweep watch" in out.stdout
+    wait_for(lambda: len(said("began")) == 2, "two programs")
+    states = Counter(row["state"] for row in json.loads(tiltyard("ls", "--json").stdout))
+    assert states == {"running": 2, "queued": 4} == look(sweep).counts
+    refused = tiltyard("rm", Run(sweep.place(6)).id, "--yes", expect=2).stderr
+    assert f"is in Slurm's hands: job {job}_5 waits: JobArrayTaskLimit" in refused
+    Path("wait").unlink()
+    told = tiltyard("sweep", "watch", "toy", "--every", "0.5", expect=1).stdout
+    assert "trial 3 failed: exit code 1: x is bad today" in told and "trial 4 failed" in told
+    assert look(sweep).counts == {"finished": 4, "failed": 2}
+    assert most_at_once() == 2 and arrays(sweep) == ["array-0001"]
+    assert Counter((line["given"]["x"], line["given"]["text"]) for line in said("began")) == Counter(
+        (x, text) for x in "123" for text in (odd, "--")
+    )
+    assert {(line["odd"], line["hidden"]) for line in said("began")} == {(odd, odd)}
+    assert "ODD_TOKEN" not in (sweep.folder / "slurm" / "array-0001" / "script.sh").read_text()
+    assert list(tmp_path.rglob("never*")) == []
+    tiltyard("sweep", "status", "toy", expect=1)
+
+    # Mended, those two are started again and nobody else; then there are more.
+    Path("bad").write_text("")
+    before = len(said("began"))
+    tiltyard("sweep", "retry", "--failed", "toy")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert [line["given"]["x"] for line in said("began")[before:]] == ["2", "2"]
+    tiltyard("sweep", "status", "toy")
+    tiltyard("sweep", "extend", "toy", "--seeds", "1")
+    tiltyard("sweep", "watch", "toy", "--every", "0.5")
+    assert look(sweep).counts == {"finished": 12}
+    assert len(said("done")) == 12 and most_at_once() == 2
+
+
+def test_what_fails_is_tried_again_by_the_task_that_failed(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1, 2]}, bad="2", max_parallel=2, retries=2, back_off=0.5)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 1, "failed": 1}
+    tries = [line for line in said("began") if line["given"]["x"] == "2"]
+    assert len(tries) == 3 == len({line["job"] for line in tries}), "each time in a job of its own"
+    assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
+
+
+def test_a_site_that_is_broken_is_told(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+    Path("tiltyard.yaml").write_text(SITE + "    slurm: {setup: ['echo this site is broken', 'exit 3']}\n")
+    write_plan(space={"x": [1, 2]}, max_parallel=2)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    wait_for(lambda: look(sweep).state != "running", "the end of the jobs")
+    assert look(sweep).counts == {"lost": 2}
+    told = tiltyard("sweep", "start", "toy", expect=1).stdout
+    assert f"trial 2 failed: job {number(sweep)}_1 ended: FAILED: this site is broken" in told
+    Path("tiltyard.yaml").write_text(SITE)
+    tiltyard("sweep", "retry", "--failed")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 2}
+    Path("tiltyard.yaml").write_text(SITE + "    slurm: {partition: nowhere}\n")
+    assert "invalid partition" in tiltyard("sweep", "extend", "--seeds", "1", expect=1).stderr
+    assert look(sweep).counts == {"finished": 2, "created": 2}
+    Path("tiltyard.yaml").write_text(SITE)
+    tiltyard("sweep", "start", "toy")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 4} == Counter(finished=len(said("done")))
+
+
+def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1, 2, 3, 4]}, max_parallel=2)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    wait_for(lambda: len(said("began")) == 2, "two programs")
+    tiltyard("sweep", "stop")
+    assert "taken out of the queue" in Run(sweep.place(4)).status()["reason"]
+    assert look(sweep).counts == {"stopped": 4} and look(sweep).state == "stopped"
+    assert cluster.ask("squeue", "-h", "-j", number(sweep)) == ""
+    Path("wait").unlink()
+    tiltyard("sweep", "start", "toy")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 4} and len(said("done")) == 4
+
+
+def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Command, runs: Path) -> None:
+    cluster = own_cluster("--nodes", "1", "--cpus", "4", conf="MaxArraySize=4\n")
+    write_plan(space={"x": list(range(10)), "sleep": [0.2]}, max_parallel=2)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
+    wait_for(lambda: len(said("began")) == 2, "two programs")
+    waiting = cluster.ask("squeue", "-h", "-r", "-j", number(sweep, 3), "-o", "%r").split()
+    assert waiting == ["Dependency"] * 2
+    Path("wait").unlink()
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 10} and len(said("done")) == 10
+    assert most_at_once() == 2
+
+
+def outside_of_jobs(sweep: Sweep) -> list[str]:
+    """Processes that have to do with the sweep and are no part of a job."""
+    return [
+        each.command
+        for each in processes.own()
+        if str(sweep.folder) in each.command and "SLURM_JOB_ID" not in processes.environment(each.pid)
+    ]
+
+
+def test_a_search_goes_on_with_nobody_logged_in(cluster: Cluster, runs: Path) -> None:
+    space = {"x": {"range": [0.0, 1.0]}, "sleep": [0.2]}
+    write_plan(space=space, search="tpe", trials=6, max_parallel=2)
+    in_own_process("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    assert len(sweep.trials()) == 2, "the others are asked for when these are over"
+    found = []
+    wait_for(lambda: found.extend(outside_of_jobs(sweep)) or len(said("done")) == 6, "six trials")
+    wait_for(lambda: over(sweep), "the end of the last job")
+    assert found == []
+    assert look(sweep).counts == {"finished": 6} and len(said("done")) == 6
+    assert len({line["given"]["x"] for line in said("done")}) == 6 and most_at_once() == 2
+
+
+# The first two turns that submit something are killed: one before Slurm hears of it, one after.
+KILLER = """#!/bin/bash
+[ -n "$TILTYARD_JOB" ] || exec REAL "$@"
+mkdir killed-before 2>/dev/null && { kill -9 $PPID; exit 1; }
+mkdir killed-after 2>/dev/null && { REAL "$@"; kill -9 $PPID; exit 1; }
+exec REAL "$@"
+"""
+
+
+def test_kill_9_in_the_middle_of_turns_loses_nothing(
+    cluster: Cluster, tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "sbatch").write_text(KILLER.replace("REAL", shutil.which("sbatch") or ""))
+    (tools / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    write_plan(space={"x": {"range": [0.0, 1.0]}, "sleep": [0.2]}, search="tpe", trials=8, max_parallel=3)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    wait_for(lambda: look(sweep).state != "running", "no job at work")
+    assert Path("killed-before").exists() and Path("killed-after").exists()
+    tiltyard("sweep", "start", "toy")  # nothing is left to do, unless all turns were lost
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert look(sweep).counts == {"finished": 8}
+    assert Counter(line["trial"] for line in said("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 9)})
+    assert Counter(line["trial"] for line in said("began")) == Counter(line["trial"] for line in said("done"))
+    forgotten = [name for name in arrays(sweep) if (sweep.folder / "slurm" / name / "forgotten").exists()]
+    assert len(forgotten) == 1, "the array that Slurm never heard of; the other was found by its name"
+
+
+def test_two_turns_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=3)
+    from tiltyard.sweep import prepare
+
+    sweep = prepare.begin(prepare.prepare("plan.yaml", profile="cluster"))
+    command = [sys.executable, "-m", "tiltyard", "sweep", "start", str(sweep.folder)]
+    with Lock.acquire(Run(sweep.folder)):
+        children = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(3)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            children[0].wait(3)
+    assert [child.wait(100) for child in children] == [0, 0, 0]
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert arrays(sweep) == ["array-0001"] and len(said("began")) == 3
+
+
+# What a training would record: `x` a step, five times; all but the best then wait to be told to end.
+LEARNER = """
+import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+x = int(sys.argv[1].split("=")[1])
+with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a", buffering=1) as file:
+    for step in range(1, 1000):
+        if step <= 5:
+            file.write(json.dumps({"env_steps": 10 * step, "metrics": {"eval/return": x * step}}) + "\\n")
+        elif x == 5:
+            break
+        time.sleep(0.3)
+"""
+
+
+def test_who_falls_behind_is_ended_by_the_others(
+    cluster: Cluster, tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "JUDGE", 1.0)
+    write_plan(space={"x": [5, 1, 2]}, max_parallel=3, stop={"rule": "asha", "after": 30})
+    Path("program.py").write_text(LEARNER)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert {row.trial.settings["x"]: row.state for row in look(sweep).rows} == {5: "finished", 1: "ended", 2: "ended"}
+    assert all("env steps" in row.reason for row in look(sweep).rows if row.state == "ended")
+
+
+@pytest.mark.parametrize("way", ["requeued", "submitted again"])
+def test_a_trial_that_is_cut_short_goes_on_where_it_was(
+    way: str, cluster: Cluster, tiltyard: Command, runs: Path
+) -> None:
+    profile(**({"slurm": "{extra: ['--no-requeue']}"} if way == "submitted again" else {}))
+    tree: dict[str, Any] = {"env": "slow.py:Slow", "name": "slow", "stop": {"env_steps": STEPS}}
+    for name, value in SMALL.items():
+        part, _, key = name.partition(".")
+        tree.setdefault(part, {})[key] = False if value == "false" else value
+    space = {"algo.lr": [1e-3, 1e-4, 1e-5]}
+    plan = {"experiment": tree, "space": space, "metric": "train/return", "max_parallel": 2}
+    Path("plan.yaml").write_text(dump_yaml(plan))
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("slow")
+    first, job = Run(sweep.place(1)), f"{number(sweep)}_0"
+    running(first)
+    running(Run(sweep.place(2)))
+    assert first.status()["job"]["id"] == job
+    last = Run(sweep.place(3))
+    assert f"job {number(sweep)}_2 waits: JobArrayTaskLimit" in tiltyard("show", last.id).stdout
+    tiltyard("stop", last.id)
+    assert (last.state, cluster.state(f"{number(sweep)}_2")) == ("stopped", "CANCELLED")
+    if way == "requeued":
+        cluster.ask("scontrol", "requeue", job)
+        wait_for(lambda: cluster.state(job) == "PENDING", "a task that waits again")
+        assert "queued" in tiltyard("show", str(first.folder)).stdout
+        running(first, attempt=2)
+        os.kill(first.status()["pid"], signal.SIGKILL)
+        running(first, attempt=3)
+    else:
+        cluster.ask("scancel", "--signal=USR2", job)  # as at the time limit
+        running(first, attempt=2)
+        assert first.status()["job"]["id"].endswith("_0") and first.status()["job"]["id"] != job
+    assert Run(sweep.place(2)).status()["attempt"] == 1, "nobody else was disturbed"
+    goes_on_to_its_end(tiltyard, first)
+    wait_for(lambda: look(sweep).state != "running", "the end of the jobs")
+    assert look(sweep).counts == {"finished": 2, "stopped": 1}, "whoever was stopped stays so"
+    tiltyard("sweep", "start", "slow")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert [row.attempt for row in look(sweep).rows] == [3 if way == "requeued" else 2, 1, 1]
+    assert {row.env_steps for row in look(sweep).rows} == {STEPS}
+    assert arrays(sweep) == ["array-0001", "array-0002"]

@@ -1,0 +1,260 @@
+"""Sweeps through any other queue: a small `ngc` on PATH that really starts what it is given, in the background."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Command
+from tiltyard.config.load import dump_yaml
+from tiltyard.config.site import load_site
+from tiltyard.config.yaml_door import parse_yaml
+from tiltyard.errors import ConfigError
+from tiltyard.run import disk
+from tiltyard.run.folder import Run
+from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.report import look
+from tiltyard.sweep.template import words
+
+# Jobs are processes; a file each says which one, and what was asked for.
+NGC = """#!PYTHON
+import json, os, pathlib, subprocess, sys, time
+place = pathlib.Path(PLACE)
+def alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+words = sys.argv[1:]
+if (place / "down").exists():
+    sys.exit("the queue is down")
+if words[:2] == ["batch", "run"]:
+    given = dict(zip(words[2::2], words[3::2]))
+    number = 1000 + len(list(place.glob("job-*")))
+    child = subprocess.Popen(["bash", "-c", given["--commandline"]], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
+    (place / f"job-{number}").write_text(json.dumps({"pid": child.pid, **given}))
+    print(json.dumps({"id": number, "jobStatus": {"status": "QUEUED"}}, indent=2))
+elif words[:2] == ["batch", "info"]:
+    told = json.loads((place / f"job-{words[2]}").read_text())
+    print(json.dumps({"status": "RUNNING" if alive(told["pid"]) else "FINISHED_SUCCESS"}))
+elif words[:2] == ["batch", "kill"]:
+    os.killpg(json.loads((place / f"job-{words[2]}").read_text())["pid"], 9)
+"""
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sweeps.md"
+
+
+def documented() -> dict[str, Any]:
+    """The profile that the guide shows."""
+    text = next(block for block in GUIDE.read_text().split("```yaml\n") if block.startswith("profiles:\n  ngc:"))
+    profile: dict[str, Any] = parse_yaml(text.partition("```")[0], "the guide")["profiles"]["ngc"]
+    return profile
+
+
+def write_site(profile: dict[str, Any]) -> None:
+    Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"ngc": profile}}))
+
+
+PROGRAM = """
+import json, os, pathlib, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
+def say(what):
+    with open("said.jsonl", "a") as file:
+        file.write(json.dumps({"what": what, "trial": place.name, "time": time.time(), "given": given,
+            "odd": os.environ.get("ODD"), "hidden": os.environ.get("ODD_TOKEN")}) + "\\n")
+say("began")
+while pathlib.Path("wait").exists():
+    time.sleep(0.05)
+time.sleep(float(given.get("sleep", 0.0)))
+if given.get("x") in pathlib.Path("bad").read_text().split():
+    say("failed")
+    sys.exit("x is bad today")
+with open(place / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
+say("done")
+"""
+
+
+@pytest.fixture
+def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which the queue keeps its jobs."""
+    tools, place = tmp_path / "bin", tmp_path / "queue"
+    tools.mkdir()
+    place.mkdir()
+    tool = tools / "ngc"
+    tool.write_text(NGC.replace("PYTHON", sys.executable).replace("PLACE", repr(str(place))))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("TILTYARD_HEARTBEAT", "1")
+    write_site(documented())
+    yield place
+    for job in place.glob("job-*"):
+        try:
+            os.killpg(disk.read_json(job)["pid"], signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def write_plan(**values: Any) -> None:
+    Path("program.py").write_text(PROGRAM)
+    Path("bad").write_text(values.pop("bad", ""))
+    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
+    Path("plan.yaml").write_text(dump_yaml(made))
+
+
+def said(what: str) -> list[dict[str, Any]]:
+    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
+
+
+def most_at_once() -> int:
+    moments = [(line["time"], {"began": 1}.get(line["what"], -1)) for line in disk.read_lines(Path("said.jsonl"))[0]]
+    now = most = 0
+    for _, change in sorted(moments):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.05)
+
+
+def over(sweep: Sweep) -> bool:
+    return look(sweep).state in ("finished", "failed")
+
+
+def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -> None:
+    odd = 'it\'s "$(touch never)"; $HOME\na b'
+    write_site({**documented(), "environment": {"ODD_TOKEN": odd}})
+    write_plan(
+        space={"x": [1, 2, 3, 4], "text": [odd], "sleep": [0.2]}, max_parallel=2, bad="3", environment={"ODD": odd}
+    )
+    shown = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", "--dry-run").stdout
+    assert shown.startswith("# submitted with: ngc batch run --name toy.sweep-NNNN.0001-")
+    assert list(queue.iterdir()) == [] and subprocess.run(["bash", "-n"], input=shown, text=True).returncode == 0
+
+    Path("wait").touch()
+    out = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: len(said("began")) == 2)
+    Path("wait").unlink()
+    assert "Trial 1 was submitted as job 1000." in out.stderr and "Trial 3" not in out.stderr
+    wait_until(lambda: over(sweep))  # every job submits the next one: nobody else is there
+    assert look(sweep).counts == {"finished": 3, "failed": 1}
+    assert most_at_once() == 2 and len(said("began")) == 4
+    assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in said("began")} == {(odd, odd, odd)}
+    asked = disk.read_json(queue / "job-1000")
+    assert asked["--name"] == f"toy.sweep-0001.{sweep.place(1).name}"
+    assert asked["--instance"] == "dgxa100.80g.1.norm"
+    assert not list(Path().rglob("never*"))
+    assert "ODD_TOKEN" not in (sweep.folder / "template" / "job-0001" / "script.sh").read_text()
+
+    assert "trial 3 failed: exit code 1: x is bad today" in tiltyard("sweep", "status", expect=1).stdout
+    Path("bad").write_text("")
+    tiltyard("sweep", "retry", "--failed")
+    wait_until(lambda: over(sweep))
+    assert len(said("began")) == 5 and look(sweep).counts == {"finished": 4}
+
+
+def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=5, max_parallel=2)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: over(sweep))
+    assert Counter(line["trial"] for line in said("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 6)})
+
+
+def test_where_jobs_cannot_submit_whoever_watches_does(
+    tiltyard: Command, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's commands are not there in the jobs."""
+    setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]
+    write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=1)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    events = sweep.folder / "events.jsonl"
+    wait_until(lambda: "A turn could not be taken: there is no ngc here" in events.read_text())
+    assert len(said("done")) == 1 and look(sweep).state == "stopped"
+    assert "3: 3 finished" in tiltyard("sweep", "watch", "--every", "0.3").stdout
+    assert len(said("began")) == 3
+
+
+def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=2, retries=1)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: len(said("began")) == 2)
+    os.killpg(disk.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
+    wait_until(lambda: Run(sweep.place(1)).state == "lost")
+    tiltyard("sweep", "stop")
+    assert look(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1} and look(sweep).state == "stopped"
+    assert [each["reason"] for each in sweep.decisions() if each["kind"] == "failed"] == [
+        'job 1000 ended: {"status": "FINISHED_SUCCESS"}'
+    ]
+    Path("wait").unlink()
+    tiltyard("sweep", "start", "toy")
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 3}
+
+
+def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": [1, 2]}, max_parallel=2)
+    (queue / "down").touch()
+    out = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=1)
+    assert "trial 1 was refused: the queue is down" in out.stderr
+    sweep = find_sweep("toy")
+    assert look(sweep).counts == {"created": 2} or look(sweep).counts == {"created": 1, "waiting": 1}
+    (queue / "down").unlink()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    wait_until(lambda: over(sweep))
+    assert len(said("began")) == 2
+
+
+def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:
+    assert "submits trials of sweeps" in tiltyard("train", "CartPole-v1", "--on", "ngc", expect=2).stderr
+    write_plan(space={"x": [1]}, trials_per_gpu=1)
+    assert "trials_per_gpu divides" in tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=2).stderr
+
+
+def test_names_stand_for_values_and_no_shell_reads_them() -> None:
+    values = {"command": "bash '/a b/script.sh'", "name": "a; rm -rf $HOME", "gpus": ""}
+    assert words("run --name={name} '{command} && true' {{x}} {gpus} a\\ b", values) == [
+        "run",
+        "--name=a; rm -rf $HOME",
+        "bash '/a b/script.sh' && true",
+        "{x}",
+        "",
+        "a b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "wrong"),
+    [
+        (None, "template: is missing"),
+        ({"submit": "x {comand}", "poll": "x", "cancel": "x"}, "has {comand}, and knows command, name"),
+        ({"submit": "x 'y", "poll": "x", "cancel": "x"}, "is no command line"),
+        ({"submit": "x", "poll": "x", "cancel": "x", "alive": "("}, "is no regular expression"),
+        ({"submit": "x", "poll": "x"}, "template.cancel"),
+    ],
+)
+def test_templates_that_make_no_sense(runs: Path, template: dict[str, str] | None, wrong: str) -> None:
+    profile: dict[str, Any] = {"launcher": "template"} | ({"template": template} if template else {})
+    Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"p": profile}}))
+    with pytest.raises(ConfigError) as error:
+        load_site()
+    assert wrong in error.value.details

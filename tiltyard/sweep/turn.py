@@ -1,0 +1,141 @@
+"""One turn of a sweep whose trials are jobs: `python -m tiltyard.sweep.turn SWEEP_FOLDER`.
+
+    take the lock -> see what the queue and the folders say -> write down what ended -> start what is due -> let go
+
+Whoever comes by takes it: every task at its end, and the commands that people type. Nobody stays. A turn that is lost,
+because it was killed or its node died, is taken by the next one, which finds everything on the disk.
+
+    --own RUN       the trial in whose job this is, which has ended; exit code 10 when it is due again in the same job
+    --judge SECS    only look who falls behind, unless somebody did in so many seconds: needs no queue
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tiltyard.config.plans import Plan
+from tiltyard.config.site import Profile
+from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
+from tiltyard.launch import FOLDER, JOB, STOP
+from tiltyard.launch.slurm import GO_ON
+from tiltyard.run import disk
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.status import STATUS
+from tiltyard.sweep import results, search
+from tiltyard.sweep.arrays import Arrays
+from tiltyard.sweep.controller import Controller, judge
+from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.jobs import Jobs, kept_profile
+from tiltyard.sweep.template import Template
+
+PATIENCE = 600.0  # seconds to wait for somebody else's turn
+AGAIN = 0.2  # seconds between two tries
+JUDGED = "judged"
+KINDS: dict[str, type[Jobs]] = {"slurm": Arrays, "template": Template}
+
+
+def take(sweep: Sweep, say: Callable[[str], None], *, own: int | None = None, afresh: bool = False) -> bool:
+    """One turn. `afresh`: a person starts the sweep, and what was stopped before goes on, now or in a later turn.
+
+    True when the own trial is due again, in the same job.
+    """
+    with wait_for_lock(sweep):
+        plan = sweep.plan()
+        search.require_optuna(plan)
+        profile = kept_profile(sweep, afresh=afresh)
+        if afresh:
+            sweep.decide("start")
+            sweep.stop_file.unlink(missing_ok=True)
+        jobs = KINDS[profile.launcher](sweep, plan, profile, own=own)
+        try:
+            Controller(sweep, plan, jobs, say).turn(stop=sweep.stop_file.exists())
+        except TiltyardError as error:
+            log_event(Run(sweep.folder), "warning", f"A turn could not be taken: {error.message}")
+            raise
+        return jobs.goes_on
+
+
+def would_submit(sweep: Sweep, plan: Plan, profile: Profile, trials: int) -> str:
+    """What would be submitted first, as text, for a sweep that does not exist."""
+    first = trials if plan.search in ("grid", "random") else min(trials, plan.max_parallel)
+    return KINDS[profile.launcher](sweep, plan, profile).shown(first)
+
+
+def wait_for_lock(sweep: Sweep) -> Lock:
+    """The sweep's lock, as soon as whoever has it lets go."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return Lock.acquire(Run(sweep.folder))
+        except UseError as error:
+            owner = read_owner(sweep.folder)
+            if owner is not None and time.monotonic() >= deadline:
+                who = f"pid {owner.get('pid')} on host {owner.get('host')}"
+                raise TiltyardError(
+                    f"{who} has had the lock of sweep {sweep.id} for {PATIENCE:.0f} s", "end it, and try again"
+                ) from error
+            time.sleep(AGAIN)
+
+
+def end_early(sweep: Sweep, every: float) -> None:
+    """Write down who falls behind, and leave a file for their agents to find; nothing if somebody did so lately."""
+    mark = sweep.folder / JUDGED
+    if mark.exists() and time.time() - mark.stat().st_mtime < every / 2:
+        return
+    with wait_for_lock(sweep):
+        mark.touch()
+        plan = sweep.plan()
+        rows = {row.trial.number: row for row in results.rows(sweep, plan)}
+        running = {number for number, row in rows.items() if row.state == "running"}
+        curves = {
+            number: results.curve(sweep.place(number), plan.metric.name)
+            for number, row in rows.items()
+            if row.state != "waiting"
+        }
+        for number, why in judge(sweep, plan, curves, running).items():
+            log_event(Run(sweep.folder), "stopped", f"Trial {number} is ended early: {why}")
+            (sweep.place(number) / FOLDER / STOP).touch()
+
+
+def _own(sweep: Sweep, folder: str | None) -> int | None:
+    """The number of the trial in whose job this is; none if it has been given to another job since."""
+    if folder is None:
+        return None
+    number = int(Path(folder).name.partition("-")[0])
+    job = disk.read_json(sweep.place(number) / STATUS).get("job") or {}
+    return number if job.get("array") == os.environ.get(JOB, job.get("array")) else None
+
+
+def _say(sentence: str) -> None:
+    sys.stdout.write(f"{sentence}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """The exit code of a turn."""
+    parser = argparse.ArgumentParser(prog="tiltyard.sweep.turn")
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--own")
+    parser.add_argument("--judge", type=float)
+    args = parser.parse_args()
+    sweep = Sweep(disk.absolute(args.sweep))
+    try:
+        if args.judge is not None:
+            end_early(sweep, args.judge)
+            return EXIT_DONE
+        goes_on = take(sweep, _say, own=_own(sweep, args.own))
+    except TiltyardError as error:
+        sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
+        return error.exit_code
+    return GO_ON if goes_on else EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
