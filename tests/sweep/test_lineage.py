@@ -48,7 +48,11 @@ def test_where_everybody_stands() -> None:
     assert story.settings(3, 1) == {"algo.lr": 0.3}
     assert story.settings(3, 2) == {"algo.lr": 0.15}
     assert [story.count(member) for member in (1, 2, 3)] == [2, 2, 2]
+    assert [story.undecided(member) for member in (1, 2, 3)] == [True, False, True]
+    stays = {"kind": "stays", "trial": 1, "period": 2}
+    assert [Lineage(TRIALS, [*STORY, stays]).undecided(member) for member in (1, 2, 3)] == [False, False, True]
     fresh = Lineage(TRIALS, [])
+    assert not fresh.undecided(1)
     assert fresh.members() == []
     assert fresh.begins(2) == 0
 

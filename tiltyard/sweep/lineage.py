@@ -2,6 +2,7 @@
 
     {"kind": "period", "trial": 3, "period": 2, "env_steps": 10240, "score": 20.5}       the end of a member's period
     {"kind": "exploit", "trial": 3, "period": 2, "source": 1, "source_period": 2, ...}   after it, a copy of another's
+    {"kind": "stays", "trial": 1, "period": 2}                                           after it, nobody's
 
 A line is written before it is acted upon. Every exploit follows from the lines above it and the plan's seed.
 """
@@ -53,12 +54,15 @@ class Lineage:
             self.first[trial.number], self.seeds[trial.number] = trial.settings, trial.seed
         self.periods: dict[int, list[Period]] = {number: [] for number in self.first}
         self.copies: list[Copy] = []
+        self._stay: set[tuple[int, int]] = set()
         for line in decisions:
             if line["kind"] == "period":
                 period = Period(line["period"], line["env_steps"], disk.number(line["score"]))
                 self.periods[line["trial"]].append(period)
             elif line["kind"] == "exploit":
                 self.copies.append(_copy(line))
+            elif line["kind"] == "stays":
+                self._stay.add((line["trial"], line["period"]))
 
     def count(self, member: int) -> int:
         """How many of its periods are over."""
@@ -73,6 +77,11 @@ class Lineage:
         made = [each for each in self.copies if each.exploit.member == member]
         made = [each for each in made if period is None or each.period < period]
         return made[-1].exploit.after if made else self.first[member]
+
+    def undecided(self, member: int) -> bool:
+        """Whether nobody has said yet what becomes of the member after its newest period."""
+        period = self.count(member)
+        return period > 0 and (member, period) not in self._stay and self.copied_after(member, period) is None
 
     def copied_after(self, member: int, period: int) -> Copy | None:
         """What made the member another after that period, if anything did."""

@@ -1,7 +1,7 @@
 """Population-based training over the trials of a sweep: who has come to the end of a period, and what becomes of it.
 
     a member pauses -> its checkpoint is pinned, its score written down
-    its turn comes  -> is it of the worst, and far behind?  the decision is written down
+    its turn comes  -> is it of the worst, and far behind?  the decision is written down, either way
                     -> the source's pinned checkpoint becomes the member's newest, its new settings are told to it
                     -> it goes on to the end of its next period
 
@@ -68,38 +68,39 @@ class Population:
         return sorted(numbers, key=lambda number: (story.begins(number), number))
 
     def set_up(self, number: int, waiting: Iterable[int]) -> list[str]:
-        """Before a member is started: decide about it and about all that wait at the end of as early a period, make
-        copies of those so decided, and tell them how far to go. Sentences about what was done.
-        """
-        story = lineage.read(self.sweep)
-        alike = [each for each in waiting if story.count(each) and story.begins(each) <= story.begins(number)]
-        return [sentence for each in dict.fromkeys([number, *alike]) for sentence in self._settle(each)]
+        """Before a member is started: decide about it, and about all that wait at the end of as early a period; make it
+        a copy if that was decided, and tell it how far to go. Sentences about what was done.
 
-    def _settle(self, number: int) -> list[str]:
-        """One of them. Whoever is in the middle of a period goes on with it."""
+        Whoever is in the middle of a period goes on with it.
+        """
         story, folder = lineage.read(self.sweep), self.sweep.place(number)
         known, over = read_stretches(folder), story.count(number)
         if known is not None and known.period > over:
             return []
-        copy = story.copied_after(number, over) or self._decide(story, number)
-        said = []
+        alike = [each for each in waiting if story.begins(each) <= story.begins(number)]
+        for each in dict.fromkeys([number, *alike]):
+            self._decide(each)
+        story = lineage.read(self.sweep)
+        copy = story.copied_after(number, over)
         if copy is not None:
-            story = lineage.read(self.sweep)
             self._make_copy(story, copy)
-            said = [told(copy)]
         until = max(self.rules.start, story.begins(number) + self.rules.period)
         Stretches([(0, story.settings(number))], until, over + 1).write(folder)
-        return said
+        return [told(copy)] if copy is not None else []
 
     # -- deciding
 
-    def _decide(self, story: Lineage, number: int) -> Copy | None:
-        """Whether the member is to become a copy, of whom, and with which settings; written down if so."""
+    def _decide(self, number: int) -> None:
+        """Write down whether the member becomes a copy, of whom, and with which settings; once for each period."""
+        story = lineage.read(self.sweep)
+        if not story.undecided(number):
+            return
         over = story.count(number)
         rng = draws(self.plan, number, over)
         source = rules.source_for(self.rules, story.members(), number, rng)
         if source is None or self._awaited(story):
-            return None
+            self.sweep.decide("stays", trial=number, period=over)
+            return
         own, theirs = story.periods[number][-1], story.periods[source][-1]
         settings = story.settings(source, theirs.number)
         if self.plan.population.explore == "pb2":
@@ -122,7 +123,6 @@ class Population:
             score=own.score,
             source_score=theirs.score,
         )
-        return lineage.read(self.sweep).copied_after(number, over)
 
     def _awaited(self, story: Lineage) -> bool:
         """Whether somebody has not come to the end of a first period yet, and will: nobody is the worst before that."""
