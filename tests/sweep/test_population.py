@@ -6,10 +6,13 @@ The env's reward is a setting, so that scores are known in advance; weights, opt
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +20,36 @@ import numpy as np
 import pytest
 
 from tests.conftest import Command
+from tests.counts import only_when_long
 from tests.sweep import populace
 from tests.sweep.populace import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
+from tests.sweep.test_controller import kill_trials
 from tiltyard import start
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
-from tiltyard.run import disk, metrics
+from tiltyard.run import metrics
 from tiltyard.run.folder import Run, create, read_events
 from tiltyard.run.stretches import Stretches
 from tiltyard.sweep import lineage, prepare, replay
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.report import look
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """Three members that learned to the end; nobody changes it."""
+    with _elsewhere(tmp_path_factory.mktemp("three")):
+        plan([3.0, 2.0, 1.0])
+        return started()
+
+
+@contextmanager
+def _elsewhere(place: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("TILTYARD_RUNS", str(place / "runs"))
+        yield
 
 
 def exploits(sweep: Sweep) -> list[dict[str, Any]]:
@@ -39,9 +60,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(runs: Path) -> None:
-    plan([3.0, 2.0, 1.0])
-    sweep = started()
+def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(three: Sweep) -> None:
+    sweep = three
     first = exploits(sweep)[0]
     assert (first["trial"], first["source"]) == (3, 1)
     assert first["score"] == pytest.approx(4.0)
@@ -182,10 +202,7 @@ POINTS = ("pinned", "noted", "decided", "copied", "told")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[int, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("undisturbed")
-        patch.chdir(place)
-        patch.setenv("TILTYARD_RUNS", str(place / "runs"))
+    with _elsewhere(tmp_path_factory.mktemp("undisturbed")):
         _small_plan()
         return _outcome(started())
 
@@ -223,6 +240,44 @@ def test_kill_9_at_every_point_of_an_exploit(point: str, runs: Path, undisturbed
     assert not list(sweep.folder.glob("pinned/.tmp-*")), "what the killed one left is swept away"
     events = [event for event in read_events(Run(sweep.place(2))) if event["kind"] == "exploited"]
     assert len(events) == len({event["period"] for event in events}), "told once each"
+
+
+@pytest.mark.timeout(3000)
+def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
+    """What is written down is done once, and everybody comes to the end with the settings that were decided."""
+    only_when_long("five minutes")
+    rng = random.Random(3)
+    plan([4.0, 3.0, 2.0, 1.0], max_parallel=2, retries=1000, back_off=0.0)
+    sweep, command = begun(), [sys.executable, "-m", "tiltyard", "sweep", "start"]
+    for _ in range(20):
+        child = subprocess.Popen([*command, str(sweep.folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(rng.uniform(2.0, 12.0))
+        child.kill()
+        child.wait()
+        if rng.random() < 0.5:
+            kill_trials(sweep)
+    assert carry_out_alone(sweep) == 0
+    assert look(sweep).counts == {"finished": 4}
+    story = lineage.read(sweep)
+    for kind in ("period", "exploit", "stays"):
+        lines = [(line["trial"], line["period"]) for line in sweep.decisions() if line["kind"] == kind]
+        assert len(lines) == len(set(lines)), kind
+    assert story.copies
+    for member, periods in story.periods.items():
+        assert [each.number for each in periods] == list(range(1, len(periods) + 1))
+        run = Run(sweep.place(member))
+        last = metrics.read(run)[-1]["metrics"]
+        assert last["setting/lr"] == story.settings(member)["algo.lr"] == run.experiment().algo.lr
+        events = [event["period"] for event in read_events(run) if event["kind"] == "exploited"]
+        assert events == [copy.period for copy in story.copies if copy.exploit.member == member]
+
+
+def carry_out_alone(sweep: Sweep) -> int:
+    from tiltyard.sweep import controller
+    from tiltyard.sweep.local import Local
+
+    return controller.carry_out(sweep, Local, print)
 
 
 # ------------------------------------------------------------------------------------------------ slots, processes
@@ -324,15 +379,14 @@ def test_a_dictionary_of_rewards_moves_number_by_number(runs: Path) -> None:
 # ------------------------------------------------------------------------------------------------ replay
 
 
-def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(tiltyard: Command) -> None:
-    plan([3.0, 2.0, 1.0])
-    sweep = started()
+def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: Sweep, tiltyard: Command) -> None:
+    sweep, name = three, str(three.folder)
     story = lineage.read(sweep)
     member = story.copies[-1].exploit.member
     schedule = story.schedule(member)
     assert len(schedule) > 1
     assert len({settings["seed"] for _, settings in schedule}) > 1, "its ancestors drew numbers of their own"
-    assert len(tiltyard("sweep", "replay", "--member", str(member), "--dry-run").stdout.splitlines()) == 1 + len(
+    assert len(tiltyard("sweep", "replay", name, "--member", str(member), "--dry-run").stdout.splitlines()) == 1 + len(
         schedule
     )
 
@@ -347,7 +401,7 @@ def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(tiltyard
         assert time.monotonic() < deadline
         time.sleep(0.01)
     child.kill()
-    child.wait()
+    assert child.wait() == -signal.SIGKILL, "it was over before it could be killed"
     start.resume(run, live=False)
     assert run.status()["state"] == "finished"
     assert same(weights(run), weights(sweep.place(member)))
@@ -369,16 +423,23 @@ def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
 # ------------------------------------------------------------------------------------------------ curves
 
 
-def test_env_steps_after_a_copy_are_the_sources(runs: Path) -> None:
-    """A source that is a period ahead or behind: the member's records jump or are void, and curves never go back."""
-    plan([3.0, 2.0, 1.0])
-    sweep = started()
-    for trial in sweep.trials():
-        steps = [each["env_steps"] for each in metrics.read(sweep.place(trial.number))]
-        assert steps == sorted(set(steps))
-        assert steps[-1] == 256
-    lines = disk.read_lines(sweep.place(3) / "metrics.jsonl")[0]
-    assert any("rewind_to" in line for line in lines)
+@pytest.mark.parametrize("ahead", [64, -64])
+def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
+    """A source that is further jumps the member ahead; one that is not makes void what the member recorded since."""
+    plan([2.0, 1.0], population={**RULES, "period": 128, "start": 128, "replace": 0.5})
+    sweep = begun()
+    for number, until in ((1, 128 + max(0, ahead)), (2, 128 + max(0, -ahead))):
+        folder = prepare.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
+        Stretches([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
+        populace.train(folder)
+    assert carry_out(sweep) == 0
+    found = exploits(sweep)[0]
+    assert (found["trial"], found["counts_from"] - found["env_steps"]) == (2, ahead)
+    steps = [each["env_steps"] for each in metrics.read(sweep.place(2))]
+    kept = range(16, min(found["env_steps"], found["counts_from"]) + 1, 16)
+    assert steps == [*kept, *range(found["counts_from"] + 16, 257, 16)]
+    report = look(sweep)
+    assert [row.env_steps for row in report.rows] == [256, 256]
 
 
 # ------------------------------------------------------------------------------------------------ refusals
