@@ -11,12 +11,9 @@ from tests.engines.test_policies import MEMORY, TRAIN, same
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
 from tiltyard.config.populations import Past
-from tiltyard.engines import make_engine
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.past import drawn_version, read_versions
 from tiltyard.engines.serial import SerialEngine
-from tiltyard.envs.probe import probe
-from tiltyard.envs.toy_games import Pennies
 from tiltyard.errors import ConfigError
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
@@ -191,42 +188,3 @@ def test_a_run_keeps_its_versions_and_evaluates_against_them(runs: Path) -> None
     )
     begun = read_versions(list_checkpoints(forked)[-1].folder, "past")
     assert list(begun) == [128, 192] and same(begun[128], product.load_policy(plain).net.arrays())
-
-
-# ------------------------------------------------------------------------------------------------ what it is good for
-
-
-def heads(net: Any) -> tuple[float, float]:
-    """How often even and odd show heads."""
-    params = net.numbers({"obs": np.eye(2, dtype=np.float32)}, net.initial_state(2), np.ones(2, bool))[0]
-    odds = np.exp(params - params.max(1, keepdims=True))
-    even, odd = odds[:, 0] / odds.sum(1)
-    return float(even), float(odd)
-
-
-def exploitability(even: float, odd: float) -> float:
-    """What best answers to both win together beyond the value: 0 at the equilibrium only."""
-    return float(max(Pennies.WON @ [odd, 1 - odd]) - min([even, 1 - even] @ Pennies.WON))
-
-
-def self_play(pool: bool, lr: float = 0.02) -> tuple[float, float]:
-    """Exploitability of the late policy, and of how the versions of the last two thirds play on average."""
-    algo = {"id": "a2c", "rollout": 4, "lr": lr, "entropy": 0.1, "normalise_advantage": False, "max_grad_norm": None}
-    who = {"main": 0.2, "past": 0.8} if pool else "main"
-    file = {
-        "env": "pennies",
-        "algo": algo,
-        "model": {"hidden": [8]},
-        "engine": {"kind": "serial", "envs": 64},
-        "policies": {"main": {}, "past": {"past": {"of": "main", "every": 512, "keep": 200}}},
-        "match": {"even": who, "odd": who},
-    }
-    experiment = load(file).experiment
-    engine = make_engine(experiment, probe(experiment.env, base=[]), [])
-    assert isinstance(engine, SerialEngine)
-    for _ in range(200):
-        engine.step()
-    played = [heads(net) for _, net in sorted(engine.cast.shelves["past"].versions.items())]
-    engine.close()
-    late = np.mean([exploitability(*each) for each in played[-30:]])
-    return float(late), exploitability(*np.mean(played[len(played) // 3 :], 0))
