@@ -37,8 +37,13 @@ def say(what):
         file.write(json.dumps({"what": what, "trial": name, "given": given, "time": time.time(),
             "argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
             "threads": os.environ["OMP_NUM_THREADS"], "odd": os.environ.get("ODD")}) + "\\n")
+def alive(pid):
+    try:
+        return pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 mine = place / "mine"
-if mine.exists() and pathlib.Path("/proc", mine.read_text()).exists():
+if mine.exists() and alive(mine.read_text()):
     say("overlap")
 mine.write_text(str(os.getpid()))
 say("began")
@@ -239,6 +244,19 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     assert child.returncode == 0, errors
     assert look(find_sweep("last")).counts == {"finished": 4}
     assert len(said("done")) == 4
+
+
+def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
+    """Else the trial would be started again while it still runs."""
+    write_plan(space={"sleep": [100]})
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
+    (mine,) = runs.glob("toy/sweep-0001/0*/mine")
+    program = Path("/proc", mine.read_text())
+    child.kill()
+    child.wait()
+    os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
+    wait_until(lambda: not program.exists() or ") Z " in (program / "stat").read_text())
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.plans import Plan
+from tiltyard.children import die_with
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.run import disk
 from tiltyard.run.events import log_event
@@ -27,6 +28,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.status import SCHEMA, STATUS, run_id
 
 if TYPE_CHECKING:
+    from tiltyard.config.plans import Plan
     from tiltyard.sweep.folder import Sweep, Trial
 
 FILE = "program.json"
@@ -113,7 +115,15 @@ def run(folder: Path) -> int:
             environment = {**os.environ, "TILTYARD_TRIAL": str(folder)}
             first, *rest = told["command"]
             words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
-            child = subprocess.Popen(words, stdout=log, stderr=log, cwd=told["folder"], env=environment)
+            # Whoever finds this process gone may start the trial again: the program must not be at it still.
+            child = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=log,
+                cwd=told["folder"],
+                env=environment,
+                preexec_fn=partial(die_with, os.getpid()),
+            )
 
             def forward(number: int, frame: FrameType | None) -> None:
                 asked.append(number)
