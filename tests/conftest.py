@@ -46,6 +46,7 @@ SLOW = (  # files whose tests train or start processes, each for seconds: `make 
     "envs/test_atari.py",
     "envs/test_envpool.py",
     "sweep/test_controller.py",
+    "sweep/test_template.py",
     "sweep/test_population.py",
     "tests/test_start.py",
     "tests/test_training.py",

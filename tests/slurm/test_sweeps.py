@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Command, in_own_process
+from tests.counts import only_when_long
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
 from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
@@ -31,7 +32,7 @@ from tiltyard.sweep import jobs
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import look
 
-pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm-sweeps")]
 Start = Callable[..., Cluster]
 
 PROGRAM = """
@@ -54,6 +55,14 @@ with open(place / "metrics.jsonl", "a") as file:
     file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
 say("done")
 """
+
+
+@pytest.fixture
+def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """What a test that fails leaves in the queue would stand in the way of the next one."""
+    yield cluster
+    for file in tmp_path.glob("**/slurm/array-*/number"):
+        cluster.ask("scancel", "--quiet", file.read_text().strip())
 
 
 def write_plan(**values: Any) -> None:
@@ -307,10 +316,52 @@ def test_who_falls_behind_is_ended_by_the_others(
     assert all("env steps" in row.reason for row in look(sweep).rows if row.state == "ended")
 
 
+# Works until it is told to end, and the next time until it is done.
+PATIENT = """
+import os, pathlib, signal, sys, time
+place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
+def end(*_):
+    with open(place / "metrics.jsonl", "a") as file:
+        file.write('{"env_steps": 5, "metrics": {"eval/return": 1.0}}\\n')
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+(place / "ready").touch()
+while not (place / "metrics.jsonl").exists() or pathlib.Path("wait").exists():
+    time.sleep(0.05)
+"""
+
+
 @pytest.mark.parametrize("way", ["requeued", "submitted again"])
-def test_a_trial_that_is_cut_short_goes_on_where_it_was(
+def test_a_task_near_its_limit_goes_back_into_the_queue_alone(
     way: str, cluster: Cluster, tiltyard: Command, runs: Path
 ) -> None:
+    more = "    slurm: {extra: ['--no-requeue']}\n" if way == "submitted again" else ""
+    Path("tiltyard.yaml").write_text(SITE + more)
+    write_plan(space={"x": [1, 2]}, max_parallel=2)
+    Path("program.py").write_text(PATIENT)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
+    sweep = find_sweep("toy")
+    both = [Run(sweep.place(1)), Run(sweep.place(2))]
+    wait_for(lambda: all((run.folder / "ready").exists() for run in both), "two programs")
+    job = f"{number(sweep)}_1"  # one of them, whose plain number is the array's own as well
+    cluster.ask("scancel", "--signal=USR2", job)  # as near the time limit
+    wait_for(lambda: both[1].status()["attempt"] == 2, "the second attempt")
+    told = both[1].status()["job"]["id"]
+    assert (told == job) == (way == "requeued") and told.endswith("_1")
+    assert "running" in tiltyard("ls", "--json").stdout and both[0].status()["attempt"] == 1, "nobody was disturbed"
+    Path("wait").unlink()
+    cluster.ask("scancel", "--signal=USR2", f"{number(sweep)}_0")
+    wait_for(lambda: over(sweep), "the end of the sweep")
+    assert [row.attempt for row in look(sweep).rows] == [2, 2]
+    assert arrays(sweep) == ["array-0001"] and look(sweep).counts == {"finished": 2}
+
+
+@pytest.mark.parametrize("way", ["requeued", "submitted again"])
+def test_a_training_that_is_cut_short_goes_on_where_it_was(
+    way: str, cluster: Cluster, tiltyard: Command, runs: Path
+) -> None:
+    only_when_long("a minute")
     profile(**({"slurm": "{extra: ['--no-requeue']}"} if way == "submitted again" else {}))
     tree: dict[str, Any] = {"env": "slow.py:Slow", "name": "slow", "stop": {"env_steps": STEPS}}
     for name, value in SMALL.items():

@@ -66,7 +66,7 @@ class Told:
 def job_of(run: Run, status: dict[str, Any] | None = None) -> str | None:
     """The id of the job that the run was last submitted as; None for a run that never was, or not to Slurm."""
     job = (run.status() if status is None else status).get("job")
-    if not isinstance(job, dict) or job.get("launcher") != "slurm":
+    if not isinstance(job, dict) or job.get("launcher", "slurm") != "slurm":
         return None
     again = _word(run, FOLDER, AGAIN)  # by the job itself, where requeue is forbidden
     if _ID.fullmatch(again):

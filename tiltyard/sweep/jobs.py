@@ -245,7 +245,9 @@ def kept_profile(sweep: Sweep, *, afresh: bool) -> Profile:
             if profile.launcher != sweep.launcher:
                 hint = f"its launcher was {sweep.launcher}, and stays so for this sweep"
                 raise UseError(f"profile {name} of sweep {sweep.id} has launcher {profile.launcher} now", hint)
-            write_private(path, json.dumps(profile.model_dump(mode="json")), 0o600)
+            draft = path.with_name(f".{PROFILE}")
+            write_private(draft, json.dumps(profile.model_dump(mode="json")), 0o600)
+            draft.replace(path)
     try:
         return Profile.model_validate(disk.read_json(path)).model_copy(update={"name": name})
     except (OSError, ValueError) as error:

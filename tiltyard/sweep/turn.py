@@ -76,10 +76,10 @@ def wait_for_lock(sweep: Sweep) -> Lock:
             return Lock.acquire(Run(sweep.folder))
         except UseError as error:
             owner = read_owner(sweep.folder)
-            if owner is not None and time.monotonic() >= deadline:
-                who = f"pid {owner.get('pid')} on host {owner.get('host')}"
+            if time.monotonic() >= deadline:
+                who = f"pid {owner.get('pid')} on host {owner.get('host')}" if owner else "somebody"
                 raise TiltyardError(
-                    f"{who} has had the lock of sweep {sweep.id} for {PATIENCE:.0f} s", "end it, and try again"
+                    f"{who} has had the lock of sweep {sweep.id} for {PATIENCE:.0f} s: {error.message}", error.hint
                 ) from error
             time.sleep(AGAIN)
 
