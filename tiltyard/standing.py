@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiltyard.algos.population import Exploit, Gain, Settings, schedule
-from tiltyard.errors import UseError
+from tiltyard.errors import UseError, did_you_mean
 from tiltyard.run.checkpoint import newest_valid, read_tree
 from tiltyard.run.folder import Run
 from tiltyard.types import Tree
@@ -79,5 +79,7 @@ def _policy(now: Standing, place: int) -> dict[str, Any]:
 
 def schedule_of(now: Standing, name: str) -> Sequence[tuple[int, Settings]]:
     """From which env step on which settings, for one policy alone."""
+    if name not in now.names:
+        raise UseError(f"the population has no policy {name!r}", did_you_mean(name, now.names))
     first = {place: now.first[each] for place, each in enumerate(now.names)}
     return schedule(now.names.index(name), now.exploits, first)

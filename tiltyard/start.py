@@ -43,8 +43,9 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create, find
 from tiltyard.run.lock import refuse_live
 from tiltyard.run.masking import mask_command
-from tiltyard.run.stretches import WHOLE, Stretch
+from tiltyard.run.stretches import WHOLE, Stretch, Stretches
 from tiltyard.run.stretches import read as read_stretches
+from tiltyard.standing import schedule_of, standing_of
 from tiltyard.track import mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training import Outcome, train_run
@@ -80,6 +81,8 @@ class Prepared:
     """of its plug-ins, in a temporary folder that is deleted with this object"""
     profile: str | None = None
     origin: Origin | None = None
+    stretches: Stretches | None = None
+    """where its settings change on the way"""
 
     @property
     def experiment(self) -> Experiment:
@@ -177,6 +180,26 @@ def prepare_fork(
     score = chosen.score if terms(before) == terms(loaded.experiment) else None
     origin = Origin(parent, chosen, score, mask_command(overrides))
     return _prepared(loaded, runs_root(), chosen.folder, profile, origin)
+
+
+def prepare_replay(
+    source: Run | str | Path, policy: str, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> Prepared:
+    """A run alone with the settings that one of a population's policies went through, as long as that took: everything
+    checked as by `prepare`. Of the parent's envs it has the policy's share, where that is possible."""
+    parent = _run_meant(source)
+    parent.require_own_code(trust_code)
+    now = standing_of(parent)
+    schedule = schedule_of(now, policy)
+    values = parent.experiment().model_dump(mode="json", by_alias=True, exclude={"policies", "match", "population"})
+    algo, engine, share = values["algo"], values["engine"], values["engine"]["envs"] // len(now.names)
+    if share and (engine["workers"] == "auto" or share % max(1, engine["workers"]) == 0):
+        engine["envs"] = share
+        if "minibatch" in algo:  # there were never more samples than these
+            algo["minibatch"] = min(algo["minibatch"], share * algo["rollout"])
+    values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
+    loaded = load(values, [*words_of(schedule[0][1]), *overrides], base=parent.base)
+    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), stretches=Stretches(schedule))
 
 
 def _prepared(
@@ -314,6 +337,7 @@ def begin(prepared: Prepared, *, seed: int | None = None) -> Run:
         parent=origin.lineage() if origin is not None else None,
         copies=prepared.copies,
         profile=prepared.profile,
+        stretches=prepared.stretches,
     )
     if origin is not None:
         checkpoint.copy_into(run, origin.checkpoint, score=origin.score)

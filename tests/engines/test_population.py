@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "engine": {"kind": "serial", "envs": 4},
     "policies": {"a": {}, "b": {}, "c": {}},
     "population": {
-        "period": 200,
+        "period": 100,
         "start": 0,
         "replace": 0.5,
         "gap": 0.0,
@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
         "rate": 1.0,
         "space": {"algo.lr": {"log": [1e-4, 1e-1]}, "algo.gamma": {"range": [0.9, 0.999]}},
     },
-    "stop": {"env_steps": 3_200},
+    "stop": {"env_steps": 1_920},
     "eval": {"every": 0, "at_end": False},
     "save": {"updates": 1, "last": 1000},
     "track": {"tensorboard": False},
@@ -99,7 +99,7 @@ def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: 
 def test_a_copy_has_the_weights_to_the_bit_and_the_settings_that_were_decided(runs: Path, kind: str) -> None:
     run = product.train({**SMALL, "engine": KINDS[kind]}, live=False)
     found = exploits(run)
-    assert len(found) >= 4
+    assert len(found) >= 2
     saved = {each.env_steps: each.folder for each in list_checkpoints(run)}
     records = {each["env_steps"]: each["metrics"] for each in metrics.read(run.metrics_file)}
     for event in found:
@@ -122,8 +122,10 @@ def test_a_copy_has_the_weights_to_the_bit_and_the_settings_that_were_decided(ru
             assert used[0][f"policy/{member}/setting/lr"] == event["after"]["algo.lr"], (
                 "the next update learned with it"
             )
-    last = list_checkpoints(run)[-1].folder
-    assert not same(*(read_tree(last / "policies", name)["weights"] for name in ("a", "b")))
+    first = found[0]
+    later = [folder for at, folder in saved.items() if at > first["at"]][2]
+    both = (first["member"], first["source"])
+    assert not same(*(read_tree(later / "policies", name)["weights"] for name in both)), "they go on apart"
 
 
 def test_policies_begin_spread_over_the_space_but_for_numbers_of_their_own(runs: Path) -> None:
@@ -248,9 +250,9 @@ def final_weights(run: Run) -> dict[str, Any]:
 
 def test_a_resume_decides_what_the_whole_run_decides(runs: Path) -> None:
     whole = product.train({**SMALL, "name": "whole"}, live=False)
-    parts = product.train({**changed(stop={"env_steps": 1_280}), "name": "parts"}, live=False)
+    parts = product.train({**changed(stop={"env_steps": 768}), "name": "parts"}, live=False)
     decided = len(exploits(parts))
-    product.resume(parts, ["stop.env_steps=3200"], live=False)
+    product.resume(parts, ["stop.env_steps=1920"], live=False)
     assert 0 < decided < len(exploits(parts))
     assert told(parts) == told(whole)
     ours, theirs = final_weights(parts), final_weights(whole)
@@ -270,20 +272,27 @@ def test_kill_9_and_a_resume_decide_the_same(runs: Path, tmp_path: Path) -> None
     run = find("killed", runs)
     reached = list_checkpoints(run)[-1].env_steps
     first = told(whole)
-    product.resume(run, [f"stop.env_steps={max(3_200, reached + 640)}"], live=False)
+    product.resume(run, [f"stop.env_steps={max(1_920, reached + 640)}"], live=False)
     decided = {each["at"]: each for each in told(run)}  # what was decided after the checkpoint was decided again
     assert all(decided[each["at"]]["after"] == each["after"] for each in first if each["at"] in decided)
     assert {each["at"] for each in first} <= set(decided)
 
 
 def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> None:
-    run = product.train(SMALL, live=False)
+    run = product.train(changed(save={"updates": 1000}), live=False)
     found = json.loads(tiltyard("show", run.id, "--lineage", "--json").stdout)
     assert len(found["exploits"]) == len(exploits(run))
     last = found["exploits"][-1]
     schedule = found["policies"][last["member"]]["schedule"]
     assert schedule[-1]["settings"] == found["policies"][last["member"]]["settings"] == last["after"]
     assert schedule[0]["from"] == 0 and [each["from"] for each in schedule] == sorted(each["from"] for each in schedule)
+    tiltyard("fork", run.id, "--replay", last["member"], "--plain")
+    records = metrics.read(find("last", runs).metrics_file)
+    assert records[-1]["env_steps"] >= found["policies"][last["member"]]["env_steps"] > records[-1]["since"]
+    for record in records:
+        now = [each["settings"] for each in schedule if each["from"] <= record["since"]][-1]
+        assert record["metrics"]["setting/lr"] == now["algo.lr"]
+    assert "no policy 'x'" in tiltyard("fork", run.id, "--replay", "x", expect=2).stderr
     said = tiltyard("show", run.id, "--lineage").stdout
     assert f"{last['member']} became a copy of {last['source']}" in said
     alone = product.train({"env": "identity", "stop": {"updates": 1}, "eval": {"at_end": False}}, live=False)

@@ -193,6 +193,9 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run to start from")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=1e-4")
     parser.add_argument("--at", metavar="STEP|best", help="checkpoint: env steps, or best; the newest when left out")
+    parser.add_argument(
+        "--replay", metavar="POLICY", help="from scratch and alone, with the settings that this one of a population had"
+    )
     _trust(parser)
     _common(parser)
 
@@ -200,6 +203,8 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
 def run_fork(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     at = parse_at(args.at)
+    if args.replay is not None and at is not None:
+        raise UseError("--replay starts from scratch, and --at chooses a checkpoint", "give one of them")
     from tiltyard import start
     from tiltyard.cli import jobs
     from tiltyard.run.folder import find
@@ -207,13 +212,17 @@ def run_fork(args: argparse.Namespace) -> int:
     with data_stdout() as data:
         profile = None if args.here else jobs.profile_of(find(args.run))
         jobs.check_words(args, profile, expectation)
-        prepared = start.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
+        if args.replay is None:
+            prepared = start.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
+        else:
+            prepared = start.prepare_replay(args.run, args.replay, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
         run = start.begin(prepared)
-        return _train_here(run, start.as_it_is(run, prepared.spec), args, expectation, data)
+        plan = start.as_it_is(run, prepared.spec) if args.replay is None else start.plan_resume(run)[1]
+        return _train_here(run, plan, args, expectation, data)
 
 
 def parse_at(text: str | None) -> int | str | None:
