@@ -228,6 +228,8 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
             plain = plain.replace("<schedule>", "algo.lr")
         if plain.removeprefix("engine.") in RLLIBS:
             around = ["engine.kind=rllib"]
+        if plain.startswith("population."):
+            around = ["policies={a: {}, b: {}}", "population.space={algo.lr: {log: [1e-5, 1e-2]}}"]
         found.append((plain, kind, around))
     return found
 

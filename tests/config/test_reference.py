@@ -35,7 +35,8 @@ def test_rows_say_types_and_defaults():
 def test_the_page_has_a_heading_per_section():
     page = reference_page()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
-        "The experiment", "env", "model", "algo", "policies", "match", "engine", "stop", "eval", "save", "track", "Schedules",
+        "The experiment", "env", "model", "algo", "policies", "match", "population", "engine", "stop", "eval", "save", "track",
+        "Schedules",
     ]  # fmt: skip
     assert all(line.count("|") - line.count("\\|") == 5 for line in page.splitlines() if line.startswith("|"))
 
