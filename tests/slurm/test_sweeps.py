@@ -220,11 +220,12 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
 
 
 def outside_of_jobs(sweep: Sweep) -> list[str]:
-    """Processes that have to do with the sweep and are no part of a job."""
+    """Processes that have to do with the sweep and are no part of a job. A task's sbatch is told nothing of Slurm's."""
+    own = {"SLURM_JOB_ID", "TILTYARD_JOB"}
     return [
         each.command
         for each in processes.own()
-        if str(sweep.folder) in each.command and "SLURM_JOB_ID" not in processes.environment(each.pid)
+        if str(sweep.folder) in each.command and not own & processes.environment(each.pid).keys()
     ]
 
 

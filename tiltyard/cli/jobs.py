@@ -81,13 +81,14 @@ def train(
     """One job per seed: all submitted, then followed one after another."""
     from tiltyard import start
     from tiltyard.launch import slurm
+    from tiltyard.launch.script import Job, script
 
     slurm.check(profile, prepared.experiment)
     _leave_nothing()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
         name, avoided = f"{folder.parent.name}/{folder.name}", tuple(_avoided(profile, prepared.root))
-        data.write(slurm.script(slurm.Job(name, folder, profile, avoided=avoided)))
+        data.write(script(Job(name, folder, profile, avoided=avoided)))
         return EXIT_DONE
     code, runs = EXIT_DONE, []
     for seed in seeds:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.cli import text
+from tiltyard.cli import sweep_jobs, text
 from tiltyard.cli.sweep_summary import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
 from tiltyard.run import disk
@@ -108,7 +108,7 @@ def _start(args: argparse.Namespace) -> int:
     made = [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]
     for prepared in made:
         if args.dry_run:
-            _dry(prepared) if prepared.launcher == "local" else _dry_jobs(prepared)
+            _dry(prepared) if prepared.launcher == "local" else sweep_jobs.dry(prepared)
             continue
         known = None if args.new else prepare.same_sweep(prepared)
         sweep = known or prepare.begin(prepared, [Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -156,19 +156,6 @@ def _dry(prepared: Prepared) -> None:
     sys.stderr.write(f"{prepared.count:,} trials of {prepared.name} would be started; nothing was made\n")
 
 
-def _dry_jobs(prepared: Prepared) -> None:
-    """What would be submitted: the script, and how many trials it would be for."""
-    from tiltyard.config.place import runs_root
-    from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.turn import would_submit
-
-    assert prepared.profile is not None
-    sweep = Sweep(runs_root().absolute() / prepared.name / "sweep-NNNN")
-    sys.stdout.write(would_submit(sweep, prepared.plan, prepared.profile, prepared.count))
-    said = f"{prepared.count:,} trials of {prepared.name} would be submitted, {prepared.plan.max_parallel:,} at once"
-    sys.stderr.write(f"{said}; nothing was made\n")
-
-
 def _say_dry(sweep: Sweep) -> int:
     from tiltyard.sweep.report import look
 
@@ -182,7 +169,7 @@ def _say_dry(sweep: Sweep) -> int:
 def _carry_out(sweep: Sweep, detach: bool) -> int:
     """Carry a sweep out in this process, or in one that stays when this terminal is closed; jobs need neither."""
     if sweep.launcher != "local":
-        return _submit(sweep)
+        return sweep_jobs.submit(sweep, _say)
     if detach:
         return _in_background(sweep)
     from tiltyard.sweep.controller import carry_out
@@ -196,17 +183,6 @@ def _carry_out(sweep: Sweep, detach: bool) -> int:
 
 def _say(sentence: str) -> None:
     sys.stderr.write(text.clean(sentence) + "\n")
-
-
-def _submit(sweep: Sweep) -> int:
-    """A turn of a sweep whose trials are jobs: what is due is submitted."""
-    from tiltyard.sweep import turn
-    from tiltyard.sweep.report import look
-
-    turn.take(sweep, _say, afresh=True)
-    found = look(sweep)
-    sys.stdout.write(summary(found))
-    return EXIT_FAILED if found.state == "failed" else EXIT_DONE
 
 
 def _in_background(sweep: Sweep) -> int:

@@ -23,7 +23,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch.commands import cancel, sbatch
 from tiltyard.launch.inside import hostnames
 from tiltyard.launch.queue import Pace, Told, ask
-from tiltyard.launch.slurm import head, secret_environment, set_up, step
+from tiltyard.launch.script import head, secret_environment, set_up, step
 from tiltyard.run import disk
 
 LIMIT = "5"  # minutes

@@ -18,7 +18,7 @@ from tiltyard.children import die_with
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch.commands import environment
-from tiltyard.launch.slurm import asked_for, secret_environment, set_up
+from tiltyard.launch.script import asked_for, secret_environment, set_up
 
 SET_UP = "TILTYARD_SET_UP"
 PATIENCE = 60.0

@@ -23,7 +23,8 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch import FORGOTTEN, NUMBER, SCRIPT, TRIALS, queue
 from tiltyard.launch.commands import cancel, environment, sbatch
 from tiltyard.launch.queue import Told
-from tiltyard.launch.slurm import Array, Job, script, write_script
+from tiltyard.launch.script import Array, Job, script
+from tiltyard.launch.slurm import write_script
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.sweep.jobs import Jobs, Start

@@ -26,7 +26,8 @@ from tiltyard.errors import TiltyardError
 from tiltyard.launch import JOB, NUMBER, SCRIPT, SECRETS
 from tiltyard.launch.commands import PATIENCE, environment
 from tiltyard.launch.queue import Told
-from tiltyard.launch.slurm import GO_ON, set_up, turn, write_private, write_secrets
+from tiltyard.launch.script import GO_ON, set_up, turn
+from tiltyard.launch.slurm import write_private, write_secrets
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.sweep.jobs import Jobs, Start

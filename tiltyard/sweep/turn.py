@@ -22,7 +22,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.config.site import Profile
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.launch import FOLDER, JOB, STOP
-from tiltyard.launch.slurm import GO_ON
+from tiltyard.launch.script import GO_ON
 from tiltyard.run import disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
