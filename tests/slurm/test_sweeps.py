@@ -23,6 +23,7 @@ from tests.counts import only_when_long
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
 from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
+from tests.sweep.talker import most_at_once, said, write_plan
 from tiltyard import processes
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
@@ -35,27 +36,6 @@ from tiltyard.sweep.report import look
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm-sweeps")]
 Start = Callable[..., Cluster]
 
-PROGRAM = """
-import json, os, pathlib, sys, time
-given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
-def say(what):
-    with open("said.jsonl", "a") as file:
-        file.write(json.dumps({"what": what, "trial": place.name, "time": time.time(), "given": given,
-            "odd": os.environ.get("ODD"), "hidden": os.environ.get("ODD_TOKEN"), "job": os.environ.get("SLURM_JOB_ID")})
-            + "\\n")
-say("began")
-while pathlib.Path("wait").exists():
-    time.sleep(0.05)
-time.sleep(float(given.get("sleep", 0.0)))
-if given.get("x") in pathlib.Path("bad").read_text().split():
-    say("failed")
-    sys.exit("x is bad today")
-with open(place / "metrics.jsonl", "a") as file:
-    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
-say("done")
-"""
-
 
 @pytest.fixture
 def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
@@ -63,27 +43,6 @@ def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     yield cluster
     for file in tmp_path.glob("**/slurm/array-*/number"):
         cluster.ask("scancel", "--quiet", file.read_text().strip())
-
-
-def write_plan(**values: Any) -> None:
-    Path("program.py").write_text(PROGRAM)
-    Path("bad").write_text(values.pop("bad", ""))
-    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
-    Path("plan.yaml").write_text(dump_yaml(made))
-
-
-def said(what: str) -> list[dict[str, Any]]:
-    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
-
-
-def most_at_once() -> int:
-    """By what the programs wrote down themselves."""
-    moments = [(line["time"], {"began": 1}.get(line["what"], -1)) for line in disk.read_lines(Path("said.jsonl"))[0]]
-    now = most = 0
-    for _, change in sorted(moments):
-        now += change
-        most = max(most, now)
-    return most
 
 
 def over(sweep: Sweep) -> bool:

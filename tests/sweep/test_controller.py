@@ -20,54 +20,13 @@ import pytest
 
 from tests.conftest import Command
 from tests.counts import LONG, count
+from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
 from tiltyard.run.folder import list_runs
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.local import AT_WORK
 from tiltyard.sweep.report import look
-
-# Says when it began and when it was done, and whether another process was at the same trial meanwhile.
-PROGRAM = """
-import json, os, pathlib, sys, time
-given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-place, name = pathlib.Path(os.environ["TILTYARD_TRIAL"]), os.environ["TILTYARD_TRIAL"].rsplit("/", 1)[-1]
-def say(what):
-    with open("said.jsonl", "a") as file:
-        file.write(json.dumps({"what": what, "trial": name, "given": given, "time": time.time(),
-            "argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
-            "threads": os.environ["OMP_NUM_THREADS"], "odd": os.environ.get("ODD")}) + "\\n")
-def alive(pid):
-    try:
-        return pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-mine = place / "mine"
-if mine.exists() and alive(mine.read_text()):
-    say("overlap")
-mine.write_text(str(os.getpid()))
-say("began")
-time.sleep(float(given.get("sleep", 0.0)))
-if given.get("x") in pathlib.Path("bad").read_text().split():
-    sys.exit("x is bad today")
-with open(place / "metrics.jsonl", "a") as file:
-    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
-say("done")
-mine.unlink()
-"""
-
-
-def said(what: str) -> list[dict[str, Any]]:
-    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
-
-
-def write_plan(**values: Any) -> Path:
-    Path("program.py").write_text(PROGRAM)
-    Path("bad").write_text(values.pop("bad", ""))
-    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.05, **values}
-    Path("plan.yaml").write_text(dump_yaml(made))
-    return Path("plan.yaml")
-
 
 STARTED: "list[subprocess.Popen[str]]" = []
 
@@ -231,7 +190,7 @@ def test_in_the_background(tiltyard: Command) -> None:
 def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, bad="2", max_parallel=3)
     wait = 'while given["x"] == "1" and not pathlib.Path("go").exists():\n    time.sleep(0.1)\n'
-    Path("program.py").write_text(PROGRAM.replace("time.sleep", wait + "time.sleep", 1))
+    Path("program.py").write_text(PROGRAM.replace("time.sleep(float", wait + "time.sleep(float"))
     child = controller("start", "plan.yaml")
     wait_until(lambda: look(find_sweep("last")).failed if list(Path("runs").glob("*/sweep-*")) else False)
     assert look(find_sweep("last")).state == "running", "a trial that failed is not the end"

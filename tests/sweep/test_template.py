@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
+from tests.sweep.talker import most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
 from tiltyard.config.yaml_door import parse_yaml
@@ -63,27 +64,6 @@ def write_site(profile: dict[str, Any]) -> None:
     Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"ngc": profile}}))
 
 
-PROGRAM = """
-import json, os, pathlib, sys, time
-given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
-def say(what):
-    with open("said.jsonl", "a") as file:
-        file.write(json.dumps({"what": what, "trial": place.name, "time": time.time(), "given": given,
-            "odd": os.environ.get("ODD"), "hidden": os.environ.get("ODD_TOKEN")}) + "\\n")
-say("began")
-while pathlib.Path("wait").exists():
-    time.sleep(0.05)
-time.sleep(float(given.get("sleep", 0.0)))
-if given.get("x") in pathlib.Path("bad").read_text().split():
-    say("failed")
-    sys.exit("x is bad today")
-with open(place / "metrics.jsonl", "a") as file:
-    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
-say("done")
-"""
-
-
 @pytest.fixture
 def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder in which the queue keeps its jobs."""
@@ -102,26 +82,6 @@ def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             os.killpg(disk.read_json(job)["pid"], signal.SIGKILL)
         except OSError:
             continue
-
-
-def write_plan(**values: Any) -> None:
-    Path("program.py").write_text(PROGRAM)
-    Path("bad").write_text(values.pop("bad", ""))
-    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
-    Path("plan.yaml").write_text(dump_yaml(made))
-
-
-def said(what: str) -> list[dict[str, Any]]:
-    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
-
-
-def most_at_once() -> int:
-    moments = [(line["time"], {"began": 1}.get(line["what"], -1)) for line in disk.read_lines(Path("said.jsonl"))[0]]
-    now = most = 0
-    for _, change in sorted(moments):
-        now += change
-        most = max(most, now)
-    return most
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:

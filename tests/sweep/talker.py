@@ -1,0 +1,67 @@
+"""A small program as the trial of a sweep: it writes down when it began, failed and was done, and what it was given.
+
+It waits as long as there is a file `wait`, sleeps as `--sleep` says, and fails where the file `bad` has its `--x`. It
+says `overlap` when another process is at the same trial.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tiltyard.config.load import dump_yaml
+from tiltyard.run import disk
+
+PROGRAM = """
+import json, os, pathlib, sys, time
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
+def say(what):
+    with open("said.jsonl", "a") as file:
+        file.write(json.dumps({"what": what, "trial": place.name, "time": time.time(), "given": given,
+            "argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
+            "threads": os.environ.get("OMP_NUM_THREADS"), "odd": os.environ.get("ODD"),
+            "hidden": os.environ.get("ODD_TOKEN"), "job": os.environ.get("SLURM_JOB_ID")}) + "\\n")
+def alive(pid):
+    try:
+        return pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+mine = place / "mine"
+if mine.exists() and alive(mine.read_text()):
+    say("overlap")
+mine.write_text(str(os.getpid()))
+say("began")
+while pathlib.Path("wait").exists():
+    time.sleep(0.05)
+time.sleep(float(given.get("sleep", 0.0)))
+if given.get("x") in pathlib.Path("bad").read_text().split():
+    say("failed")
+    sys.exit("x is bad today")
+with open(place / "metrics.jsonl", "a") as file:
+    file.write(json.dumps({"env_steps": 1, "metrics": {"eval/return": float(given.get("x", 0))}}) + "\\n")
+say("done")
+mine.unlink()
+"""
+
+
+def write_plan(**values: Any) -> Path:
+    """plan.yaml and the program; `bad` names values of x that it fails with."""
+    Path("program.py").write_text(PROGRAM)
+    Path("bad").write_text(values.pop("bad", ""))
+    made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
+    Path("plan.yaml").write_text(dump_yaml(made))
+    return Path("plan.yaml")
+
+
+def said(what: str) -> list[dict[str, Any]]:
+    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
+
+
+def most_at_once() -> int:
+    """By what the programs wrote down themselves."""
+    lines = disk.read_lines(Path("said.jsonl"))[0]
+    moments = [(line["time"], {"began": 1, "failed": -1, "done": -1}.get(line["what"], 0)) for line in lines]
+    now = most = 0
+    for _, change in sorted(moments):
+        now += change
+        most = max(most, now)
+    return most
