@@ -45,7 +45,7 @@ def versions(seed: int, opponents: str | dict[str, float]) -> list[tuple[float, 
     experiment = load(file).experiment
     engine = make_engine(experiment, probe(experiment.env, base=[]), [])
     assert isinstance(engine, SerialEngine)
-    for _ in range(300):
+    for _ in range(180):
         engine.step()
     found = [heads(net) for _, net in sorted(engine.cast.shelves["past"].versions.items())]
     engine.close()
@@ -58,9 +58,9 @@ def test_against_past_versions_a_policy_comes_to_rest_near_the_equilibrium(seed:
     the policies of the last quarter, each by itself; showing each side half of the time, as at the start, is worth 1."""
     pool, alone = versions(seed, {"main": 0.2, "past": 0.8}), versions(seed, "main")
     begun, late, circling = (
-        np.mean([exploitability(*each) for each in part]) for part in (pool[:1], pool[-15:], alone[-15:])
+        np.mean([exploitability(*each) for each in part]) for part in (pool[:1], pool[-9:], alone[-9:])
     )
     assert begun > 0.8
     assert late < 0.5, f"{late:.2f} against past versions"
     assert circling > late + 0.25, f"{circling:.2f} against itself alone"
-    assert np.allclose(np.mean(pool[-15:], 0), [Pennies.HEADS["even"], Pennies.HEADS["odd"]], atol=0.2)
+    assert np.allclose(np.mean(pool[-9:], 0), [Pennies.HEADS["even"], Pennies.HEADS["odd"]], atol=0.25)
