@@ -219,15 +219,18 @@ def _last_line(trial: Path) -> str:
     return f": {text.splitlines()[-1][:200]}" if text else ""
 
 
-def told_by_slurm(sweep: Sweep) -> dict[int, Told]:
-    """What Slurm says of the trials that are its jobs; nothing where it does not answer."""
-    if sweep.launcher != "slurm":
-        return {}
-    jobs = {}
-    for trial in sweep.trials():
+def job_ids(sweep: Sweep) -> dict[int, str]:
+    """The newest job of each trial that is one of Slurm's."""
+    found = {}
+    for trial in sweep.trials() if sweep.launcher == "slurm" else ():
         with contextlib.suppress(UseError):  # it has no folder yet
             if (job := queue.job_of(Run(sweep.place(trial.number)))) is not None:
-                jobs[trial.number] = job
+                found[trial.number] = job
+    return found
+
+
+def told_by_slurm(jobs: Mapping[int, str]) -> dict[int, Told]:
+    """What Slurm says of these trials' jobs; nothing where it does not answer."""
     answers = queue.ask(jobs.values()) or {}
     return {number: answers[job] for number, job in jobs.items() if job in answers}
 

@@ -21,7 +21,7 @@ from tiltyard.launch.queue import seen
 from tiltyard.run.lock import read_owner
 from tiltyard.run.stretches import read as read_stretches
 from tiltyard.sweep.folder import Sweep, wanted
-from tiltyard.sweep.jobs import told_by_slurm
+from tiltyard.sweep.jobs import job_ids, told_by_slurm
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
 
@@ -78,9 +78,12 @@ class Report:
 
 def look(sweep: Sweep) -> Report:
     """Read everything there is to say. Members of a population are told with their settings of now."""
-    told = told_by_slurm(sweep)  # asked first: a job writes before it ends
-    plan, decisions = sweep.plan(), sweep.decisions()
-    found = rows(sweep, plan)
+    plan, jobs = sweep.plan(), job_ids(sweep)
+    while True:
+        told = told_by_slurm(jobs)  # asked first: a job writes before it ends
+        decisions, found, asked = sweep.decisions(), rows(sweep, plan), jobs
+        if (jobs := job_ids(sweep)) == asked:  # else some went on in others, of which nothing was asked
+            break
     if plan.search == "population":
         from tiltyard.sweep.lineage import Lineage
 

@@ -41,8 +41,9 @@ JUDGED = "judged"
 KINDS: dict[str, type[Jobs]] = {"slurm": Arrays, "template": Template}
 
 
-def take(sweep: Sweep, say: Callable[[str], None], *, own: int | None = None, afresh: bool = False) -> bool:
-    """One turn. `afresh`: a person starts the sweep, and what was stopped before goes on, now or in a later turn.
+def take(sweep: Sweep, say: Callable[[str], None], *, own: str | None = None, afresh: bool = False) -> bool:
+    """One turn. `own` is the folder of the trial in whose job it is taken, after its end. `afresh`: a person starts the
+    sweep, and what was stopped before goes on, now or in a later turn.
 
     True when the own trial is due again, in the same job.
     """
@@ -53,7 +54,7 @@ def take(sweep: Sweep, say: Callable[[str], None], *, own: int | None = None, af
         if afresh:
             sweep.decide("start")
             sweep.stop_file.unlink(missing_ok=True)
-        jobs = KINDS[profile.launcher](sweep, plan, profile, own=own)
+        jobs = KINDS[profile.launcher](sweep, plan, profile, own=_own(sweep, own))
         try:
             Controller(sweep, plan, jobs, say).turn(stop=sweep.stop_file.exists())
         except TiltyardError as error:
@@ -105,7 +106,8 @@ def end_early(sweep: Sweep, every: float) -> None:
 
 
 def _own(sweep: Sweep, folder: str | None) -> int | None:
-    """The number of the trial in whose job this is; none if it has been given to another job since."""
+    """The number of the trial in whose job this is; none if it has been given to another job since, as by a turn that
+    had the lock before: so it is asked under the lock."""
     if folder is None:
         return None
     number = int(Path(folder).name.partition("-")[0])
@@ -130,7 +132,7 @@ def main() -> int:
         if args.judge is not None:
             end_early(sweep, args.judge)
             return EXIT_DONE
-        goes_on = take(sweep, _say, own=_own(sweep, args.own))
+        goes_on = take(sweep, _say, own=args.own)
     except TiltyardError as error:
         sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
         return error.exit_code
