@@ -20,3 +20,9 @@ def new_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
                 whole = data if data.endswith(b"\n") else data[: data.rfind(b"\n") + 1] or data
                 read[path] = read.get(path, 0) + len(whole)
                 yield whole.decode("utf-8", "replace")
+
+
+def last_line(path: Path) -> str:
+    """The last line of a text file, cut to what fits into a sentence; empty when it says nothing."""
+    text = path.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+    return text.splitlines()[-1][:200] if text else ""

@@ -28,6 +28,7 @@ from tiltyard.run import disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.logs import last_line
 from tiltyard.run.status import STATUS, observed_state, write_status
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.results import SILENT
@@ -215,8 +216,8 @@ def _is_over(status: Mapping[str, Any]) -> bool:
 def _last_line(trial: Path) -> str:
     """The last that a job said which never got as far as its trial."""
     written = sorted((trial / "logs").glob("job-*.out"), key=lambda path: path.stat().st_mtime)
-    text = written[-1].read_bytes()[-2000:].decode("utf-8", "replace").strip() if written else ""
-    return f": {text.splitlines()[-1][:200]}" if text else ""
+    said = last_line(written[-1]) if written else ""
+    return f": {said}" if said else ""
 
 
 def job_ids(sweep: Sweep) -> dict[int, str]:

@@ -10,7 +10,7 @@ A line is written before it is acted upon. Every exploit follows from the lines 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltyard.algos.population import Exploit, Gain, Member, Settings, schedule
@@ -149,12 +149,4 @@ def _copy(line: Mapping[str, Any]) -> Copy:
 def _with_seed(exploit: Exploit, seeds: Mapping[int, int]) -> Exploit:
     """Whoever becomes a copy goes on with draws of its own."""
     seed = {"seed": seeds[exploit.member]}
-    return Exploit(
-        exploit.member,
-        exploit.source,
-        exploit.env_steps,
-        exploit.source_env_steps,
-        exploit.counts_from,
-        {**exploit.before, **seed},
-        {**exploit.after, **seed},
-    )
+    return replace(exploit, before={**exploit.before, **seed}, after={**exploit.after, **seed})

@@ -25,6 +25,7 @@ from tiltyard.run import disk
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, write_status
 from tiltyard.run.lock import Lock
+from tiltyard.run.logs import last_line
 from tiltyard.run.status import SCHEMA, STATUS, run_id
 
 if TYPE_CHECKING:
@@ -138,15 +139,11 @@ def run(folder: Path) -> int:
             state, reason, result = "stopped", "asked by a signal" if asked else "exit code 75", EXIT_RESUMABLE
         else:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            state, reason, result = "failed", f"{how}{_last_line(folder, attempt)}", EXIT_FAILED
+            said = last_line(folder / "logs" / f"attempt-{attempt}.log")
+            state, reason, result = "failed", f"{how}: {said}" if said else how, EXIT_FAILED
         write_status(trial, state=state, reason=reason)
         log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
     return result
-
-
-def _last_line(folder: Path, attempt: int) -> str:
-    text = (folder / "logs" / f"attempt-{attempt}.log").read_bytes()[-2000:].decode("utf-8", "replace").strip()
-    return f": {text.splitlines()[-1][:200]}" if text else ""
 
 
 if __name__ == "__main__":
