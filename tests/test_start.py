@@ -12,9 +12,10 @@ import tiltyard as product
 from tests.cli.test_train import QUICK
 from tests.conftest import Command
 from tiltyard.errors import UseError
+from tiltyard.preparation import prepare
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, find
-from tiltyard.start import begin, prepare
+from tiltyard.start import begin
 
 SHORT = [*QUICK, "eval.at_end=false"]
 ENV = """

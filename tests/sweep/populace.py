@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tiltyard import start
+from tiltyard import resumption, start
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import dump_yaml
 from tiltyard.envs.probe import probe
@@ -100,7 +100,7 @@ def probe_once(env: Env, **more: Any) -> EnvSpec:
 def train(folder: Path) -> None:
     try:
         with patch.object(start, "probe", probe_once):
-            run, made = start.plan_resume(Run(folder))
+            run, made = resumption.plan_resume(Run(folder))
             start.carry_out(run, made, live=False)
     except TiltyardError as error:
         print(f"{error.message}\n{error.details}")

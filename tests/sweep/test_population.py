@@ -24,7 +24,7 @@ from tests.counts import only_when_long
 from tests.sweep import populace
 from tests.sweep.populace import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
 from tests.sweep.test_controller import kill_trials
-from tiltyard import start
+from tiltyard import resumption, start
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
@@ -113,7 +113,7 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     """And where settings change on the way, the run goes on by itself, whatever it was told before."""
     plan([1.0, 2.0])
     whole, paused, changing = (_run(stretches) for stretches in (None, Stretches([(0, {})], 100, 1), CHANGES))
-    outcome = [start.carry_out(run, start.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
+    outcome = [start.carry_out(run, resumption.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
     assert [each.exit_code for each in outcome] == [0, 75, 0]
     assert paused.status()["state"] == "stopped"
     assert paused.status()["progress"]["env_steps"] == 112, "the first update beyond 100"
@@ -130,7 +130,7 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     assert used == {**dict.fromkeys(range(16, 81, 16), 0.01), **dict.fromkeys(range(96, 257, 16), 0.02)}
     assert changing.experiment().algo.lr == 0.02
     with pytest.raises(TiltyardError, match=r"cannot change algo\.lr"):
-        start.plan_resume(changing, ["algo.lr=0.5"])
+        resumption.plan_resume(changing, ["algo.lr=0.5"])
 
 
 CHANGES = Stretches([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])

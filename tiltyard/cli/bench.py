@@ -98,11 +98,11 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    from tiltyard import start
     from tiltyard.engines.tuning import SECONDS, tune
+    from tiltyard.preparation import prepare
 
     with data_stdout() as data:
-        prepared = start.prepare(args.target, [*args.overrides, "engine.tune=false"])
+        prepared = prepare(args.target, [*args.overrides, "engine.tune=false"])
         for note in prepared.spec.notes:
             _say(f"note    {note}")
         found = tune(prepared.loaded, prepared.copies, prepared.spec, args.seconds or SECONDS, _say)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiltyard.cli.train import Expectation
     from tiltyard.config.experiment import Experiment
     from tiltyard.config.site import Profile
-    from tiltyard.start import Prepared
+    from tiltyard.preparation import Prepared
 
 EXIT = {"finished": EXIT_DONE, "stopped": EXIT_RESUMABLE}
 LOOK = 0.5  # seconds between questions while a job is being stopped

@@ -58,7 +58,7 @@ class Expectation:
 
     def check(self, experiment: Experiment) -> None:
         """UseError when nothing that is about to be trained can meet it: its metric will not be recorded."""
-        from tiltyard.start import evaluates, require_metric
+        from tiltyard.preparation import evaluates, require_metric
 
         require_metric(self.metric, f"--expect {self.text!r}: {self.metric}", also=[*SHORT])
         if self.metric.startswith("eval/") and not evaluates(experiment):
@@ -135,14 +135,14 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     seeds = parse_seeds(args.seeds) if args.seeds else [None]
-    from tiltyard import start
+    from tiltyard import preparation, start
     from tiltyard.cli import jobs
 
     profile = jobs.job_profile(args.on)
     jobs.check_words(args, profile, expectation)
     code = EXIT_DONE
     with data_stdout() as data:
-        prepared = start.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
+        prepared = preparation.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
@@ -171,7 +171,7 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
-    from tiltyard import start
+    from tiltyard import resumption
     from tiltyard.cli import jobs
     from tiltyard.launch.queue import refuse_queued
     from tiltyard.run.folder import find
@@ -181,7 +181,7 @@ def run_resume(args: argparse.Namespace) -> int:
         refuse_queued(meant)
         profile = None if args.here else jobs.profile_of(meant)
         jobs.check_words(args, profile, expectation)
-        run, plan = start.plan_resume(meant, args.overrides, trust_code=args.trust_code)
+        run, plan = resumption.plan_resume(meant, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(plan.settings)
         if profile is not None:
@@ -205,7 +205,7 @@ def run_fork(args: argparse.Namespace) -> int:
     at = parse_at(args.at)
     if args.replay is not None and at is not None:
         raise UseError("--replay starts from scratch, and --at chooses a checkpoint", "give one of them")
-    from tiltyard import start
+    from tiltyard import preparation, resumption, start
     from tiltyard.cli import jobs
     from tiltyard.run.folder import find
 
@@ -213,15 +213,15 @@ def run_fork(args: argparse.Namespace) -> int:
         profile = None if args.here else jobs.profile_of(find(args.run))
         jobs.check_words(args, profile, expectation)
         if args.replay is None:
-            prepared = start.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
+            prepared = preparation.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
         else:
-            prepared = start.prepare_replay(args.run, args.replay, args.overrides, trust_code=args.trust_code)
+            prepared = preparation.prepare_replay(args.run, args.replay, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
         run = start.begin(prepared)
-        plan = start.as_it_is(run, prepared.spec) if args.replay is None else start.plan_resume(run)[1]
+        plan = start.as_it_is(run, prepared.spec) if args.replay is None else resumption.plan_resume(run)[1]
         return _train_here(run, plan, args, expectation, data)
 
 

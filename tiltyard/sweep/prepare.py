@@ -197,14 +197,14 @@ def _found(experiment: Experiment, root: Path) -> Experiment:
     """The experiment with the runs that it takes weights from as folders."""
     if experiment.model.init is None and experiment.resume in ("auto", "never"):
         return experiment
-    from tiltyard.start import with_found_sources
+    from tiltyard.preparation import with_found_sources
 
     return with_found_sources(experiment, root)
 
 
 def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
     """Runs that weights come from, as folders: `newest run of cartpole` would be another one once trials are made."""
-    from tiltyard.start import source_folder
+    from tiltyard.preparation import source_folder
 
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("init"), str):
@@ -266,7 +266,7 @@ def _in_point(problem: Problem, point: Point, count: int) -> Problem:
 
 
 def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
-    from tiltyard.start import evaluates, require_metric
+    from tiltyard.preparation import evaluates, require_metric
 
     require_metric(plan.metric.name, f"metric = {plan.metric.name}")
     if plan.metric.name.startswith("eval/") and not all(evaluates(each) for each in built):
@@ -278,7 +278,7 @@ def _try_out(
     built: Sequence[Experiment], base: tuple[Path, ...]
 ) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
     """Every kind of env, model and engine among the trials tried out once; copies of all plug-ins that they name."""
-    from tiltyard.start import check_copies
+    from tiltyard.preparation import check_copies
 
     kinds = {_kind(experiment): experiment for experiment in built}
     if len(kinds) > 1:
