@@ -1,7 +1,7 @@
 """A process that has torch imported already and forks workers on request, so that a new one is there in milliseconds.
 Learners beside the driver's and an actor that decides for all workers are born and die in the same way.
 
-    driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker
+    driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker, or another nursery
     driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
 
 Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver goes, in whatever way, the
@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,35 @@ from tiltyard.errors import TiltyardError
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
 _START = "import sys; sys.path.append({root!r}); from tiltyard.engines.nursery import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+NURSERY = "n"  # the role of a copy of the nursery itself
+PATIENCE = 10.0  # seconds that a nursery may take to end
 GRACE = 1.0  # seconds that the children of a dead worker have to end by themselves and tidy up
 
 
 class Nursery:
-    """The driver's end. `without` says how to do without those that are born here."""
+    """The driver's end. `without` says how to do without those that are born here. A process of its own, or with a
+    `mother` a copy of hers, which is there at once."""
 
-    def __init__(self, without: str = "engine.workers=0 does without workers") -> None:
+    def __init__(
+        self, without: str = "engine.workers=0 does without workers", *, mother: Nursery | None = None
+    ) -> None:
         self._without = without
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+        self._process = self._started(theirs) if mother is None else None
+        if mother is not None:
+            mother.bear({"role": NURSERY, "number": 0}, [theirs.fileno()])
+        theirs.close()
+        self._socket = ours
+
+    @staticmethod
+    def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
         # One thread until a worker asks for more: a pool of threads does not survive a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=2,  # stdout is the driver's, for data
@@ -54,8 +67,6 @@ class Nursery:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-        theirs.close()
-        self._socket = ours
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -75,23 +86,31 @@ class Nursery:
             return None
         word = self._socket.recv(LARGEST)
         if not word:
+            code = "" if self._process is None else f" with exit code {self._process.wait()}"
             raise TiltyardError(
-                f"the process that starts others ended with exit code {self._process.wait()}",
-                f"see the messages above; {self._without}",
+                f"the process that starts others ended{code}", f"see the messages above; {self._without}"
             )
         found: dict[str, Any] = json.loads(word)
         return found
 
     def discard(self) -> None:
         """End one that nobody was born in yet, without waiting for its imports."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
         self.close()
 
     def close(self) -> None:
         """End all workers and the nursery, and wait until they are gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(PATIENCE)
+            while self._socket.recv(LARGEST):  # deaths that nobody asks about any more, and then its own
+                pass
         self._socket.close()
+        if self._process is None:
+            return
         try:
-            self._process.wait(10)
+            self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -102,6 +121,8 @@ class _Early:
 
     def __init__(self) -> None:
         self._kept: tuple[Nursery, tuple[object, ...]] | None = None
+        self._mother: tuple[Nursery, tuple[object, ...]] | None = None
+        self._many = False
 
     def start(self) -> Nursery:
         self.end()
@@ -110,16 +131,32 @@ class _Early:
 
     def take(self) -> Nursery:
         """The one that was started in this folder with these environment variables; a new one if there is none."""
+        if self._mother is not None and self._mother[1] == self._here():
+            return Nursery(mother=self._mother[0])
         if self._kept is None or self._kept[1] != self._here():
             self.start()
         assert self._kept is not None
-        taken, self._kept = self._kept[0], None
-        return taken
+        taken, self._kept = self._kept, None
+        if self._many and self._mother is None:
+            self._mother = taken
+            return Nursery(mother=taken[0])
+        return taken[0]
 
     def end(self) -> None:
         if self._kept is not None:
             self._kept[0].discard()
             self._kept = None
+
+    @contextlib.contextmanager
+    def many(self) -> Iterator[None]:
+        """Within this, all that are taken are copies of the first: for whoever builds engine after engine."""
+        self._many = True
+        try:
+            yield
+        finally:
+            mother, self._mother, self._many = self._mother, None, False
+            if mother is not None:
+                mother[0].close()
 
     @staticmethod
     def _here() -> tuple[object, ...]:
@@ -137,16 +174,19 @@ def main(fd: int) -> None:
 
     The kernel is not asked to end this process with the driver: it has to end what envs have left behind first.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
-    channel = socket.socket(fileno=fd)
     from tiltyard.engines import colearner  # torch and all that is ours
     from tiltyard.engines.local import actor, worker
 
-    lives = {"w": worker.work, "a": actor.work, "l": colearner.work}
+    _tend(fd, {"w": worker.work, "a": actor.work, "l": colearner.work})
 
+
+def _tend(fd: int, lives: dict[str, Any]) -> None:
+    """Fork whoever is asked for, tell who ended, and end all when the driver goes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    channel = socket.socket(fileno=fd)
     alive: set[int] = set()
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -176,6 +216,10 @@ def main(fd: int) -> None:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 task = json.loads(word)
+                if task["role"] == NURSERY:
+                    os.setsid()
+                    die_with(here)
+                    _tend(fds[0], lives)
                 _live(here, lives[task["role"]], task, fds)
             for each in fds:
                 os.close(each)

@@ -21,7 +21,7 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded
-from tiltyard.engines import check_engine, make_engine
+from tiltyard.engines import check_engine, make_engine, nursery
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
 from tiltyard.engines.plan import topology
 from tiltyard.errors import TiltyardError, UseError
@@ -102,11 +102,12 @@ def tune(
     began = time.monotonic()
     threads = torch.get_num_threads()
     field_ = _Field(experiment, spec, base, began, seconds, say)
-    try:
-        own, chosen = _search(field_, kept)
-    finally:
-        field_.close()
-        torch.set_num_threads(threads)
+    with nursery.early.many():
+        try:
+            own, chosen = _search(field_, kept)
+        finally:
+            field_.close()
+            torch.set_num_threads(threads)
     trials = [entry.trial() for entry in field_.entries.values()]
     found = {trial.point: trial for trial in trials}
     chosen_experiment = chosen.applied(loaded.experiment)
@@ -132,6 +133,8 @@ def _search(field_: _Field, kept: Sequence[str]) -> tuple[Point, Point]:
     for stage in stages:
         until = field_.used() + (LAST_DUEL - field_.used()) * (0.6 if stage == processes else 0.4)
         best = _climb(field_, around, best, until)
+        if stage == processes and best.workers > own.workers:  # whoever climbed has no use for fewer
+            continue
         best = field_.race(best, stage(best), until)
     best = _climb(field_, around, best, LAST_DUEL)
     return own, field_.race(own, [best], until=1.0) if best != own else own

@@ -1,4 +1,4 @@
-"""Slurm's commands that change something: submit and cancel. What is asked of Slurm is in queue.py."""
+"""A queue's commands: how any is called, and Slurm's that change something. What is asked of Slurm is in queue.py."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from tiltyard.errors import TiltyardError
 PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
 
 
+def hear(
+    command: Sequence[str], *, patience: float = PATIENCE, apart: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of the queue's and return what it said. Raises OSError and subprocess.SubprocessError.
+
+    `apart` keeps the terminal's Ctrl-C from it.
+    """
+    return subprocess.run(
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=patience,
+        start_new_session=apart,
+    )
+
+
 def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
     """Submit a script and return the job's id. Whatever goes wrong, nothing called `name` is left in the queue."""
     try:
         with _cancelled_unless_done(name):
-            done = subprocess.run(
-                ["sbatch", "--parsable", *options, str(path)],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=PATIENCE,
-                start_new_session=True,  # a Ctrl-C is for us, who then take back what was submitted
-            )
+            # A Ctrl-C is for us, who then take back what was submitted.
+            done = hear(["sbatch", "--parsable", *options, str(path)], apart=True)
             if done.returncode == 0 and (found := re.match(r"\d+", done.stdout.strip())):
                 return found[0]
     except FileNotFoundError as error:
@@ -55,7 +66,7 @@ def _cancelled_unless_done(name: str) -> Iterator[None]:
         raise
     except BaseException:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _scancel(["--user", getpass.getuser(), "--name", name])
+            hear(["scancel", "--user", getpass.getuser(), "--name", name])
         raise
 
 
@@ -70,13 +81,7 @@ def environment() -> dict[str, str]:
 
 def cancel(*jobs: str, signal: str | None = None) -> None:
     """End jobs; with a signal, send that to what runs on their nodes and leave the rest to them."""
-    done = _scancel([*([f"--signal={signal}"] if signal else []), *jobs])
+    done = hear(["scancel", *([f"--signal={signal}"] if signal else []), *jobs])
     if done.returncode != 0 and not signal:
         said = f"job {', '.join(jobs)} could not be cancelled: {done.stderr.strip()}"
         raise TiltyardError(said, f"try by hand: scancel {' '.join(jobs)}")
-
-
-def _scancel(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["scancel", *words], env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
-    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tiltyard.children import die_with
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch.commands import environment
+from tiltyard.launch.commands import environment, hear
 from tiltyard.launch.script import asked_for, secret_environment, set_up
 
 SET_UP = "TILTYARD_SET_UP"
@@ -54,9 +54,7 @@ def hostnames(nodes: str) -> list[str]:
 
 def _ask(command: list[str]) -> list[str]:
     try:
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
-        )
+        done = hear(command, patience=PATIENCE)
     except (OSError, subprocess.SubprocessError) as error:
         raise TiltyardError(f"{command[0]} gives no answer: {error}", "type this where Slurm is") from error
     return done.stdout.split() if done.returncode == 0 else []

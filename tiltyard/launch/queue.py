@@ -25,7 +25,7 @@ from typing import Any
 
 from tiltyard.errors import UseError
 from tiltyard.launch import AGAIN, FOLDER, NUMBER
-from tiltyard.launch.commands import environment
+from tiltyard.launch.commands import hear
 from tiltyard.run.folder import Run
 
 PATIENCE = 20.0  # seconds for an answer: somebody waits for a listing
@@ -137,9 +137,7 @@ def number_of(job: str) -> str:
 
 def _lines(command: list[str]) -> list[str] | None:
     try:
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, errors="replace", timeout=PATIENCE
-        )
+        done = hear(command, patience=PATIENCE)
     except (OSError, subprocess.SubprocessError):
         return None
     if done.returncode != 0 and "Invalid job id" not in done.stderr:

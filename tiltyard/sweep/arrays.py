@@ -21,7 +21,7 @@ from typing import Any
 from tiltyard.doctor.remembered import avoided
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch import FORGOTTEN, NUMBER, SCRIPT, TRIALS, queue
-from tiltyard.launch.commands import cancel, environment, sbatch
+from tiltyard.launch.commands import cancel, hear, sbatch
 from tiltyard.launch.queue import Told
 from tiltyard.launch.script import Array, Job, script
 from tiltyard.launch.slurm import write_script
@@ -151,9 +151,7 @@ def _silent() -> TiltyardError:
 def most_tasks() -> int:
     """How many tasks an array may have at this site."""
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "config"], env=environment(), capture_output=True, text=True, timeout=queue.PATIENCE
-        )
+        done = hear(["scontrol", "show", "config"], patience=queue.PATIENCE)
     except (OSError, subprocess.SubprocessError) as error:
         raise _silent() from error
     for line in done.stdout.splitlines():

@@ -24,7 +24,7 @@ from tiltyard.config import site
 from tiltyard.config.site import PLACEHOLDER, Profile, Slurm
 from tiltyard.errors import TiltyardError
 from tiltyard.launch import JOB, NUMBER, SCRIPT, SECRETS
-from tiltyard.launch.commands import PATIENCE, environment
+from tiltyard.launch.commands import hear
 from tiltyard.launch.queue import Told
 from tiltyard.launch.script import GO_ON, set_up, turn
 from tiltyard.launch.slurm import write_private, write_secrets
@@ -171,15 +171,7 @@ def words(command: str, values: Mapping[str, str]) -> list[str]:
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """One of the queue's commands."""
     try:
-        return subprocess.run(
-            command,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PATIENCE,
-        )
+        return hear(command)
     except FileNotFoundError as error:
         raise TiltyardError(f"there is no {command[0]} here", "type this where it is") from error
     except (OSError, subprocess.SubprocessError) as error:
