@@ -2,7 +2,7 @@
 
     bench                                  child: python -m tiltyard.sampling PARENT
       its share of the envs  -> task  --------> builds the group that training would use -> ready
-      all are ready          -> go  ----------> steps until the seconds are over
+      all are ready          -> go  ----------> steps its envs, and nothing else, until the seconds are over
                              <- ticks --------- (monotonic time, env steps, frames, seconds in resets) so far
 
 What is measured is training's upper bound: `run.bounds` keeps the best figure, `train` and `show` compare with it.
@@ -30,6 +30,7 @@ from tiltyard.envs.native import make_group
 from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.walk import Walk
 from tiltyard.frozen import copy_plugins
 from tiltyard.machine import resident_memory, usable_cores
 from tiltyard.run import bounds
@@ -39,7 +40,6 @@ SECONDS = 12.0  # of stepping, over all numbers of processes
 WINDOWS = (1, 10, 60)  # seconds
 TICKS = 100  # at most that many lines of a child: all of them fit into its pipe, so that it never waits for a reader
 SHORTEST_TICK = 0.1  # seconds
-DRAWN = 256  # env steps whose actions are drawn beforehand, where no mask restricts them
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Sampled:
 
 
 class _Timed:
-    """An env whose resets are timed. Groups keep the bound step of the env itself, so stepping is not slowed."""
+    """An env whose resets are timed. Who steps it keeps the bound step of the env itself, which is not slowed."""
 
     def __init__(self, made: Any) -> None:
         self._made, self.seconds = made, 0.0
 
-    def reset(self, *, seed: int) -> Any:
+    def reset(self, *, seed: int | None) -> Any:
         began = time.perf_counter()
         answer = self._made.reset(seed=seed)
         self.seconds += time.perf_counter() - began
@@ -217,41 +217,23 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     group.envs = [*timed]
     parent.tell({"ready": True, "env_bytes": env_bytes})
     parent.hear()
-    _step(group, now, timed, task["seconds"], parent)
+    _step(Walk(group, now), timed, task["seconds"], parent)
     group.close()
     return {"over": True}
 
 
-def _step(group: EnvGroup, now: Step, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
-    """Act at random until the time is over, telling how far it is now and then."""
-    choose = _actions(group)
-    interval, taken, frames = max(SHORTEST_TICK, seconds / TICKS), 0, group.frames_taken
+def _step(walk: Walk, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
+    """Walk until the time is over, telling how far it is now and then."""
+    interval = max(SHORTEST_TICK, seconds / TICKS)
     mark = began = time.monotonic()
     parent.tell({"tick": [began, 0, 0, 0.0]})
     while mark < began + seconds:
         due = min(mark + interval, began + seconds)
         while mark < due:
-            now = group.step(choose(now))
-            taken += int(now.valid.sum())
+            walk.step()
             mark = time.monotonic()
         resets = sum(each.seconds for each in timed)
-        parent.tell({"tick": [mark, taken, group.frames_taken - frames, resets]})
-
-
-def _actions(group: EnvGroup) -> Callable[[Step], Array]:
-    """A chooser of random actions: from a stock drawn beforehand, or one by one where a mask restricts them."""
-    rng, codec, rows = np.random.default_rng(0), group.codec, group.rows
-    if group.spec.masked:
-        return lambda now: codec.random_rows(rng, rows, now.mask)
-    stock = [codec.random_rows(rng, rows) for _ in range(DRAWN)]
-    turn = 0
-
-    def choose(now: Step) -> Array:
-        nonlocal turn
-        turn = (turn + 1) % DRAWN
-        return stock[turn]
-
-    return choose
+        parent.tell({"tick": [mark, walk.env_steps, walk.frames, resets]})
 
 
 if __name__ == "__main__":

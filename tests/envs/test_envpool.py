@@ -163,7 +163,7 @@ def test_it_is_envpools_own_code_that_steps() -> None:
     group = group_of(Env(id="envpool:CartPole-v1"), 2)
     assert isinstance(group, NativeGroup)
     group.reset()
-    pool = group._stepper._rows.pool
+    pool = group.stepper._rows.pool
     assert any(base.__module__ == "envpool.classic_control.classic_control_envpool" for base in type(pool).__mro__)
     assert "classic_control_envpool" in Path("/proc/self/maps").read_text()
     ours, _ = EnvPool("CartPole-v1").reset(seed=7)
@@ -294,7 +294,7 @@ def test_threads_are_not_more_than_rows_and_what_was_said() -> None:
     for rows, threads, expected in ((3, 2, 2), (2, 7, 2), (1, None, 1)):
         group = group_of(Env(id="envpool:CartPole-v1"), rows, threads=threads)
         group.reset()
-        assert group._stepper._rows.pool.config["num_threads"] == expected
+        assert group.stepper._rows.pool.config["num_threads"] == expected
         group.close()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tiltyard import resumption, start
+from tiltyard import preparation, resumption, start
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import dump_yaml
 from tiltyard.envs.probe import probe
@@ -99,7 +99,7 @@ def probe_once(env: Env, **more: Any) -> EnvSpec:
 
 def train(folder: Path) -> None:
     try:
-        with patch.object(start, "probe", probe_once):
+        with patch.object(preparation, "probe", probe_once):
             run, made = resumption.plan_resume(Run(folder))
             start.carry_out(run, made, live=False)
     except TiltyardError as error:
@@ -112,7 +112,7 @@ def carry_out(sweep: Sweep) -> int:
 
 def begun() -> Sweep:
     """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
-    with patch.object(start, "probe", probe_once):
+    with patch.object(preparation, "probe", probe_once):
         return prepare.begin(prepare.prepare("plan.yaml"))
 
 

@@ -481,6 +481,24 @@ def test_what_rllib_can_move_is_said(runs: Path) -> None:
     assert "lr, clip, entropy and kl" in problem.hint
 
 
+@pytest.mark.timeout(900)
+def test_members_on_rllib(tiltyard: Command) -> None:
+    """Each stretch starts a Ray of its own; the copy goes on with the winner's weights and its own learning rate."""
+    pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
+    only_when_long("two minutes")
+    engine = {"kind": "rllib", "envs": 2, "runners": 0}
+    experiment = {**EXPERIMENT, "engine": engine, "stop": {"env_steps": 96}}
+    plan([2.0, 1.0], max_parallel=1, experiment=experiment, population={**RULES, "replace": 0.5})
+    assert "2: 2 finished" in tiltyard("sweep", "start", "plan.yaml").stdout
+    sweep = Sweep(next(Path("runs").absolute().glob("steady/sweep-*")))
+    (only,) = exploits(sweep)
+    assert (only["trial"], only["source"]) == (2, 1)
+    copied = weights(sweep.place(2), only["counts_from"]), weights(sweep.place(1), only["source_env_steps"])
+    assert same(*copied)
+    used = metrics.latest(metrics.read(sweep.place(2)), "setting/lr")
+    assert used == pytest.approx(only["after"]["algo.lr"], rel=1e-6)
+
+
 def test_others_have_no_lineage(tiltyard: Command) -> None:
     Path("plan.yaml").write_text(dump_yaml({"name": "toy", "program": ["python", "-c", "1"], "space": {"x": [1]}}))
     tiltyard("sweep", "start", "plan.yaml", "--dry-run")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
+from tests.sweep.populace import EXPERIMENT, plan
 from tests.sweep.talker import most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
@@ -218,3 +219,16 @@ def test_templates_that_make_no_sense(runs: Path, template: dict[str, str] | Non
     with pytest.raises(ConfigError) as error:
         load_site()
     assert wrong in error.value.details
+
+
+def test_a_population_decides_in_its_members_jobs(tiltyard: Command, queue: Path) -> None:
+    """Fewer slots than members: whoever pauses takes the turn, replaces who is behind, and submits who is next."""
+    plan([3.0, 2.0, 1.0], max_parallel=2, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("steady")
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 3}
+    copies = [(line["trial"], line["source"]) for line in sweep.decisions() if line["kind"] == "exploit"]
+    assert copies == [(3, 1)]
+    assert {Run(sweep.place(number)).status()["attempt"] for number in (1, 2, 3)} == {2}, "a pause each"
+    assert len(list(queue.glob("job-*"))) > 3  # a pause ends the job, unless it is the same member's turn again

@@ -161,8 +161,9 @@ class Ataris:
         obs, reward, terminated, truncated, _ = self._all.step(np.asarray(actions))
         return self._planes(obs), reward.astype(np.float64), terminated, truncated
 
-    def reset_row(self, row: int, seed: int) -> Array:
+    def reset_row(self, row: int, seed: int | None) -> Array:
         if not self._seeded:
+            assert seed is not None
             self._seeded = True
             obs, _ = self._all.reset(seed=row_seeds(seed, self._rows))
             self._waiting = dict(enumerate(self._planes(obs).copy()))

@@ -179,8 +179,9 @@ class EnvPools:
         assert self._rows is not None
         return self._rows.step(actions)
 
-    def reset_row(self, row: int, seed: int) -> Any:
+    def reset_row(self, row: int, seed: int | None) -> Any:
         if self._rows is None:
+            assert seed is not None
             self._rows = self._one.many(row_seeds(seed, self._count), self._threads)
         return self._rows.begin(row)
 

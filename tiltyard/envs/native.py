@@ -40,8 +40,9 @@ class Stepper(Protocol):
         """One action per row: observations [B, ...], or dicts of them as the space has, rewards, terminated, truncated.
         Arrays may be used again."""
 
-    def reset_row(self, row: int, seed: int) -> Any:
-        """Begin an episode in one row; its first observation. The seed is the episode's own."""
+    def reset_row(self, row: int, seed: int | None) -> Any:
+        """Begin an episode in one row; its first observation. The seed is the episode's own; without one, after a
+        first one, random numbers go on where they are."""
 
     def close(self) -> None: ...
 
@@ -55,7 +56,6 @@ class Row(gymnasium.Env[Any, Any]):
         self.observation_space = stepper.observation_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        assert seed is not None
         return self._stepper.reset_row(self._row, seed), {}
 
     def get_state(self) -> Tree:
@@ -70,16 +70,16 @@ class NativeGroup(EnvGroup):
     """An EnvGroup, made from the same arguments without `base`, whose rows are stepped by one call."""
 
     def __init__(self, stepper: Stepper, *group: Any, **more: Any) -> None:
-        self._stepper = stepper
+        self.stepper = stepper
         super().__init__(*group, base=(), **more)
 
     def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
-        self.comes_back = self._stepper.comes_back  # type: ignore[assignment]
-        return [Row(self._stepper, row) for row in range(self.rows)]
+        self.comes_back = self.stepper.comes_back  # type: ignore[assignment]
+        return [Row(self.stepper, row) for row in range(self.rows)]
 
     def _advance_all(self, actions: list[Any]) -> None:
         try:
-            obs, reward, terminated, truncated = self._stepper.step(actions)
+            obs, reward, terminated, truncated = self.stepper.step(actions)
             self.buffer.write_all(obs)
             if self.mask is not None:
                 for row in np.flatnonzero(~(terminated | truncated)).tolist():
@@ -93,7 +93,7 @@ class NativeGroup(EnvGroup):
         self._beats[0] += 1
 
     def close(self) -> None:
-        self._stepper.close()
+        self.stepper.close()
         self.envs = []
 
 
@@ -114,15 +114,17 @@ class CartPoles:
         self._all.action_space = _Anything()  # type: ignore[assignment]
         self.observation_space = self._all.single_observation_space
         self._none = np.zeros(rows, bool)
+        self._random = np.random.default_rng()
 
     def step(self, actions: list[Any]) -> tuple[Array, Array, Array, Array]:
         self._all.prev_done = self._none
         obs, reward, terminated, truncated, _ = self._all.step(np.asarray(actions))
         return obs, reward, terminated, truncated
 
-    def reset_row(self, row: int, seed: int) -> Array:
-        random, _ = seeding.np_random(seed)
-        begin: Array = random.uniform(self._all.low, self._all.high, size=(4,))
+    def reset_row(self, row: int, seed: int | None) -> Array:
+        if seed is not None:
+            self._random, _ = seeding.np_random(seed)
+        begin: Array = self._random.uniform(self._all.low, self._all.high, size=(4,))
         self._all.state[:, row] = begin
         return begin.astype(np.float32)
 

@@ -1,0 +1,91 @@
+"""Walks of the sampler: every env is stepped and begun anew as its episodes end, whatever way its rows are stepped."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiltyard.config.experiment import Env
+from tiltyard.envs.native import NativeGroup, make_group
+from tiltyard.envs.probe import examine
+from tiltyard.envs.spaces import spec_from_json
+from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.walk import Walk
+from tiltyard.errors import EnvError
+
+BASE = [Path(__file__).parents[1] / "cli"]
+PAUSES = "pauses.py:Pauses"
+
+
+def walk_of(env: Env, rows: int = 3) -> tuple[Walk, EnvGroup]:
+    group = make_group(env, spec_from_json(examine(env, BASE, False)), rows, 0, base=BASE)
+    return Walk(group, group.reset()), group
+
+
+def counted(group: EnvGroup) -> list[int]:
+    """Resets of each env from now on, counted as they come."""
+    found = [0] * len(group.envs)
+
+    def count(row: int, made: Any) -> Any:
+        reset = made.reset
+
+        def begin(**more: Any) -> Any:
+            found[row] += 1
+            return reset(**more)
+
+        return begin
+
+    for row, made in enumerate(group.envs):
+        made.reset = count(row, made)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "resets", "frames"),
+    [
+        ({}, 4, 60),  # 20 steps of 5 each
+        ({"time_limit": 4}, 5, 60),
+        ({"frameskip": 2}, 6, 102),  # two calls, two, and one that ends it: six times five frames, and four
+        ({"isolate": "thread"}, 4, 60),  # as in training
+    ],
+)
+def test_rows_of_their_own(more: dict[str, Any], resets: int, frames: int) -> None:
+    walk, group = walk_of(Env(id=PAUSES, **more))
+    found = counted(group)
+    for _ in range(20):
+        walk.step()
+    assert (walk.env_steps, walk.frames, found) == (60, frames, [resets] * 3)
+    group.close()
+
+
+@pytest.mark.parametrize(("limit", "resets"), [(None, 1), (5, 4)])
+def test_rows_in_one_call(limit: int | None, resets: int) -> None:
+    walk, group = walk_of(Env(id="CartPole-v1", time_limit=limit), rows=4)
+    assert isinstance(group, NativeGroup)
+    found = counted(group)
+    states = np.zeros((4, 4))
+    for _ in range(20):
+        walk.step()
+        assert not (states == group.stepper._all.state).all()  # type: ignore[attr-defined]
+        states = group.stepper._all.state.copy()  # type: ignore[attr-defined]
+    assert (walk.env_steps, walk.frames) == (80, 80)
+    assert sum(found) >= 4 * resets if limit else 0 < sum(found) < 8
+    group.close()
+
+
+def test_agents_count_as_they_do_in_training() -> None:
+    walk, group = walk_of(Env(id="tiltyard.envs.toy_games:Pennies"), rows=4)
+    for _ in range(3):
+        walk.step()
+    assert (walk.env_steps, walk.frames) == (12, 3 * group.copies)
+    group.close()
+
+
+def test_what_an_env_raises_is_told_as_its_own() -> None:
+    walk, group = walk_of(Env(id=PAUSES, options={"fails_at": 200}))
+    for _ in range(199):
+        walk.step()
+    with pytest.raises(EnvError, match="row 0, env step 597: step\\(\\) raised RuntimeError: out of fuel"):
+        walk.step()
+    group.close()
