@@ -24,6 +24,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import Candidates, Point, own_point
+from tiltyard.engines.nursery import early
 from tiltyard.engines.plan import topology
 from tiltyard.engines.tuning import kept_settings, tune
 from tiltyard.envs.probe import probe
@@ -52,12 +53,15 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=[*TASKS], help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seconds", type=float, default=1.0, help="that each point of the grid is measured for")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds that `tune` has")
+    parser.add_argument(
+        "--workers", type=int, default=16, help="at most, in the grid; 4 for what needs the cores itself"
+    )
     options = parser.parse_args()
     for task in options.tasks:
-        compare(task, options.seconds, options.budget)
+        compare(task, options.seconds, options.budget, options.workers)
 
 
-def compare(task: str, seconds: float, budget: float) -> None:
+def compare(task: str, seconds: float, budget: float, workers: int) -> None:
     loaded = load(TASKS[task])
     experiment = loaded.experiment
     spec = probe(experiment.env, base=loaded.base, previous=False)
@@ -66,11 +70,12 @@ def compare(task: str, seconds: float, budget: float) -> None:
     def speed(point: Point, seconds: float) -> float:
         return measure(point, seconds, experiment, spec, loaded.base)
 
-    points = [own, *grid(Candidates(experiment, own, kept_settings(loaded), usable_cores()), own)]
+    points = [own, *grid(Candidates(experiment, own, kept_settings(loaded), usable_cores()), own, workers)]
     began = time.monotonic()
-    found = {point: speed(point, seconds) for point in points}
-    first = sorted(found, key=lambda point: -found[point])[:BEST]
-    best = max(first, key=lambda point: speed(point, 3 * seconds))
+    with early.many():
+        found = {point: speed(point, seconds) for point in points}
+        first = sorted(found, key=lambda point: -found[point])[:BEST]
+        best = max(first, key=lambda point: speed(point, 3 * seconds))
     took = f"{len(points)} points in {time.monotonic() - began:.0f} s"
     print(f"{task}: a grid of {took}; best: {' '.join(best.words())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,19 +83,20 @@ def compare(task: str, seconds: float, budget: float) -> None:
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.words)}")
     meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
     turns: dict[str, list[float]] = {who: [] for who in meeting}
-    for turn in range(TURNS):
-        for who in sorted(meeting, reverse=bool(turn % 2)):
-            turns[who].append(speed(meeting[who], 3 * seconds))
+    with early.many():
+        for turn in range(TURNS):
+            for who in sorted(meeting, reverse=bool(turn % 2)):
+                turns[who].append(speed(meeting[who], 3 * seconds))
     speeds = {who: median(each) for who, each in turns.items()}
     print(f"{task}: " + ", ".join(f"{who} {each:,.0f} env steps/s" for who, each in speeds.items()), end="; ")
     print(f"tune / grid = {speeds['tune'] / speeds['grid']:.2f}", flush=True)
 
 
-def grid(around: Candidates, own: Point) -> list[Point]:
-    """Every point that `tune` could choose."""
+def grid(around: Candidates, own: Point, most: int) -> list[Point]:
+    """Every point that `tune` could choose, with at most so many workers."""
     topologies = {(own.workers, own.mode), *((p.workers, p.mode) for p in around.processes(own))}
     if max(workers for workers, _ in topologies) > 0:  # envs that wait want many
-        topologies |= {(w, m) for w in (4, 8, 16) for m in ("sync", "async")}
+        topologies |= {(w, m) for w in (4, 8, 16) for m in ("sync", "async") if w <= most}
     envs = [round(own.envs * ratio) for ratio in (0.5, 1, 2, 4, 8)]
     batches = [own.envs * own.rollout * ratio for ratio in (1, 2)]
     sizes = [None] if own.minibatch is None else [own.minibatch // 2, own.minibatch, own.minibatch * 2]
