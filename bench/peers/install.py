@@ -5,20 +5,19 @@ its file changes. torch comes first and by its exact pin: resolved with the rest
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.parse import urljoin
+from urllib.request import Request, urlopen
 
 HERE = Path(__file__).resolve().parent
 INTO = Path(os.environ.get("BENCH_PEERS", HERE.parents[1] / ".bench"))
-PUFFER = (
-    "https://files.pythonhosted.org/packages/7c/e1/5292f9b69c6263707b40ba04a87e6b9bcc177281d31092f77afd90c412f1/"
-    "pufferlib-3.0.0.tar.gz"
-)
+PUFFER = "pufferlib-3.0.0.tar.gz"
 
 
 def main() -> None:
@@ -50,13 +49,25 @@ def pip(environment: Path, *arguments: str, **variables: str) -> bool:
     return subprocess.run(command, env=os.environ | variables, check=False).returncode == 0
 
 
+def source_of(environment: Path, file: str) -> str:
+    """Where a package's source lies, by the index that pip is set up with: `pip download` would begin to build it."""
+    asked = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    ways = (["-m", "pip", "config", "get", "global.index-url"], ["-c", asked])
+    said = (subprocess.run([environment / "bin" / "python", *way], capture_output=True, text=True) for way in ways)
+    index = os.environ.get("PIP_INDEX_URL") or next(each.stdout.strip() for each in said if each.stdout.strip())
+    page = f"{index.rstrip('/')}/{file.partition('-')[0]}/"
+    with urlopen(Request(page, headers={"Accept": "text/html"})) as answer:
+        links = re.findall(r'href="([^"#]+)', answer.read().decode())
+    return urljoin(page, next(link for link in links if link.endswith(f"/{file}")))
+
+
 def install_puffer(environment: Path) -> bool:
     """PufferLib 3.0.0 without its own games: these are fetched from GitHub while it is built, and are not compared.
 
     Its switch for that, NO_OCEAN, leaves one name of its setup.py undefined: it is defined here. Compiles for minutes.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with urlopen(PUFFER) as answer, tarfile.open(fileobj=answer, mode="r|gz") as archive:
+        with urlopen(source_of(environment, PUFFER)) as answer, tarfile.open(fileobj=answer, mode="r|gz") as archive:
             archive.extractall(folder, filter="data")
         source = Path(folder) / "pufferlib-3.0.0"
         setup = source / "setup.py"
