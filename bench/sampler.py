@@ -1,8 +1,7 @@
 """The sampler against a bare loop over the same envs, in turns: `python bench/sampler.py [TASK ...]`.
 
 The bare loop is what one would write without Tiltyard: random actions drawn beforehand, a reset where an episode ends,
-nothing kept. The sampler is `tiltyard bench` with one process, which stores observations, counts episodes and draws its
-actions as it goes.
+nothing kept. The sampler is `tiltyard bench` with one process.
 """
 
 from __future__ import annotations

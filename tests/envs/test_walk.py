@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from tiltyard.envs.native import NativeGroup, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
-from tiltyard.envs.walk import Walk
+from tiltyard.envs.walk import DRAWN, Walk
 from tiltyard.errors import EnvError
 
 BASE = [Path(__file__).parents[1] / "cli"]
@@ -88,4 +89,28 @@ def test_what_an_env_raises_is_told_as_its_own() -> None:
         walk.step()
     with pytest.raises(EnvError, match="row 0, env step 597: step\\(\\) raised RuntimeError: out of fuel"):
         walk.step()
+    group.close()
+
+
+class Doubling(gymnasium.Env[Any, Any]):
+    """An env that changes the action it is given."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert np.abs(action).max() <= 1
+        action *= 2
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_an_env_may_change_what_it_is_given() -> None:
+    walk, group = walk_of(Env(id=f"{__name__}:Doubling", time_limit=10))
+    for _ in range(2 * DRAWN):
+        walk.step()
+    assert walk.env_steps == 6 * DRAWN
     group.close()

@@ -1,4 +1,4 @@
-"""`train`, `resume` and `fork`: thin faces of tiltyard.start, plus seeds, expectations and the debugger.
+"""`train`, `resume` and `fork`: thin faces of tiltyard.start and its checks, plus seeds, expectations and the debugger.
 
 A profile whose launcher is slurm makes a job of the run; what happens then is in jobs.py.
 """

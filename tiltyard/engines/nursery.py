@@ -49,6 +49,8 @@ class Nursery:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
         self._process = self._started(theirs) if mother is None else None
         if mother is not None:
+            while mother.news() is not None:  # births and deaths of others, which would fill the socket in the end
+                pass
             mother.bear({"role": NURSERY, "number": 0}, [theirs.fileno()])
         theirs.close()
         self._socket = ours
@@ -72,7 +74,7 @@ class Nursery:
         return self._socket.fileno()
 
     def bear(self, task: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a worker (`role` w), an actor (a) or a learner (l); its birth is told by `news`."""
+        """Ask for a worker (`role` w), an actor (a), a learner (l) or a copy (n); its birth is told by `news`."""
         try:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
         except OSError as error:
@@ -84,7 +86,10 @@ class Nursery:
         """The next message if there is one; a nursery that is gone is an error."""
         if not select.select([self._socket], [], [], 0)[0]:
             return None
-        word = self._socket.recv(LARGEST)
+        try:
+            word = self._socket.recv(LARGEST)
+        except ConnectionError:  # it ended before it read what it was asked
+            word = b""
         if not word:
             code = "" if self._process is None else f" with exit code {self._process.wait()}"
             raise TiltyardError(
@@ -130,7 +135,8 @@ class _Early:
         return self._kept[0]
 
     def take(self) -> Nursery:
-        """The one that was started in this folder with these environment variables; a new one if there is none."""
+        """The one that was started in this folder with these environment variables; a new one if there is none, and a
+        copy of the first within `many`."""
         if self._mother is not None and self._mother[1] == self._here():
             return Nursery(mother=self._mother[0])
         if self._kept is None or self._kept[1] != self._here():

@@ -133,9 +133,10 @@ def _search(field_: _Field, kept: Sequence[str]) -> tuple[Point, Point]:
     for stage in stages:
         until = field_.used() + (LAST_DUEL - field_.used()) * (0.6 if stage == processes else 0.4)
         best = _climb(field_, around, best, until)
+        rivals = stage(best)
         if stage == processes and best.workers > own.workers:  # whoever climbed has no use for fewer
-            continue
-        best = field_.race(best, stage(best), until)
+            rivals = [point for point in rivals if point.workers > best.workers]
+        best = field_.race(best, rivals, until)
     best = _climb(field_, around, best, LAST_DUEL)
     return own, field_.race(own, [best], until=1.0) if best != own else own
 

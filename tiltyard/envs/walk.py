@@ -41,10 +41,9 @@ class Walk:
         group = self.group
         if group.spec.parallel or group.spec.masked or group.env.isolate != "none":
             return self._as_training
-        drawn = (group.codec.random_rows(self._rng, group.rows) for _ in range(DRAWN))
-        self._actions = [group.codec.decode_rows(actions) for actions in drawn]
+        self._actions = [group.codec.random_rows(self._rng, group.rows) for _ in range(DRAWN)]
         if isinstance(group, NativeGroup):
-            self._actions = [np.asarray(actions) for actions in self._actions]
+            self._actions = [np.asarray(group.codec.decode_rows(actions)) for actions in self._actions]
             self._lengths: Array = np.zeros(group.rows, np.int64)
             return self._all_at_once
         self._calls = [made.step for made in group.envs]
@@ -56,7 +55,8 @@ class Walk:
         return self._actions[self._turn]
 
     def _one_by_one(self) -> None:
-        calls, envs, left, actions = self._calls, self.group.envs, self._left, self._next_actions()
+        calls, envs, left = self._calls, self.group.envs, self._left
+        actions = self.group.codec.decode_rows(self._next_actions())  # anew: an env may change what it is given
         skip, each, row, doing = self.group.env.frameskip, self.group.spec.frameskip, 0, "step"
         each //= skip
         try:

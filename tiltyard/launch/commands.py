@@ -16,7 +16,7 @@ PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wai
 
 
 def hear(
-    command: Sequence[str], *, patience: float = PATIENCE, apart: bool = False
+    command: Sequence[str], *, patience: float | None = None, apart: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of the queue's and return what it said. Raises OSError and subprocess.SubprocessError.
 
@@ -29,7 +29,7 @@ def hear(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=patience,
+        timeout=PATIENCE if patience is None else patience,
         start_new_session=apart,
     )
 
