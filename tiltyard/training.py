@@ -38,7 +38,7 @@ from tiltyard.refs import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.stretches import Stretch
+from tiltyard.run.stretches import PAUSED, Stretch
 from tiltyard.selection import selection_of
 from tiltyard.signals import StopSignals
 from tiltyard.track.mirrors import Mirrors
@@ -168,7 +168,7 @@ def _ended(attempt: Attempt, stretch: Stretch, reason: str | None, signals: Stop
     state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
     paused = reason is None and not signals.asked
     if reason is None:
-        reason = f"asked by {signals.asked}" if signals.asked else f"paused at env step {stretch.end:,} as it was told"
+        reason = f"asked by {signals.asked}" if signals.asked else f"{PAUSED} {stretch.end:,} as it was told"
     progress = attempt.progress
     write_progress(attempt, state=state, reason=reason)
     log_event(attempt.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")

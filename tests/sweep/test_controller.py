@@ -23,7 +23,9 @@ from tests.counts import LONG, count
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
-from tiltyard.run.folder import list_runs
+from tiltyard.run.folder import Run, list_runs, write_status
+from tiltyard.sweep import prepare
+from tiltyard.sweep.controller import Controller
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.local import AT_WORK
 from tiltyard.sweep.report import look
@@ -216,6 +218,124 @@ def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
     child.wait()
     os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
     wait_until(lambda: not program.exists() or ") Z " in (program / "stat").read_text())
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
+    """A shell dies of what it is sent, and leaves what it runs alone: that would go on beside the next attempt."""
+    Path("run.sh").write_text("python program.py $1\necho never\n")
+    write_plan(program=["bash", "run.sh"], space={"sleep": [100]})
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
+    (mine,) = runs.glob("toy/sweep-0001/0*/mine")
+    inner = Path("/proc", mine.read_text())
+    if way == "stopped":
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=100)
+        assert child.returncode == 75
+        assert not inner.exists() or ") Z " in (inner / "stat").read_text()
+        return
+    child.kill()
+    child.wait()
+    os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: len(said("began")) == 2)
+    assert said("overlap") == []
+    assert not inner.exists() or ") Z " in (inner / "stat").read_text()
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=100)
+
+
+class Desk:
+    """A place for two trials, whose ends are said by the test."""
+
+    queues = False
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.work: set[int] = set()
+        self.ended: dict[int, str] = {}
+
+    def adopt(self, numbers: Any) -> set[int]:
+        return set(self.work)
+
+    def gone(self) -> dict[int, str]:
+        return {}
+
+    def job(self, number: int) -> str:
+        return ""
+
+    def room(self, number: int | None) -> bool:
+        return len(self.work) < 2
+
+    def submit(self, number: int, folder: Path, wait: float) -> bool:
+        if number in self.work:
+            return False
+        self.started.append(number)
+        self.work.add(number)
+        return True
+
+    def send(self) -> list[str]:
+        return []
+
+    def poll(self) -> dict[int, str]:
+        ended, self.ended = self.ended, {}
+        return ended
+
+    def cancel(self, numbers: Any) -> None:
+        raise AssertionError("nobody asked for that")
+
+    def end(self, sweep: Sweep, number: int, state: str) -> None:
+        write_status(Run(sweep.place(number)), state=state, reason="said so", attempt=self.started.count(number))
+        self.work.discard(number)
+        self.ended[number] = "exit code 1"
+
+
+def desk(**more: Any) -> tuple[Sweep, Desk, Controller]:
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=2, **more)
+    sweep, place = prepare.begin(prepare.prepare("plan.yaml")), Desk()
+    return sweep, place, Controller(sweep, sweep.plan(), place, print)
+
+
+def test_a_retry_of_what_is_at_work_again_is_no_second_start(runs: Path) -> None:
+    sweep, place, one = desk()
+    for _ in range(3):
+        one.step(stop=False)
+    place.end(sweep, 1, "failed")
+    sweep.decide("retry", trial=1)
+    one.step(stop=False)
+    assert place.started == [1, 2, 3] or place.started == [1, 2, 1]
+    for _ in range(2):
+        sweep.decide("retry", trial=1)  # by somebody who still reads `failed`
+        place.end(sweep, next(iter(place.work - {1}), 1), "finished")
+        one.step(stop=False)
+    while place.work:
+        place.end(sweep, min(place.work), "finished")
+        one.step(stop=False)
+    assert sorted(place.started) == [1, 1, 2, 3]
+    assert one.over and one.exit_code() == 0
+
+
+def test_a_failure_that_was_forgiven_before_it_was_written_down(runs: Path) -> None:
+    sweep, place, one = desk(retries=0)
+    one.step(stop=False)
+    place.end(sweep, 1, "failed")  # and the controller is killed before it looks
+    sweep.decide("retry", trial=1)
+    other = Desk()
+    two = Controller(sweep, sweep.plan(), other, print)
+    two.step(stop=False)
+    assert other.started == [1]
+
+
+def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command) -> None:
+    Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"lab": {"environment": {"ODD": "of the lab"}}}}))
+    write_plan(space={"x": [1, 2]}, bad="2")
+    tiltyard("sweep", "start", "plan.yaml", "--on", "lab", expect=1)
+    Path("bad").write_text("")
+    os.environ.pop("ODD", None)  # as in another shell
+    tiltyard("sweep", "retry", "--failed")
+    assert [line["odd"] for line in said("began")] == ["of the lab"] * 3
+    os.environ.pop("ODD", None)
 
 
 @pytest.mark.slow

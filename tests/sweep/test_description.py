@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
+from tiltyard.config.load import dump_yaml
 from tiltyard.errors import UseError
 from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
 from tiltyard.sweep.folder import find_sweep, sweeps
@@ -97,6 +98,20 @@ def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, 
     assert said[2][0][:2] == ["--on=True", "--text=it's $HOME"]
     assert said[2][1] == "x;y"
     assert second.trials()[0].settings == {"on": True, "text": "it's $HOME"}
+
+
+def test_seeds_of_a_program_are_seeds(tiltyard: Command, runs: Path) -> None:
+    """So that combinations are compared over them, and more can be added."""
+    grid = ParamGrid([("seed", seeds(2)), ("lr", [0.1, 0.2])])
+    (plan,) = RunDescription("study", [Experiment("toy", "python say.py", grid)]).plans()
+    assert (plan["points"], plan["seeds"]) == ([{"lr": 0.1}, {"lr": 0.2}], [0, 1])
+    alone = ParamList([{"seed": 5, "lr": 0.1}, {"seed": 6, "lr": 0.2}])  # nothing to compare over
+    (plan,) = RunDescription("study", [Experiment("toy", "python say.py", alone)]).plans()
+    assert plan["points"][0] == {"seed": 5, "lr": 0.1} and "seeds" not in plan
+    Path("say.py").write_text(SAY)
+    Path("plan.yaml").write_text(dump_yaml(plan))
+    tiltyard("sweep", "start", "plan.yaml")
+    assert "it cannot be given twice" in tiltyard("sweep", "extend", "--seeds", "1", expect=2).stderr
 
 
 def test_what_is_no_description(tiltyard: Command) -> None:

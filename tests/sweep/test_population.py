@@ -29,10 +29,11 @@ from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
-from tiltyard.run.folder import Run, create, read_events
+from tiltyard.run.folder import Run, create, read_events, write_status
 from tiltyard.run.stretches import Stretches
 from tiltyard.sweep import lineage, prepare, replay
 from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.population import Population
 from tiltyard.sweep.report import look
 
 
@@ -171,6 +172,7 @@ from tests.sweep.populace import carry_out
 from tiltyard.run import checkpoint
 from tiltyard.sweep import population
 from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.population import Population
 from tests.sweep.populace import Here
 
 point, before = sys.argv[2], {}
@@ -497,6 +499,22 @@ def test_members_on_rllib(tiltyard: Command) -> None:
     assert same(*copied)
     used = metrics.latest(metrics.read(sweep.place(2)), "setting/lr")
     assert used == pytest.approx(only["after"]["algo.lr"], rel=1e-6)
+
+
+def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
+    """Whoever told it may have been killed, or the queue refused it; a person's stop is another thing."""
+    plan([2.0, 1.0])
+    sweep = begun()
+    whole = sweep.plan()
+    folder = prepare.make_trial(sweep, whole, sweep.trials()[0])
+    members = Population(sweep, whole)
+    members.set_up(1, [1])
+    populace.train(folder)
+    assert members.note([1]) == {1}
+    members.set_up(1, [1])
+    assert members.note([1]) == {1}
+    write_status(Run(folder), reason="job 7 was cancelled")
+    assert members.note([1]) == set()
 
 
 def test_others_have_no_lineage(tiltyard: Command) -> None:

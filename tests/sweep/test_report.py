@@ -7,17 +7,21 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.cli.test_light import HEAVY, SPY
 from tests.conftest import Command
 from tests.sweep.fake import fake_sweep, status
+from tiltyard.config.plans import load_plan
 from tiltyard.run import disk
 from tiltyard.sweep import results
 from tiltyard.sweep.pictures import bands
 from tiltyard.sweep.report import bootstrap, explained, importance, look
 from tiltyard.sweep.results import interquartile_mean
+from tiltyard.sweep.space import fixed_points
 
 
 def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
@@ -106,6 +110,18 @@ def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path
         )
     disk.write_json(sweep.place(2) / "status.json", status(2, updated="later: somebody trained it on"))
     assert [row.value for row in look(sweep).rows] == [rows[0].value, 12345.0]
+
+
+def test_importance_of_a_grid_is_by_its_levels() -> None:
+    """One of five levels brings everything: quarters of the sorted values would mix it with its neighbours."""
+    space = {"algo.lr": {"log": [1e-5, 1e-1], "points": 5}, "algo.epochs": [1, 2, 3, 4]}
+    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": space})
+    points = fixed_points(plan, 20)
+    best = sorted({point["algo.lr"] for point in points})[2]
+    groups = [SimpleNamespace(settings=point, value=100.0 * (point["algo.lr"] == best)) for point in points]
+    report: Any = SimpleNamespace(plan=plan, groups=groups, keys=[*space])
+    found = dict(importance(report))
+    assert found["algo.lr"] > 0.95 and found["algo.epochs"] < 0.05
 
 
 def test_importance_names_what_matters(runs: Path) -> None:

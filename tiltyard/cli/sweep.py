@@ -341,6 +341,9 @@ def _extend(args: argparse.Namespace) -> int:
         raise UseError(
             f"{sweep.id} is a grid, which has all combinations already", "--seeds 2 runs each of them two more times"
         )
+    if seeds and plan.program and any("seed" in trial.settings for trial in sweep.trials()):
+        hint = "write the new ones into the plan, and start that"
+        raise UseError(f"seed is a parameter of {sweep.id} like any other: it cannot be given twice", hint)
     sys.stderr.write(f"{sweep.id} is extended by {points} combinations and {seeds} seeds\n")
     if args.dry_run:
         return EXIT_DONE

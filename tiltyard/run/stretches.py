@@ -19,6 +19,7 @@ from tiltyard.errors import UseError
 from tiltyard.run import disk
 
 FILE = "stretches.json"
+PAUSED = "paused at env step"  # how the reason begins of a run that ended where it was told to
 
 
 @dataclass(frozen=True)

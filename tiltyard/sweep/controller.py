@@ -172,7 +172,10 @@ class Controller:
         """One that failed when nobody looked is written down now, once."""
         number, job = row.trial.number, self.backend.job(row.trial.number)
         every = [each for each in self.sweep.decisions() if each["kind"] == "failed" and each["trial"] == number]
-        if any(each.get("attempt") == row.attempt and each.get("job", "") == job for each in every):
+        asked = [each for each in self.sweep.decisions() if each["kind"] == "retry" and each["trial"] == number]
+        if asked and str(asked[-1]["time"]) >= row.updated and not self.backend.queues:
+            self.due[number] = 0.0  # forgiven before anybody had written it down
+        elif any(each.get("attempt") == row.attempt and each.get("job", "") == job for each in every):
             self._note_failure(number, reason)
         else:
             self._failed(number, reason)
@@ -186,9 +189,9 @@ class Controller:
         self.pairs = wanted(self.plan, fixed_count(self.plan), decisions)
         if not self.plan.adaptive:
             self._fill()
-        for each in new:
-            if each["kind"] == "retry" and self.rows.get(int(each["trial"])) is not None:
-                self.due.setdefault(int(each["trial"]), 0.0)
+        again = {int(each["trial"]) for each in new if each["kind"] == "retry"} & set(self.rows)
+        for number in again - self.backend.adopt(()) if again else ():  # who is at work was tried again already
+            self.due.setdefault(number, 0.0)
 
     def _fill(self) -> None:
         """Trials whose settings follow from the plan: all of them into the manifest."""
@@ -233,12 +236,15 @@ class Controller:
         ready = sorted(number for number, moment in self.due.items() if later or moment <= now)
         if self.population is not None:
             ready = self.population.order(ready)
-        number = next((each for each in ready if self.backend.room(each)), None)
-        if number is None and not ready and len(self.trials) < len(self.pairs) and self.backend.room(None):
+        if not ready and len(self.trials) < len(self.pairs) and self.backend.room(None):
             self._ask()
-            number = len(self.trials) if len(self.trials) in self.due else None
-        if number is None:
-            return False
+            ready = [number for number in (len(self.trials),) if number in self.due]
+        # One that somebody is at still must not keep the others waiting.
+        return any(self._start(number, ready) for number in ready if self.backend.room(number))
+
+    def _start(self, number: int, ready: list[int]) -> bool:
+        """Start a trial, or write down why that cannot be; False when somebody is at it still."""
+        now = time.time()
         wait = max(0.0, self.due[number] - now)
         try:
             folder = make_trial(self.sweep, self.plan, self.trials[number])
@@ -252,13 +258,14 @@ class Controller:
             return False
         self._last_start = now
         del self.due[number]
-        if not later:
+        if not self.backend.queues:
             self._tell("started", f"Trial {number} was started: {folder.name}.")
         return True
 
     # -- what happened
 
     def _ended(self, number: int, how: str) -> None:
+        self.due.pop(number, None)
         row = self.rows[number] = self._row(number)
         asked = self.asked.pop(number, None) is not None
         if row.state in ("finished", "ended"):

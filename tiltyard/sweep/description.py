@@ -115,7 +115,8 @@ class RunDescription:
         if target is None:
             flags = {"flag": self.param_prefix, "name_flag": self.experiment_arg_name}
             flags["folder_flag"] = self.experiment_dir_arg_name
-            return {**plan, "program": words, "points": points, **flags}
+            points, found = _without_seeds(points, keep=True)
+            return {**plan, "program": words, "points": points, **flags, **({"seeds": found} if found else {})}
         changes = dict(parse_override(word) for word in target[1:])
         points, found = _without_seeds([{**changes, **point} for point in points])
         return {**plan, "experiment": target[0], "points": points, **({"seeds": found} if found else {})}
@@ -134,14 +135,17 @@ def _trained(words: Sequence[str]) -> list[str] | None:
     return None
 
 
-def _without_seeds(points: Sequence[Point]) -> tuple[list[Point], list[int]]:
-    """Points without their seed, each once, and the seeds that all of them have."""
+def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list[Point], list[int]]:
+    """Points without their seed, each once, and the seeds that all of them have. With `keep`, for another program, one
+    that does not vary or is not the same for all is a parameter like any other."""
     by_point: dict[str, tuple[Point, list[int]]] = {}
     for point in points:
         rest = {key: value for key, value in point.items() if key != "seed"}
         found = by_point.setdefault(fingerprint(rest), (rest, []))[1]
         found += [point["seed"]] if "seed" in point else []
     lists = [sorted(found) for _, found in by_point.values()]
+    if keep and (len(lists[0]) < 2 or any(each != lists[0] for each in lists)):
+        return list(points), []
     if any(each != lists[0] for each in lists):
         raise UseError("the combinations do not have the same seeds", "give each of them all seeds, as ParamGrid does")
     return [point for point, _ in by_point.values()], lists[0]

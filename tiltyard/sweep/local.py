@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.plans import Plan
+from tiltyard.config.site import apply_profile
 from tiltyard.errors import UseError
 from tiltyard.run.lock import read_owner
 from tiltyard.sweep.folder import Sweep
 
 AT_WORK, OUTPUT = "at-work", "output"
+ENTERED = "TILTYARD_PROFILE"  # whose variables are set
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Local:
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
+        self.outside = self._outside()
         self.gpus = visible_gpus(os.environ) if plan.trials_per_gpu is not None else []
         if plan.trials_per_gpu is not None and not self.gpus:
             raise UseError(
@@ -53,6 +56,20 @@ class Local:
         self.work: dict[int, Work] = {}
         for name in (AT_WORK, OUTPUT):
             (sweep.folder / name).mkdir(exist_ok=True)
+
+    def _outside(self) -> dict[str, str]:
+        """Our variables and those of the sweep's profile, whoever goes on with it; trials need not set them again, over
+        what the plan says."""
+
+        def gone(why: str) -> None:
+            sys.stderr.write(f"warning: sweep {self.sweep.id} goes on without the environment of its profile: {why}\n")
+
+        name = self.sweep.facts().get("profile")
+        if not isinstance(name, str):
+            return {**os.environ}
+        if os.environ.get(ENTERED) != name:
+            apply_profile(name, gone=gone)
+        return {**os.environ, ENTERED: name}
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         """Those of the trials that are at work already; they are watched from now on."""
@@ -95,7 +112,7 @@ class Local:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(os.environ, self.plan.environment, cores, gpu),
+                    env=environment(self.outside, self.plan.environment, cores, gpu),
                     pass_fds=(handle,),
                     start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on
                 )

@@ -24,7 +24,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, read_events, write_status
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import STATUS
-from tiltyard.run.stretches import Stretches
+from tiltyard.run.stretches import PAUSED, Stretches
 from tiltyard.run.stretches import read as read_stretches
 from tiltyard.sweep import lineage
 from tiltyard.sweep.folder import Sweep
@@ -45,13 +45,16 @@ class Population:
         (sweep.folder / PINNED).mkdir(exist_ok=True)
 
     def note(self, numbers: Iterable[int]) -> set[int]:
-        """Write down who of these has come to the end of a period, and pin what others may copy; those that have."""
+        """Write down who of these has come to the end of a period, and pin what others may copy; those that have, and
+        those that were told of the next one and never got to begin it, because whoever told them was killed or refused.
+        """
         story = lineage.read(self.sweep)
         found = set()
         for number in numbers:
             run = Run(self.sweep.place(number))
             paused = _paused(run)
             if paused is None:
+                found |= {number} if _told_and_left(run) else set()
                 continue
             found.add(number)
             period, at = paused
@@ -166,6 +169,20 @@ class Population:
         for place in (self.sweep.folder / PINNED).iterdir():
             if place not in kept:
                 shutil.rmtree(place, ignore_errors=True)
+
+
+def _told_and_left(run: Run) -> bool:
+    """Whether a member paused, was told of its next period, and nobody has written to it since: not a person either,
+    who would have left another reason."""
+    stretches = read_stretches(run.folder)
+    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+        return False
+    status = run.status()
+    return (
+        status["state"] == "stopped"
+        and str(status["reason"]).startswith(PAUSED)
+        and int(status["progress"]["env_steps"]) < stretches.until
+    )
 
 
 def _paused(run: Run) -> tuple[int, checkpoint.Checkpoint] | None:

@@ -8,17 +8,20 @@ appends to metrics.jsonl there are what its trials are compared by. A program th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from tiltyard import processes
 from tiltyard.children import die_with
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.run import disk
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep, Trial
 
 FILE = "program.json"
+TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known
+GRACE = 60.0  # seconds that they have to save and end
+LOOK = 0.05
 
 
 def check(plan: Plan) -> None:
@@ -112,8 +118,9 @@ def run(folder: Path) -> int:
         log_event(trial, "started", f"Attempt {attempt} was started.")
         (folder / "logs").mkdir(exist_ok=True)
         asked: list[int] = []
+        _end(folder, 0.0)  # what an attempt left behind whose own process was killed
         with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
-            environment = {**os.environ, "TILTYARD_TRIAL": str(folder)}
+            environment = {**os.environ, TRIAL: str(folder)}
             first, *rest = told["command"]
             words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
             # Whoever finds this process gone may start the trial again: the program must not be at it still.
@@ -124,15 +131,19 @@ def run(folder: Path) -> int:
                 cwd=told["folder"],
                 env=environment,
                 preexec_fn=partial(die_with, os.getpid()),
+                start_new_session=True,
             )
 
             def forward(number: int, frame: FrameType | None) -> None:
                 asked.append(number)
-                child.send_signal(signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)  # a shell would not pass it on to what it runs
 
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                 signal.signal(number, forward)
             code = child.wait()
+            if asked:
+                _end(folder, GRACE)
         if code == 0:
             state, reason, result = "finished", "exit code 0", EXIT_DONE
         elif asked or code == EXIT_RESUMABLE:
@@ -144,6 +155,21 @@ def run(folder: Path) -> int:
         write_status(trial, state=state, reason=reason)
         log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
     return result
+
+
+def _end(folder: Path, grace: float) -> None:
+    """See to it that nobody of this user's is at the trial any more: whoever is left after the grace is killed."""
+    until = time.monotonic() + grace
+    while left := [each.pid for each in processes.own() if _trial_of(each.pid) == str(folder)]:
+        if time.monotonic() >= until:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK)
+
+
+def _trial_of(pid: int) -> str | None:
+    return None if pid == os.getpid() else processes.environment(pid).get(TRIAL)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def importance(report: Report) -> list[tuple[str, float]]:
     for keys, is_choice in _axes(report):
         seen: list[list[Any]] = [[group.settings.get(key) for key in keys] for group in known]
         labels = [fingerprint(each) for each in seen]
-        if not is_choice and len(set(labels)) > BINS:
+        if not is_choice and len(set(labels)) > max(BINS, len(known) // 2):  # else values come again, as in a grid
             labels = _bins([float(each[0]) for each in seen])
         found.append((",".join(keys), explained(labels, values)))
     return sorted(found, key=lambda pair: -pair[1])
@@ -229,11 +229,8 @@ def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
 
 def _bins(values: list[float]) -> list[str]:
     """Which quarter of the values each lies in."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    labels = [""] * len(values)
-    for place, index in enumerate(order):
-        labels[index] = str(place * BINS // len(values))
-    return labels
+    order = sorted(values)
+    return [str(order.index(value) * BINS // len(values)) for value in values]  # equal ones lie in the same
 
 
 def explained(labels: Sequence[str], values: Sequence[float]) -> float:

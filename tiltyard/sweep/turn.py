@@ -59,7 +59,9 @@ def take(sweep: Sweep, say: Callable[[str], None], *, own: str | None = None, af
             Controller(sweep, plan, jobs, say).turn(stop=sweep.stop_file.exists())
         except TiltyardError as error:
             log_event(Run(sweep.folder), "warning", f"A turn could not be taken: {error.message}")
-            raise
+            if not jobs.goes_on:  # what could not be submitted is left to the next turn, which the own trial takes
+                raise
+            say(error.message)
         return jobs.goes_on
 
 
