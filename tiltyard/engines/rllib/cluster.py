@@ -159,7 +159,14 @@ class Cluster:
         started = self._started()
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": started["_temp_dir"]}
         store = {"object_store_memory": started["object_store_memory"]}
-        self._own = Nodes(initialize_head=True, head_node_args={**head, **store})
+        self._own = Nodes(initialize_head=False)
+        try:
+            self._own.add_node(**head, **store)
+        except FileNotFoundError:
+            # Once the head is up, Ray notes it in a file that all such clusters of a machine share, and that the end of
+            # another one may remove in that moment. Nobody here reads it.
+            if self._own.head_node is None:
+                raise
         for _ in range(self.engine.nodes):
             self._own.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
         ray.init(address=self._own.address, **how)
