@@ -179,6 +179,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # the longest takes two minutes: it waits for jobs of a real Slurm
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_works(page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in ON_SLURM:
