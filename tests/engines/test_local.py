@@ -25,7 +25,7 @@ from tiltyard.errors import DivergedError, EnvError
 from tiltyard.machine import usable_cores
 from tiltyard.run.events import read_events
 
-TWO = ("engine.workers=2", "engine.envs=4", "env.native=false")
+TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", "engine.threads=1")  # two threads round otherwise
 SHORT = ["algo.rollout=16", "algo.minibatch=32", "eval.at_end=false", "track.tensorboard=false", *TWO]
 
 

@@ -184,7 +184,9 @@ def outside_of_jobs(sweep: Sweep) -> list[str]:
     return [
         each.command
         for each in processes.own()
-        if str(sweep.folder) in each.command and not own & processes.environment(each.pid).keys()
+        if str(sweep.folder) in each.command
+        and (told := processes.environment(each.pid))  # nothing: it has ended meanwhile
+        and not own & told.keys()
     ]
 
 

@@ -90,6 +90,7 @@ class Controller:
         self.rows: dict[int, Row] = {}
         self.due: dict[int, float] = {}  # trial -> time from which it may be started
         self.asked: dict[int, float] = {}  # trial -> when it was asked to end
+        self._forgave: dict[int, str] = {}  # trial -> when the retry was asked for that was last granted
         self.stopping = self.over = False
         self._heard = 0
         self._last_start = self._judged = 0.0
@@ -172,13 +173,22 @@ class Controller:
         """One that failed when nobody looked is written down now, once."""
         number, job = row.trial.number, self.backend.job(row.trial.number)
         every = [each for each in self.sweep.decisions() if each["kind"] == "failed" and each["trial"] == number]
-        asked = [each for each in self.sweep.decisions() if each["kind"] == "retry" and each["trial"] == number]
-        if asked and str(asked[-1]["time"]) >= row.updated and not self.backend.queues:
-            self.due[number] = 0.0  # forgiven before anybody had written it down
+        if self._forgiven(row):
+            self.due[number] = 0.0
         elif any(each.get("attempt") == row.attempt and each.get("job", "") == job for each in every):
             self._note_failure(number, reason)
         else:
             self._failed(number, reason)
+
+    def _forgiven(self, row: Row) -> bool:
+        """Whether somebody asked for a retry after a failure that nobody had written down yet; once for each time."""
+        number = row.trial.number
+        asked = [str(each["time"]) for each in self.sweep.decisions() if _asks_for(each, number)]
+        newest = max(asked, default="")
+        if self.backend.queues or not newest or newest < row.updated or self._forgave.get(number) == newest:
+            return False
+        self._forgave[number] = newest
+        return True
 
     def _hear(self) -> None:
         """Decisions that others wrote since the last look: extensions and retries."""
@@ -189,9 +199,13 @@ class Controller:
         self.pairs = wanted(self.plan, fixed_count(self.plan), decisions)
         if not self.plan.adaptive:
             self._fill()
-        again = {int(each["trial"]) for each in new if each["kind"] == "retry"} & set(self.rows)
-        for number in again - self.backend.adopt(()) if again else ():  # who is at work was tried again already
-            self.due.setdefault(number, 0.0)
+        again = {int(each["trial"]): str(each["time"]) for each in new if each["kind"] == "retry"}
+        at_work = self.backend.adopt(()) if again and self.rows else set()
+        for number, asked in again.items():
+            # Who seems to be at work was tried again already, or has failed and nobody looked yet: see `_forgiven`.
+            if number in self.rows and number not in at_work:
+                self.due.setdefault(number, 0.0)
+                self._forgave[number] = asked
 
     def _fill(self) -> None:
         """Trials whose settings follow from the plan: all of them into the manifest."""
@@ -274,6 +288,8 @@ class Controller:
             self.due[number] = 0.0
         elif asked or row.state == "stopped":
             self._tell("stopped", f"Trial {number} was stopped.")
+        elif self._forgiven(row):
+            self.due[number] = 0.0
         else:
             self._failed(number, row.reason if row.state == "failed" else f"{how}{self._last_words(number)}")
 
@@ -349,6 +365,10 @@ def judge(sweep: Sweep, plan: Plan, curves: Mapping[int, Curve], at_work: set[in
     for number, why in found.items():
         sweep.decide("ended early", trial=number, why=why)
     return found
+
+
+def _asks_for(decision: Mapping[str, Any], number: int) -> bool:
+    return decision["kind"] == "retry" and int(decision["trial"]) == number
 
 
 def _ended_early(sweep: Sweep) -> set[int]:
