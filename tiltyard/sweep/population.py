@@ -16,6 +16,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tiltyard.algos import population as rules
 from tiltyard.config.plans import Plan
@@ -171,27 +172,32 @@ class Population:
                 shutil.rmtree(place, ignore_errors=True)
 
 
+def _stopped(run: Run) -> tuple[Stretches, int, dict[str, Any]] | None:
+    """How far a member that is stopped was told to go, and its status; None for others."""
+    stretches = read_stretches(run.folder)
+    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+        return None
+    status = run.status()
+    return (stretches, stretches.until, status) if status["state"] == "stopped" else None
+
+
 def _told_and_left(run: Run) -> bool:
     """Whether a member paused, was told of its next period, and nobody has written to it since: not a person either,
     who would have left another reason."""
-    stretches = read_stretches(run.folder)
-    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+    found = _stopped(run)
+    if found is None:
         return False
-    status = run.status()
-    return (
-        status["state"] == "stopped"
-        and str(status["reason"]).startswith(PAUSED)
-        and int(status["progress"]["env_steps"]) < stretches.until
-    )
+    _, until, status = found
+    return str(status["reason"]).startswith(PAUSED) and int(status["progress"]["env_steps"]) < until
 
 
 def _paused(run: Run) -> tuple[int, checkpoint.Checkpoint] | None:
     """The period whose end a member has come to, and the checkpoint there; None for one that has not."""
-    stretches = read_stretches(run.folder)
-    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+    found = _stopped(run)
+    if found is None:
         return None
-    status = run.status()
-    if status["state"] != "stopped" or int(status["progress"]["env_steps"]) < stretches.until:
+    stretches, until, status = found
+    if int(status["progress"]["env_steps"]) < until:
         return None
-    found, _ = checkpoint.newest_valid(run)
-    return (stretches.period, found) if found is not None and found.env_steps >= stretches.until else None
+    newest, _ = checkpoint.newest_valid(run)
+    return (stretches.period, newest) if newest is not None and newest.env_steps >= until else None

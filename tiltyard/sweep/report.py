@@ -10,6 +10,7 @@ import csv
 import io
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -230,7 +231,7 @@ def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
 def _bins(values: list[float]) -> list[str]:
     """Which quarter of the values each lies in."""
     order = sorted(values)
-    return [str(order.index(value) * BINS // len(values)) for value in values]  # equal ones lie in the same
+    return [str(bisect_left(order, value) * BINS // len(values)) for value in values]  # equal ones lie in the same
 
 
 def explained(labels: Sequence[str], values: Sequence[float]) -> float:
