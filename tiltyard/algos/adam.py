@@ -3,8 +3,11 @@
 Owns the vector, its gradient and the two moments; not learning rates or what is minimised. Each parameter of the net
 becomes a view into the vector (load weights in place, move devices before):
 
-    vector   |-- a.weight --|- a.bias -|---- b.weight ----|...
-    moments  |-- a.weight --|- a.bias -|---- b.weight ----|...      saved by parameter name
+    vector   |-- a.weight --|- a.bias -|.|---- b.weight ----|...
+    moments  |-- a.weight --|- a.bias -|.|---- b.weight ----|...      saved by parameter name
+
+Each parameter begins at a full cache line, as it would by itself, with zeros before it where needed: a matrix library
+may sum in another order where a matrix begins elsewhere, and a worker's own copy of the net must give the same numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from tiltyard.errors import UseError
 from tiltyard.types import Tree
 
 BETA1, BETA2 = 0.9, 0.999
+LINE = 64  # bytes of a cache line
 
 
 class Adam:
@@ -32,7 +36,9 @@ class Adam:
         self.parameters = [parameter for _, parameter in named]
         self.eps = eps
         self.steps = 0
-        self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        line = LINE // self.parameters[0].element_size()
+        self._gaps = [self.parameters[0].new_zeros(-parameter.numel() % line) for parameter in self.parameters]
+        self.vector = torch.cat(self._spaced([parameter.detach() for parameter in self.parameters]))
         self._count = torch.zeros((), device=self.vector.device)  # `steps` for the kernel
         for parameter, part in zip(self.parameters, self._parts(self.vector), strict=True):
             parameter.data = part
@@ -40,11 +46,20 @@ class Adam:
         self.first = torch.zeros_like(self.vector)
         self.second = torch.zeros_like(self.vector)
 
+    def _spaced(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What makes a vector of parts with the parameters' shapes, laid end to end."""
+        pieces = []
+        for part, gap in zip(parts, self._gaps, strict=True):
+            pieces.append(part.reshape(-1))
+            if len(gap):
+                pieces.append(gap)
+        return pieces
+
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """Views of a vector with the parameters' shapes."""
-        sizes = [parameter.numel() for parameter in self.parameters]
+        sizes = [parameter.numel() + len(gap) for parameter, gap in zip(self.parameters, self._gaps, strict=True)]
         return [
-            part.view(parameter.shape)
+            part[: parameter.numel()].view(parameter.shape)
             for part, parameter in zip(torch.split(vector, sizes), self.parameters, strict=True)
         ]
 
@@ -52,7 +67,7 @@ class Adam:
         """Put the gradient of a loss into the vector, given what the loss changes by with each of these outputs of the
         net. Parameters that took no part get zeros."""
         parts = torch.autograd.grad(outputs, self.parameters, by_outputs, allow_unused=True, materialize_grads=True)
-        torch.cat([part.reshape(-1) for part in parts], out=self.gradient)
+        torch.cat(self._spaced(parts), out=self.gradient)
 
     def norm(self) -> float:
         """Length of the gradient."""
