@@ -47,10 +47,10 @@ check: lint $(SLURM)
 	$(PYTEST) -m "not slow"
 
 test: lint $(SLURM)
-	$(PYTEST)
+	$(PYTEST) --durations=25
 
 test-long: lint $(SLURM)
-	TILTYARD_LONG=1 $(PYTEST)
+	TILTYARD_LONG=1 $(PYTEST) --durations=25
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

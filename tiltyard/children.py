@@ -116,6 +116,14 @@ def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
     line.tell(said)
 
 
+def leave_to_others(*numbers: int) -> None:
+    """Do nothing about signals that are for another process, which tells what follows from them. Ignoring them would be
+    inherited: a simulator that an env starts would be deaf to its terminate(), too."""
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)
+        signal.siginterrupt(number, False)
+
+
 def die_with(parent: int) -> None:
     """Have the kernel end this process when its parent ends (Linux; elsewhere closed pipes have to do)."""
     if sys.platform == "linux":

@@ -28,6 +28,7 @@ from tiltyard.algos.population import (
     spread,
 )
 from tiltyard.attempt import Attempt
+from tiltyard.config.algos import KlAdaptive
 from tiltyard.config.populations import Population
 from tiltyard.errors import TiltyardError
 from tiltyard.run.events import log_event
@@ -43,7 +44,7 @@ class Selection:
         self.attempt, self.population, self.names = attempt, population, attempt.experiment.learning
         self.dials, self.rules = dials_in(population.space), rules_of(population, population.goal == "maximise")
         told = attempt.ledger.selection
-        self.now = Standing.read(told) if told and told["names"] == self.names else self._begun()
+        self.now = self._restored(Standing.read(told)) if told and told["names"] == self.names else self._begun()
         attempt.ledger.selection = self.now.dump()
 
     def turn(self, found: Mapping[str, float]) -> None:
@@ -83,6 +84,16 @@ class Selection:
             now.first[name] = now.settings[name] = drawn | {key: value for key, value in own.items() if key in keys}
             self._adopt(name, None, now.first[name])
             self.attempt.say("started", f"policy {name} begins with {_said(now.first[name])}")
+        return now
+
+    def _restored(self, now: Standing) -> Standing:
+        """What was decided holds, also where the experiment's own number was changed since. What adapts by itself went
+        on from there, and is as it was."""
+        algo = self.attempt.experiment.algo
+        for name, settings in now.settings.items():
+            numbers = {key: getattr(algo, key.removeprefix("algo."), None) for key in settings}
+            decided = {key: value for key, value in settings.items() if not isinstance(numbers[key], KlAdaptive)}
+            self._adopt(name, None, decided)
         return now
 
     def _adopt(self, name: str, source: str | None, settings: Settings) -> None:

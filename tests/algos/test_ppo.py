@@ -210,6 +210,15 @@ def test_a_samples_gradient_is_cut_once_its_ratio_leaves_the_clip():
     assert ppo.update(rollout, 0)["learn/gradient_norm"] > 0
 
 
+def test_a_single_sample_moves_the_policy_too():
+    """Its advantage less the mean of all would be nothing."""
+    ppo, net, spec = learner(Settings(rollout=1, minibatch=1, epochs=1, value_coef=0.0))
+    rollout = act_out(net, spec, 1).rows(0, 1)
+    before = weights(net)
+    ppo.update(rollout, 0)
+    assert not torch.equal(weights(net), before)
+
+
 def test_masked_options_keep_probability_zero_through_updates():
     spec = env(CATEGORICAL, masked=True)
     ppo, net, _ = learner(Settings(rollout=16, minibatch=16, epochs=4, entropy=0.01, lr=1e-2), spec=spec)

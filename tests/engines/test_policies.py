@@ -199,7 +199,7 @@ def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path) -> None:
-    settings = (*POOL, *MEMORY, "engine.workers=2", "engine.envs=4")
+    settings = (*POOL, *MEMORY, "engine.workers=2", "engine.envs=4", "engine.threads=1")  # two threads round otherwise
     one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings)
     assert isinstance(two, LocalEngine)
     for _ in range(3):

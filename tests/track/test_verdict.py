@@ -36,6 +36,7 @@ class CustomEnv(CartPoleEnv):
         ),
         ({"wait": 0.8, "learn": 0.2}, {"env": 0.2, "inference": 0.8}, "starved learner, inference-bound"),
         ({"eval": 0.5, "learn": 0.5}, {}, "eval-bound: 50 % of the time is evaluations"),
+        ({"learn": 0.52, "env": 0.45, "other": 0.03}, {}, "learner-bound: 52 % of the time is gradient steps; 45 % is"),
         ({"eval": 0.2, "learn": 0.5, "env": 0.3}, {}, "learner-bound: 62 %"),  # of the training itself
         (
             {"learn": 0.4, "env": 0.25, "inference": 0.2, "other": 0.15},

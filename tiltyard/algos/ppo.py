@@ -171,7 +171,7 @@ class Ppo:
         advantage, valid = batch.numbers[1], batch.valid
         # Means are over valid samples: sums under this weight, which is one number where all are.
         weight = 1 / advantage.size if valid is None else valid / valid.sum()
-        if self.algo.normalise_advantage:
+        if self.algo.normalise_advantage and (advantage.size if valid is None else valid.sum()) > 1:
             advantage = _normalise(advantage, weight)
         advantage = advantage[:, part]
         old_log_prob, _, target, old_value = batch.numbers[:, :, part]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.refs import short
 
+ENTERED = "TILTYARD_PROFILE"  # the profile whose variables are set
 _SETTABLE = ("engine", "save", "track")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -285,21 +287,27 @@ def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
     )
 
 
-def apply_profile(name: str, *, gone: Callable[[str], None] | None = None) -> Profile | None:
-    """The profile called `name`, its environment variables set for this process and its children.
-
-    One that the site file does not have is a UseError or, where a run was started with it, a sentence for `gone`.
-    """
+def apply_profile(name: str) -> Profile:
+    """The profile called `name`, its environment variables set for this process and its children."""
     site, path = load_site()
-    try:
-        profile = pick_profile(site, name, path)
-    except UseError as error:
-        if gone is None:
-            raise
-        gone(error.message)
-        return None
+    profile = pick_profile(site, name, path)
     os.environ.update(profile.environment)
     return profile
+
+
+def return_to_profile(name: object, who: str) -> str | None:
+    """Set the variables of the profile that something was started with, if any, where no script has set them as they
+    were then; returns its name. One that the site file no longer has is told and done without."""
+    if not isinstance(name, str):
+        return None
+    if os.environ.get(ENTERED) == name:
+        return name
+    site, path = load_site()
+    try:
+        os.environ.update(pick_profile(site, name, path).environment)
+    except UseError as error:
+        sys.stderr.write(f"warning: {who} goes on without the environment of its profile: {error.message}\n")
+    return name
 
 
 def _check_set(values: Any, setting: str) -> list[Problem]:

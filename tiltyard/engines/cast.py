@@ -43,7 +43,7 @@ class Cast:
         self.first = next(iter(self.learners.values()))
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
         self._origins = origins(experiment, base)
-        self.shelves = shelves(experiment, spec, base)
+        self.shelves = shelves(experiment, spec, base, self.first.device)
         for shelf in self.shelves.values():
             shelf.add(0, self.learners[shelf.past.of].net.arrays())
 

@@ -77,6 +77,7 @@ class Collector:
         net: Acting,
         envs: int,
         group: int = 0,
+        beats: Array | None = None,
     ) -> None:
         self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
         self.players = net if isinstance(net, Players) else None
@@ -95,9 +96,16 @@ class Collector:
                 base=base,
                 previous=experiment.model.previous,
                 first_row=group * rows,
+                beats=beats,
             )
         self.now: Step | None = None  # what the envs last answered; None before the first reset
         self.state = net.initial_state(rows)
+
+    def begin(self) -> None:
+        """Reset the envs, unless they are under way."""
+        if self.now is None:
+            with self.generators.in_place():
+                self.now = self.envs.reset()
 
     def fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
         """Fill the rollout with T steps of every row; returns the episodes that ended meanwhile."""

@@ -25,12 +25,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tiltyard.children import die_with
+from tiltyard.children import die_with, leave_to_others
 from tiltyard.errors import TiltyardError
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
 _START = "import sys; sys.path.append({root!r}); from tiltyard.engines.nursery import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+MARK = "TILTYARD_WORKER"  # whose process it is, in the environment of whatever a worker starts
 NURSERY = "n"  # the role of a copy of the nursery itself
 PATIENCE = 10.0  # seconds that a nursery may take to end
 GRACE = 1.0  # seconds that the children of a dead worker have to end by themselves and tidy up
@@ -180,8 +181,7 @@ def main(fd: int) -> None:
 
     The kernel is not asked to end this process with the driver: it has to end what envs have left behind first.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # these are for the driver, which tells us what follows
+    leave_to_others(signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)  # the driver tells us what follows
     from tiltyard.engines import colearner  # torch and all that is ours
     from tiltyard.engines.local import actor, worker
 
@@ -197,16 +197,18 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    due: float | None = None  # when children of workers that died are ended
+    dead: dict[int, float] = {}  # workers, and when what they left behind is ended
     while True:
-        left = None if due is None else max(0.0, due - time.monotonic())
+        left = max(0.0, min(dead.values()) - time.monotonic()) if dead else None
         ready, _, _ = select.select([fd, reader], [], [], left)
-        if due is not None and time.monotonic() >= due:
-            due = time.monotonic() + GRACE if _end_orphans(alive) else None
+        now = time.monotonic()
+        late = {pid for pid, due in dead.items() if now >= due}
+        if late:
+            found = _end_orphans(alive, late)  # what those leave in turn falls to us as well
+            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + GRACE)
         if reader in ready:
             os.read(reader, 4096)
-            if _bury(channel, alive):
-                due = due or time.monotonic() + GRACE
+            dead |= dict.fromkeys(_bury(channel, alive), now + GRACE)
         if fd in ready:
             try:
                 word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
@@ -238,33 +240,44 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
     until = time.monotonic() + GRACE
     while _orphans(()) and time.monotonic() < until:
         time.sleep(0.01)
-    while _end_orphans(()):  # what they leave in turn falls to us as well
+    while _end_orphans((), None):
         time.sleep(0.01)
     os._exit(0)
 
 
-def _orphans(alive: Collection[int]) -> list[int]:
-    """Children of this process that it has not forked itself. The dead among them are buried."""
-    found = []
+def _orphans(alive: Collection[int]) -> dict[int, int]:
+    """Children of this process that it has not forked itself, and the worker that each comes from, 0 where nothing
+    tells. The dead among them are buried."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             pid = int(stat.parent.name)
             if int(parent) == os.getpid() and pid not in alive:
                 if state == "Z":
                     os.waitpid(pid, os.WNOHANG)
                 else:
-                    found.append(pid)
+                    found[pid] = _marked(stat.parent) or int(session)
     return found
 
 
-def _end_orphans(alive: Collection[int]) -> bool:
-    """Whether there was anybody to end."""
-    found = _orphans(alive)
+def _marked(process: Path) -> int:
+    """The worker that a program was started in, as its environment says; 0 where it does not, as in a mere fork."""
+    mark = f"{MARK}=".encode()
+    with contextlib.suppress(OSError, ValueError):  # not ours to read
+        for word in (process / "environ").read_bytes().split(b"\0"):
+            if word.startswith(mark):
+                return int(word.removeprefix(mark))
+    return 0
+
+
+def _end_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[int]:
+    """End what these workers left behind, or everybody; whose there were. What a living worker sent away is its own."""
+    found = {pid: owner for pid, owner in _orphans(alive).items() if owners is None or owner in owners}
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return bool(found)
+    return set(found.values())
 
 
 def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
@@ -272,6 +285,7 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
     code = 1
     try:
         os.setsid()
+        os.environ[MARK] = str(os.getpid())
         die_with(nursery)
         name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)
@@ -287,17 +301,18 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
         os._exit(code)
 
 
-def _bury(channel: socket.socket, alive: set[int]) -> bool:
-    """Tell of every worker that ended; whether there was one."""
-    before = len(alive)
+def _bury(channel: socket.socket, alive: set[int]) -> list[int]:
+    """Tell of every worker that ended; returns them."""
+    buried = []
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
         if pid in alive:
             alive.remove(pid)
+            buried.append(pid)
             _tell(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
-    return len(alive) < before
+    return buried
 
 
 def _tell(channel: socket.socket, word: dict[str, Any]) -> None:

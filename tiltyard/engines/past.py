@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.populations import Past
@@ -21,6 +22,7 @@ from tiltyard.run.checkpoint import read_tree, write_tree
 from tiltyard.types import Arrays, EnvSpec
 
 VERSION = 6  # its role in the seed tree of an episode
+CPU = torch.device("cpu")
 
 Versions = dict[int, PolicyNet]
 
@@ -36,8 +38,10 @@ def drawn_version(past: Past, known: Sequence[int], seed: int, agent: int) -> in
 class Shelf:
     """The versions of one pool, as nets that can act and never learn."""
 
-    def __init__(self, past: Past, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-        self.past, self.versions = past, Versions()
+    def __init__(
+        self, past: Past, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device
+    ) -> None:
+        self.past, self.device, self.versions = past, device, Versions()
         self.marks: dict[int, int] = {}
         """of each version: another number whenever its weights are others"""
         self._made = (experiment, spec, base)
@@ -63,7 +67,7 @@ class Shelf:
 
     def _net(self) -> PolicyNet:
         experiment, spec, base = self._made
-        return PolicyNet(spec, experiment.model, base, seed=0).eval()
+        return PolicyNet(spec, experiment.model, base, seed=0).to(self.device).eval()
 
     def keep_only(self, kept: Sequence[int]) -> None:
         """Let go of all others."""
@@ -76,9 +80,11 @@ class Shelf:
         return {env_steps: net.arrays() for env_steps, net in self.versions.items()}
 
 
-def shelves(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> dict[str, Shelf]:
+def shelves(
+    experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device = CPU
+) -> dict[str, Shelf]:
     """An empty one for each pool of an experiment."""
-    return {name: Shelf(past, experiment, spec, base) for name, past in experiment.past.items()}
+    return {name: Shelf(past, experiment, spec, base, device) for name, past in experiment.past.items()}
 
 
 def fill_shelves(found: Mapping[str, Shelf], versions: Mapping[str, Mapping[int, Arrays]]) -> None:

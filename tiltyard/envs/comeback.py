@@ -111,6 +111,7 @@ def save(group: EnvGroup) -> Tree:
 
 
 def _get_state(group: EnvGroup, copy: int) -> Tree:
+    group.tick()
     try:
         return _keeper(group, copy).get_state()
     except (TiltyardError, KeyboardInterrupt):
@@ -120,6 +121,7 @@ def _get_state(group: EnvGroup, copy: int) -> Tree:
 
 
 def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
+    group.tick()
     try:
         _keeper(group, copy).set_state(state)
     except (TiltyardError, KeyboardInterrupt):

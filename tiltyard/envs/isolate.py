@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,32 @@ _CLOSING = 5.0  # seconds that an env has to close itself
 _KINDS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 
 
-def make_copies(env: Env, base: Sequence[Path], copies: int, *, render: bool = False, seed: int = 0) -> list[Any]:
-    """`copies` of an env, the first of which can draw itself with `render`. Where they live apart, they are `Away`."""
+def make_copies(
+    env: Env,
+    base: Sequence[Path],
+    copies: int,
+    *,
+    render: bool = False,
+    seed: int = 0,
+    told: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """`copies` of an env, the first of which can draw itself with `render`. Where they live apart, they are `Away`.
+    `told` is called whenever another one is there."""
+    made: list[Any] = []
     if env.isolate == "none":
-        return [make_any(env, base, render and copy == 0) for copy in range(copies)]
+        for copy in range(copies):
+            made.append(make_any(env, base, render and copy == 0))
+            told()
+        return made
     rooms: Sequence[Room] = [_Thread(n) for n in range(copies)] if env.isolate == "thread" else Lodgings(copies).rooms
     job = env.model_dump(mode="json"), [str(Path(place).absolute()) for place in base]
     try:
         for copy, room in enumerate(rooms):
             room.ask("make", *job, render and copy == 0, episode_seed(seed, "make", copy, 0))
-        return [_seen(room, env) for room in rooms]
+        for room in rooms:
+            made.append(_seen(room, env))
+            told()
+        return made
     except BaseException:
         for room in rooms:
             room.close()

@@ -217,6 +217,7 @@ class ParallelGroup(EnvGroup):
         totals = np.zeros(self.agents)
         self.tally.saved_frames[rows] = 0
         for together in zip(*(self.codec.decode_rows(own) for own in actions), strict=True):
+            self.tick()
             self.decisions[rows] += self.acting[rows]
             for row in range(rows.start, rows.stop):
                 self.buffer.shift_row(row)

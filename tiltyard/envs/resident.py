@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.children import die_with
+from tiltyard.children import die_with, leave_to_others
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.comeback import state_keeper
@@ -130,8 +130,7 @@ def _may_end(answer: Any) -> bool:
 def main(owner: int, control: int, fds: list[int]) -> None:
     """The landlord: a process per socket, then news of their deaths until the group's process goes."""
     die_with(owner)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # these are for the run's process, which tells us what follows
+    leave_to_others(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     news = socket.socket(fileno=control)
     alive: dict[int, int] = {}
     for place, fd in enumerate(fds):

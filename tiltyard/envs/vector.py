@@ -61,7 +61,10 @@ class EnvGroup:
         previous: bool = False,
         first_row: int = 0,
         seeds: Seeds | None = None,
+        beats: Array | None = None,
     ) -> None:
+        """In beats[0] env calls are counted and in beats[1] it is told what is going on: a reader can see a hang."""
+        self._beats = (np.zeros(2, np.int64) if beats is None else beats).data
         self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
         self.agents = len(spec.agents)  # rows of one copy
         self.copies = rows // self.agents
@@ -85,7 +88,7 @@ class EnvGroup:
         self._compare(previous)
 
     def _make_envs(self, base: Sequence[Path], render: bool) -> list[Any]:
-        made = make_copies(self.env, base, self.copies, render=render, seed=self._seed_of_making)
+        made = make_copies(self.env, base, self.copies, render=render, seed=self._seed_of_making, told=self.tick)
         require_agents(self.env, made[0], several=self.spec.parallel)
         return made
 
@@ -106,7 +109,6 @@ class EnvGroup:
         self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
-        self._beats = np.zeros(2, np.int64).data  # env calls that came back, and whether one is a reset
         self._raw: list[float] = [0.0] * rows
         self._over: list[bool] = [False] * rows
         self._cut: list[bool] = [False] * rows
@@ -284,6 +286,7 @@ class EnvGroup:
         total = 0.0
         self.tally.saved_frames[row] = 0
         for action in self.codec.decode_rows(actions[0]):
+            self.tick()
             obs = self._skip(row, action)
             if self._over[row] or self._cut[row]:
                 return None
@@ -326,9 +329,9 @@ class EnvGroup:
 
     # ------------------------------------------------------------------------------------------ the rest
 
-    def watch(self, beats: Array) -> None:
-        """Count env calls in beats[0] from now on and tell in beats[1] what is going on: a reader can see a hang."""
-        self._beats = beats.data
+    def tick(self) -> None:
+        """Tell whoever watches that an env came back."""
+        self._beats[0] += 1
 
     @property
     def counters(self) -> Arrays:

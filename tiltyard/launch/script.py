@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiltyard.config.site import Nodes, Profile
+from tiltyard.config.site import ENTERED, Nodes, Profile
 from tiltyard.launch import FOLDER, FORGOTTEN, JOB, NUMBER, SCRIPT, SECRETS, TRIALS
 from tiltyard.run.masking import looks_secret
 from tiltyard.run.status import root_of
@@ -74,7 +74,7 @@ def _beginning(job: Job) -> list[str]:
         said,
         *logged,
         *set_up(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
-        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
+        f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
         "",
         *found,
     ]

@@ -187,7 +187,7 @@ class PolicyNet(nn.Module):
     def _means(self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None) -> heads.ActionDist | heads.SquashedDist:
         if self.squashed:
             return heads.SquashedDist(params)
-        return self.distribution(params, None if mask is None else np.asarray(mask))
+        return self.distribution(params, mask.cpu().numpy() if isinstance(mask, Tensor) else mask)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""

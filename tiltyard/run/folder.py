@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,19 +126,9 @@ class Run:
 
     def enter_profile(self) -> str | None:
         """Set the environment variables of the profile that the run was started with, if any; returns its name."""
-        from tiltyard.config.site import apply_profile
+        from tiltyard.config.site import return_to_profile
 
-        def gone(reason: str) -> None:
-            sys.stderr.write(f"warning: run {self.id} goes on without the environment of its profile: {reason}\n")
-
-        name = self.status().get("profile")
-        if not isinstance(name, str):
-            return None
-        if (
-            os.environ.get("TILTYARD_PROFILE") != name
-        ):  # a job's script has set them, as they were when it was submitted
-            apply_profile(name, gone=gone)
-        return name
+        return return_to_profile(self.status().get("profile"), f"run {self.id}")
 
     @property
     def state(self) -> str:

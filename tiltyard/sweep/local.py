@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.plans import Plan
-from tiltyard.config.site import apply_profile
+from tiltyard.config.site import ENTERED, return_to_profile
 from tiltyard.errors import UseError
 from tiltyard.run.lock import read_owner
 from tiltyard.sweep.folder import Sweep
 
 AT_WORK, OUTPUT = "at-work", "output"
-ENTERED = "TILTYARD_PROFILE"  # whose variables are set
 
 
 @dataclass
@@ -60,16 +59,8 @@ class Local:
     def _outside(self) -> dict[str, str]:
         """Our variables and those of the sweep's profile, whoever goes on with it; trials need not set them again, over
         what the plan says."""
-
-        def gone(why: str) -> None:
-            sys.stderr.write(f"warning: sweep {self.sweep.id} goes on without the environment of its profile: {why}\n")
-
-        name = self.sweep.facts().get("profile")
-        if not isinstance(name, str):
-            return {**os.environ}
-        if os.environ.get(ENTERED) != name:
-            apply_profile(name, gone=gone)
-        return {**os.environ, ENTERED: name}
+        name = return_to_profile(self.sweep.facts().get("profile"), f"sweep {self.sweep.id}")
+        return {**os.environ, ENTERED: name} if name else {**os.environ}
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         """Those of the trials that are at work already; they are watched from now on."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config import site
-from tiltyard.config.site import PLACEHOLDER, Profile, Slurm
+from tiltyard.config.site import ENTERED, PLACEHOLDER, Profile, Slurm
 from tiltyard.errors import TiltyardError
 from tiltyard.launch import JOB, NUMBER, SCRIPT, SECRETS
 from tiltyard.launch.commands import hear
@@ -128,7 +128,7 @@ def script(jobs: Jobs, start: Start, folder: Path) -> str:
         f"# Trial {start.number} of {jobs.sweep.id}, profile {profile.name!r}.",
         f"exec >>{shlex.quote(str(start.folder))}/logs/{folder.name}.out 2>&1",
         *set_up(profile, shlex.quote(str(folder / SECRETS))),
-        f"export TILTYARD_PROFILE={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(sweep.parents[1]))}",
+        f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(sweep.parents[1]))}",
         f"export {JOB}={PLACE}/{folder.name}",
         f"run={shlex.quote(str(start.folder))} sweep={shlex.quote(str(sweep))}",
         *([f"sleep {start.wait:.0f}"] if start.wait else []),

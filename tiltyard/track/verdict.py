@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 MUCH = 0.5
+SOME = 0.2  # of the training: less sampling than this is not worth doing meanwhile
 ASIDE = 0.3  # of the whole: evaluations or saves that take more than this are what to look at first
 
 
@@ -27,8 +28,12 @@ def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
     shares = {part: share / whole for part, share in training.items()}
     learn, wait = shares.get("learn", 0.0), shares.get("wait", 0.0)
     if learn >= MUCH:
+        sampling = wait + shares.get("env", 0.0) + shares.get("inference", 0.0)
+        more = "more workers will not help"
+        if sampling >= SOME:
+            more = f"{_percent(sampling)} is sampling, for workers with engine.mode=async to do where cores are free"
         return (
-            f"learner-bound: {_percent(learn)} of the time is gradient steps; more workers will not help; "
+            f"learner-bound: {_percent(learn)} of the time is gradient steps; {more}; "
             "try fewer algo.epochs, a larger algo.minibatch or a smaller model"
         )
     if wait >= MUCH:

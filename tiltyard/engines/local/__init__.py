@@ -64,10 +64,12 @@ class LocalEngine:
         self.slab = Slab(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()
-        self.version = 0
+        self.version = 0  # of what was published, with an update or a policy that was replaced
+        self.replaced: list[int] = []  # versions of the latter kind, rising
         self.full: deque[Filled] = deque()
         self.discarded = 0
         self.tally = np.zeros(2, np.int64)  # of the actor, when last looked at
+        self.left = perf_counter()  # when the last step ended
         self._publish()
         task = {
             "experiment": experiment.model_dump(mode="json", by_alias=True),
@@ -103,6 +105,7 @@ class LocalEngine:
 
     def step(self) -> Report:
         started = perf_counter()
+        outside = started - self.left
         self._ask_one_each()
         taken = self._wait_for_batch()
         waited = perf_counter() - started
@@ -141,7 +144,8 @@ class LocalEngine:
         spent = {"wait": waited, "transfer": moved, "learn": learned}
         spent["other"] = max(0.0, total - sum(spent.values()))
         events, self.pool.events = tuple(self.pool.events), []
-        metrics |= self._workers_time(taken) | self._batches()
+        metrics |= self._workers_time(taken, outside) | self._batches()
+        self.left = perf_counter()
         return Report(self.progress, metrics, episodes, spent, events)
 
     def _ask_one_each(self) -> None:
@@ -186,17 +190,22 @@ class LocalEngine:
     def _discard_old(self) -> None:
         """Samples of a policy that is too far back are not learned from; their slots are filled again."""
         most = self.experiment.engine.max_lag
-        old = [filled for filled in self.full if self.version - filled.version > most]
+        old = [filled for filled in self.full if self._age(filled.version) > most]
         for filled in old:
             self.full.remove(filled)
             self.discarded += 1
             self.pool.ask(filled.worker, do="fill", slot=filled.slot)
 
+    def _age(self, version: Any) -> Any:
+        """How many updates there were since a version, or since each of an array of them."""
+        replaced = len(self.replaced) - np.searchsorted(self.replaced, version, side="right")
+        return self.version - version - replaced
+
     def _lags(self) -> dict[str, float]:
         """How many updates ago the policies were made that acted in this batch."""
         if not self.apart:
             return {}
-        lag = self.version - self.rollout.policy_version
+        lag = self._age(self.rollout.policy_version)
         ages, counts = np.unique(lag, return_counts=True)
         return {
             "lag/mean": float(lag.mean()),
@@ -205,8 +214,11 @@ class LocalEngine:
             **{f"lag/{age}": float(count / lag.size) for age, count in zip(ages.tolist(), counts, strict=True)},
         }
 
-    def _workers_time(self, taken: list[Filled]) -> dict[str, float]:
-        """Shares of the workers' time, which is another than the driver's."""
+    def _workers_time(self, taken: list[Filled], outside: float) -> dict[str, float]:
+        """Shares of the workers' time, which is another than the driver's. While the driver was elsewhere (evaluating,
+        saving) they waited for no fault of theirs."""
+        for filled in taken:
+            filled.spent["wait"] = max(0.0, filled.spent["wait"] - outside)
         total = sum(sum(filled.spent.values()) for filled in taken) or 1.0
         parts = {name for filled in taken for name in filled.spent}
         shares = {f"workers/{part}": sum(filled.spent[part] for filled in taken) / total for part in sorted(parts)}
@@ -225,13 +237,15 @@ class LocalEngine:
     def save(self, folder: Path) -> None:
         tree = {"groups": self.workers, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
-        self._all("save", "saved", folder=str(folder / "engine"))
+        for refused in self._all("save", "saved", folder=str(folder / "engine")):
+            if refused is not None:
+                raise OSError(*refused)
 
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
         said = self.cast.load(folder, tree["learner"], self.progress.env_steps)
-        self.version = self.progress.updates
+        self.version, self.replaced = self.progress.updates, []
         self._publish()
         self.pool.episodes_begun = [self.progress.episodes] * self.workers
         loaded = self._all("load", "loaded", folder=str(folder))
@@ -259,6 +273,7 @@ class LocalEngine:
         now = self.cast.adopt(policy, state, settings)
         if state is not None:
             self.version += 1
+            self.replaced.append(self.version)
             self.cast.replaced(policy, self.version)
             self._publish()
         return now

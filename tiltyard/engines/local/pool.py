@@ -26,7 +26,7 @@ from typing import Any
 from tiltyard.children import killed_by
 from tiltyard.engines import nursery
 from tiltyard.engines.local.slab import Slab, make_memory
-from tiltyard.envs.vector import RESETTING, STEPPING
+from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.run.checkpoint import read_tree
 
@@ -110,7 +110,9 @@ class Pool:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LOOK if until is None else min(LOOK, max(0.0, until - time.monotonic()))
-            found = [answer for key, _ in self._selector.select(left) for answer in self._hear(key.data)]
+            # The nursery last: a death that it tells gives the member another pipe than the one that was seen here.
+            ready = sorted(self._selector.select(left), key=lambda each: each[0].data is None)
+            found = [answer for key, _ in ready for answer in self._hear(key.data)]
             self._watch_beats()
             found += self._last_words
             self._last_words = []
@@ -147,6 +149,7 @@ class Pool:
         return [(member.number, word)]
 
     def _send(self, member: _Member, word: dict[str, Any]) -> None:
+        member.beat_since = time.monotonic()  # nobody may have looked while there was nothing to do
         with contextlib.suppress(BrokenPipeError):  # it died a moment ago, and its successor will be asked
             os.write(member.commands, json.dumps(word).encode() + b"\n")
 
@@ -179,6 +182,7 @@ class Pool:
         member.commands, member.answers, member.stack, member.text = commands, answers, stack, b""
         member.pid, member.ready, member.confession, member.verdict = None, False, None, ""
         member.beat_since = time.monotonic()
+        self.slab.beats[member.number, 1] = IDLE  # whatever the one before was doing
         self._selector.register(answers, selectors.EVENT_READ, member)
         self._unborn.append(member)
 

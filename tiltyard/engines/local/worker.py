@@ -73,10 +73,10 @@ class _Worker:
             self.remote = Remote(self.nets[0], self.slab.exchange, self.number, door, self.beat)
         self.shelves = shelves(experiment, spec, base)
         actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base), self.shelves)
-        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number)
-        self.collector.envs.watch(self.beat)
+        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number, self.beat)
         self.beat[1] = IDLE
-        if task["skip_episodes"]:
+        self.replaces = task["skip_episodes"] > 0
+        if self.replaces:
             untold = int(experiment.env.decorrelate > 0)  # the first of each copy, which was not counted
             self.collector.envs.skip_episodes(task["skip_episodes"] + untold)
         self.answer(ready=True)
@@ -92,8 +92,7 @@ class _Worker:
             if word["do"] == "fill":
                 self.fill(word["slot"], waited)
             elif word["do"] == "save":
-                self.collector.save(Path(word["folder"]))
-                self.answer(saved=True)
+                self.answer(saved=self.save(Path(word["folder"])))
             elif word["do"] == "load":
                 self.restock()  # who plays on is among them
                 self.beat[1] = RESETTING  # replaying an episode takes as long as it did
@@ -101,6 +100,19 @@ class _Worker:
                 self.beat[1] = IDLE
             mark = perf_counter()
         self.collector.close()
+
+    def save(self, folder: Path) -> tuple[int, str] | None:
+        """Write this group's part of a checkpoint; what the system refuses is the driver's to tell."""
+        self.beat[1] = RESETTING  # an env's get_state() may take what its reset may
+        if self.replaces:  # else a resume would begin with the episodes that its predecessor had
+            self.collector.begin()
+        try:
+            self.collector.save(folder)
+        except OSError as error:
+            return error.errno or 0, error.strerror or str(error)
+        finally:
+            self.beat[1] = IDLE
+        return None
 
     def restock(self) -> None:
         """Have the past versions that there are now."""

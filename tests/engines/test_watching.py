@@ -1,0 +1,252 @@
+"""Who watches the workers: what hangs is seen wherever it hangs, what only takes its time is left alone, and nobody
+suffers from another's end."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.test_local import TWO
+from tests.engines.test_serial import build
+from tiltyard.engines import nursery
+from tiltyard.engines.state import read_group
+from tiltyard.envs.vector import STEPPING
+
+PATIENCE = 60
+
+# What it does is in files beside it, so that the same env is well behaved while it is probed.
+ENV = """
+import os, subprocess, time
+from pathlib import Path
+from gymnasium.envs.classic_control import CartPoleEnv
+HERE = Path(__file__).parent
+WORKER = Path("/proc/self/comm").read_text().strip() if Path("/proc/self/comm").exists() else ""
+
+def once(name):
+    try:
+        (HERE / name).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+class CustomEnv(CartPoleEnv):
+    def __init__(self):
+        super().__init__()
+        time.sleep(0.6 if (HERE / "slow").exists() else 0)
+        if (HERE / "daemons").exists():  # somebody who no longer belongs to whoever started them
+            text = subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True).stdout
+            (HERE / f"daemon-{os.getpid()}-{int(text)}").touch()
+        if once("hang-in-making"):
+            time.sleep(1000)
+
+    def reset(self, **more):
+        if (HERE / "simulators").exists():
+            simulator = subprocess.Popen(["sleep", "600"])
+            simulator.terminate()
+            (HERE / "ended").write_text(str(simulator.wait(20)))
+        return super().reset(**more)
+
+    def step(self, action):
+        time.sleep(0.03 if (HERE / "slow-steps").exists() else 0)
+        if once("die-in-step"):
+            os._exit(3)
+        return super().step(action)
+"""
+STATEFUL = """
+    def get_state(self):
+        if once("hang-in-saving"):
+            time.sleep(1000)
+        return {"state": [float(x) for x in self.state]}
+
+    def set_state(self, state):
+        self.state = tuple(state["state"])
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_nursery() -> Iterator[None]:
+    with nursery.early.many():
+        yield
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> str:
+    (tmp_path / "env.py").write_text(ENV)
+    return str(tmp_path / "env.py")
+
+
+def pids(engine: Any) -> list[int]:
+    return [member.pid for member in engine.pool.members]
+
+
+def test_two_that_die_at_once_are_replaced_also_when_one_of_the_new_ones_hangs(env: str, tmp_path: Path) -> None:
+    """News of a death that is heard before what is in the dead one's pipe must not have the driver read the new one."""
+    engine = build(env, *TWO, "env.reset_timeout=2")
+    engine.step()
+    (tmp_path / "hang-in-making").touch()
+    for pid in pids(engine):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)
+    events = engine.step().events
+    assert len(events) == 3 and sum("did not come back from reset() within 2 s" in event for event in events) == 1
+    engine.close()
+
+
+def test_a_pause_of_the_driver_is_no_hang_of_a_worker(env: str) -> None:
+    engine = build(env, *TWO, "env.step_timeout=1")
+    engine.step()
+    engine.pool._watch_beats()
+    time.sleep(1.5)  # an evaluation, say
+    engine.pool.ask(0, do="fill", slot=0)
+    engine.slab.beats[0, 1] = STEPPING  # as it is from the command on, before the first env was stepped
+    engine.pool._watch_beats()
+    assert engine.pool.members[0].verdict == "" and engine.pool.restarts == 0
+    engine.close()
+
+
+def test_a_replacement_that_takes_its_time_is_not_hung_in_its_predecessors_step(env: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from torch import nn\n"
+        "class CustomModel(nn.Module):\n"
+        "    def __init__(self, spec, outputs):\n"
+        "        super().__init__()\n"
+        "        self.policy, self.worth = nn.Linear(4, outputs), nn.Linear(4, 1)\n"
+        "        time.sleep(2.5 if (Path(__file__).parent / 'slow-model').exists() else 0)\n"
+        "    def forward(self, obs):\n"
+        "        return self.policy(obs['obs']), self.worth(obs['obs']).squeeze(-1)\n"
+    )
+    engine = build(env, *TWO, "env.step_timeout=1", f"model={tmp_path / 'model.py'}")
+    engine.step()
+    (tmp_path / "slow-model").touch()
+    (tmp_path / "die-in-step").touch()
+    events = engine.step().events
+    assert len(events) == 1 and "ended by itself with exit code 3" in events[0]
+    engine.close()
+
+
+def test_every_copy_has_the_whole_time_to_be_made(env: str, tmp_path: Path) -> None:
+    engine = build(env, "engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1.5")
+    (tmp_path / "slow").touch()
+    os.kill(pids(engine)[0] or _born(engine), signal.SIGKILL)
+    assert len(engine.step().events) == 1  # that one, and none because making four takes 2.4 s
+    engine.close()
+
+
+def _born(engine: Any) -> int:
+    while pids(engine)[0] is None:
+        engine.pool._news()
+        time.sleep(0.01)
+    return pids(engine)[0]
+
+
+def test_every_step_of_a_replay_has_the_whole_time(env: str, tmp_path: Path) -> None:
+    words = ("engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1", "env.comes_back=replay")
+    engine = build(env, *words)
+    for _ in range(2):
+        engine.step()
+    engine.save(tmp_path / "saved")
+    engine.close()
+    (tmp_path / "slow-steps").touch()
+    again = build(env, *words)
+    began = time.monotonic()
+    assert again.load(tmp_path / "saved") == [] and again.pool.restarts == 0
+    assert time.monotonic() - began > 1, "nothing was replayed"
+    again.close()
+
+
+def test_a_hang_while_saving_is_seen_and_the_checkpoint_is_made_all_the_same(env: str, tmp_path: Path) -> None:
+    Path(env).write_text(ENV + STATEFUL)
+    engine = build(env, *TWO, "env.reset_timeout=1")
+    engine.step()
+    (tmp_path / "hang-in-saving").touch()
+    engine.save(tmp_path / "saved")
+    assert engine.pool.restarts == 1 and "did not come back" in engine.pool.events[0]
+    engine.close()
+
+
+def test_what_the_disk_refuses_a_worker_is_told_as_such_and_nobody_is_replaced(tmp_path: Path) -> None:
+    engine = build("CartPole-v1", *TWO)
+    engine.step()
+    (tmp_path / "saved" / "engine" / "group-1.json").mkdir(parents=True)  # no file can be written there
+    with pytest.raises(OSError, match="directory"):
+        engine.save(tmp_path / "saved")
+    assert engine.pool.restarts == 0
+    assert engine.step().progress.updates == 2
+    engine.close()
+
+
+def test_a_replacement_saves_episodes_that_nobody_had(tmp_path: Path) -> None:
+    engine = build("CartPole-v1", *TWO, "algo.rollout=1", "algo.minibatch=4")
+    engine.step()
+    engine.save(tmp_path / "first")
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    engine.save(tmp_path / "second")
+    assert engine.pool.restarts == 1
+    first, second = (read_group(tmp_path / name, 0) for name in ("first", "second"))
+    assert first is not None and second is not None and second["envs"] is not None
+    assert not {*first["envs"]["seeds"]} & {*second["envs"]["seeds"]}
+    engine.close()
+
+
+def test_envs_in_workers_can_end_what_they_started(env: str, tmp_path: Path) -> None:
+    engine = build(env, *TWO)
+    (tmp_path / "simulators").touch()
+    engine.step()
+    assert (tmp_path / "ended").read_text() == str(-signal.SIGTERM) and engine.pool.restarts == 0
+    engine.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+def test_what_a_living_worker_sent_away_outlives_another_worker(env: str, tmp_path: Path) -> None:
+    (tmp_path / "daemons").touch()
+    engine = build(env, *TWO)
+    engine.step()
+    dead, alive = pids(engine)
+    os.kill(dead, signal.SIGKILL)
+    left = {
+        owner: {int(path.name.split("-")[2]) for path in tmp_path.glob(f"daemon-{owner}-*")} for owner in pids(engine)
+    }
+    assert all(len(found) == 2 for found in left.values())
+    until = time.monotonic() + PATIENCE
+    while any(_runs(pid) for pid in left[dead]) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(nursery.GRACE + 0.5)
+    assert not any(_runs(pid) for pid in left[dead]) and all(_runs(pid) for pid in left[alive])
+    engine.close()
+    assert not any(_runs(pid) for pid in left[alive])
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_waiting_for_a_driver_that_was_elsewhere_is_no_waiting() -> None:
+    engine = build("CartPole-v1", *TWO)
+    engine.step()
+    usual = engine.step().metrics["workers/wait"]
+    time.sleep(3)
+    assert engine.step().metrics["workers/wait"] < (1 + usual) / 2
+    engine.close()
+
+
+def test_policies_that_were_replaced_make_no_sample_older() -> None:
+    words = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.mode=async", "engine.max_lag=2")
+    engine = build("CartPole-v1", *TWO, *words)
+    engine.step()
+    engine.step()
+    for _ in range(4):
+        engine.adopt("b", engine.snapshot("a"), {})
+    found = engine.step().metrics
+    assert found["lag/discarded"] == 0 and found["lag/max"] <= 2
+    engine.close()
