@@ -92,7 +92,10 @@ def bench(
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)
         for note in (*loaded.warnings, *spec.notes):
             say(f"note    {note}")
-        counts = process_counts(min(workers or usable_cores(), experiment.engine.envs))
+        envs = experiment.engine.envs
+        if workers is not None and workers > envs:
+            say(f"note    engine.envs={envs}: more processes would have none; engine.envs={workers} gives each one")
+        counts = process_counts(min(workers or usable_cores(), envs))
         sampled = []
         for count in counts:
             each = sample(experiment, spec, base, count, seconds / len(counts))
@@ -137,7 +140,7 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
             while "over" not in heard[-1]:
                 heard.append(child.hear())
             ticks.append(np.array([each["tick"] for each in heard[:-1]]))
-    return summary(ticks, envs, max(weighed))
+    return summary(ticks, envs, weighed[0])  # of the first process, which looks at itself where it can
 
 
 def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Sampled:

@@ -104,6 +104,17 @@ def test_candidates_learn_as_the_experiment_would(words: tuple[str, ...]) -> Non
         assert own_point(typed, point.workers) == point
 
 
+@pytest.mark.parametrize("cores", [1, 3, 6, 7, 12, 24, 64])
+def test_workers_are_tried_whatever_the_number_of_cores(cores: int) -> None:
+    """Cores need not divide the envs."""
+    experiment = load("CartPole-v1", ["engine.envs=8"]).experiment
+    for workers in (0, 4):
+        found = Candidates(experiment, own_point(experiment, workers), (), cores=cores)
+        tried = {(point.workers, point.mode) for point in found.processes(found.own)}
+        assert any(mode == "async" for _, mode in tried) and len(tried) >= 2
+        assert all(count == 0 or 8 % count == 0 for count, _ in tried)
+
+
 def test_what_is_kept_is_not_tried_otherwise() -> None:
     names: dict[str, Any] = {"engine.workers": "workers", "engine.mode": "mode", "engine.envs": "envs"}
     for name, field in (names | {"algo.rollout": "rollout", "algo.minibatch": "minibatch"}).items():

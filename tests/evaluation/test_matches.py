@@ -117,6 +117,14 @@ def test_ratings_are_those_that_the_games_were_drawn_with() -> None:
     assert sum(found[name].low <= true[name] <= found[name].high for name in true) >= 3
 
 
+def test_few_episodes_leave_much_open_also_where_all_ended_alike() -> None:
+    for few in (bout("a", "b", 3, 0, 0), bout("a", "b", 0, 3, 0)):
+        many = Bout("a", "b", few.wins * 100, few.draws * 100, 0, (0.0, 0.0), {})
+        wide, narrow = (ratings(["a", "b"], [each], 0)[0] for each in (few, many))
+        assert wide.low <= wide.elo <= wide.high and wide.high - wide.low > 50
+        assert narrow.high - narrow.low < (wide.high - wide.low) * 0.9
+
+
 def test_who_never_lost_is_not_infinitely_strong_and_draws_make_equals() -> None:
     strong, weak = ratings(["a", "b"], [bout("a", "b", 20, 0, 0)], 0)
     assert 400 < strong.elo - weak.elo < 1000

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
 from tiltyard.run.folder import Run, list_runs, write_status
+from tiltyard.run.lock import Lock
 from tiltyard.sweep import prepare
 from tiltyard.sweep.controller import Controller
 from tiltyard.sweep.folder import Sweep, find_sweep
@@ -134,6 +136,26 @@ def test_extensions_add_trials(tiltyard: Command) -> None:
     write_plan(name="grid", space={"x": [1]})
     tiltyard("sweep", "start", "plan.yaml")
     assert "is a grid" in tiltyard("sweep", "extend", "grid", "--trials", "1", expect=2).stderr
+
+
+def test_a_decision_in_a_controllers_last_moment_is_carried_out_by_who_made_it(tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1, 2]}, seeds=1)
+    tiltyard("sweep", "start", "plan.yaml")
+    held = Lock.acquire(Run(find_sweep("toy").folder))  # a controller that has nothing left to do, and leaves
+    threading.Timer(0.7, held.release).start()
+    tiltyard("sweep", "extend", "--seeds", "1")
+    assert look(find_sweep("toy")).counts == {"finished": 4}
+
+
+def test_options_of_other_actions_are_refused(tiltyard: Command, runs: Path) -> None:
+    write_plan(space={"x": [1]})
+    tiltyard("sweep", "start", "plan.yaml")
+    for words, told in (
+        (("status", "--every", "5"), "has no --every"),
+        (("best", "--wait", "5"), "has no --wait"),
+        (("status", "--json", "--csv"), "not allowed with"),
+    ):
+        assert told in tiltyard("sweep", *words, expect=2).stderr
 
 
 def test_pauses_and_order(tiltyard: Command) -> None:

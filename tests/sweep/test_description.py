@@ -114,6 +114,24 @@ def test_seeds_of_a_program_are_seeds(tiltyard: Command, runs: Path) -> None:
     assert "it cannot be given twice" in tiltyard("sweep", "extend", "--seeds", "1", expect=2).stderr
 
 
+def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: Path) -> None:
+    Path("study.py").write_text(
+        "from __future__ import annotations\n"
+        "import sys\n"
+        "from dataclasses import dataclass\n"
+        "from tiltyard.sweep.description import Experiment, ParamList, RunDescription\n"
+        "sys.path.insert(0, 'elsewhere')\n"
+        "@dataclass\n"
+        "class Size:\n"
+        "    wide: int\n"
+        "points = ParamList([{'wide': Size(3).wide}])\n"
+        "RUN_DESCRIPTION = RunDescription('study', [Experiment('toy', 'python say.py', points)])\n"
+    )
+    Path("say.py").write_text(SAY)
+    tiltyard("sweep", "start", "study.py")
+    assert "--wide=3" in Path("said").read_text()
+
+
 def test_what_is_no_description(tiltyard: Command) -> None:
     Path("empty.py").write_text("")
     assert "has no RUN_DESCRIPTION" in tiltyard("sweep", "start", "empty.py", expect=2).stderr

@@ -84,6 +84,13 @@ def test_less_can_be_better(goal: str, out: set[int]) -> None:
     assert set(behind(plan, curves, {1, 4, 7})) == out
 
 
+@pytest.mark.parametrize(("goal", "one"), [("maximise", -1200.0), ("minimise", -800.0)])
+def test_numbers_are_told_with_their_sign(goal: str, one: float) -> None:
+    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
+    curves: dict[int, Curve] = {n: [(10, -1000.0)] for n in range(1, 8)} | {8: [(10, one)]}
+    assert behind(plan, curves, {8})[8].endswith(f"{one:g}, where half of 7 others have -1000")
+
+
 def test_no_rule_no_end() -> None:
     plan = load_plan({"experiment": "x"})[0]
     assert behind(plan, {1: [(10, 0.0)], 2: [(10, 1.0)]}, {1, 2}) == {}

@@ -50,6 +50,25 @@ def test_what_explains_the_variance() -> None:
     half = [ord(label) + rng.gauss(0, 0.82) for label in labels]
     assert 0.3 < explained(labels, half) < 0.7
     assert explained(["a"] * 5, [1.0] * 5) == 0.0
+    assert explained(["a", "b", "c", "d"], [1.0, 2.0, 3.0, 4.0]) is None  # nothing to compare with
+
+
+def test_numbers_of_a_list_of_points_are_sorted_into_quarters() -> None:
+    rng = random.Random(0)
+    points: list[dict[str, Any]] = [{"lr": rng.random(), "word": rng.choice("ab")} for _ in range(40)]
+    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "points": points})
+    groups = [SimpleNamespace(settings=point, value=point["lr"]) for point in points]
+    report: Any = SimpleNamespace(plan=plan, groups=groups, keys=["lr", "word"])
+    shares = dict(importance(report))
+    assert shares["lr"] > 0.8 and shares["word"] < 0.3
+
+
+def test_a_program_that_began_anew_is_compared_by_its_new_life(tmp_path: Path) -> None:
+    lives = [[(0, 1.0), (10, 99.0), (20, 98.0)], [(0, 2.0), (10, 3.0)]]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, value in [pair for life in lives for pair in life]:
+            file.write(json.dumps({"env_steps": step, "metrics": {"score": value}}) + "\n")
+    assert results.curve(tmp_path, "score") == [(0, 2.0), (10, 3.0)]
 
 
 def test_bands_go_as_far_as_all_curves_do() -> None:

@@ -82,6 +82,16 @@ def test_a_small_space_is_tried_as_a_whole_before_anything_comes_twice() -> None
     assert len({fingerprint(each.settings) for each in found[:6]}) == 6
 
 
+def test_points_of_a_span_may_be_fewer_than_trials() -> None:
+    space = {"a": {"log": [1e-4, 1e-2], "points": 3}}
+    made = load_plan({"experiment": "x", "space": space, "search": "tpe", "trials": 6})[0]
+    found = [group(1, {"a": 3.9e-4}, 0.0)]  # no choice: as an earlier version drew it
+    for number in range(2, 7):
+        point = search.ask(made, found, number)
+        assert point["a"] in (1e-4, 1e-3, 1e-2)
+        found.append(group(number, point, float(point["a"])))
+
+
 @pytest.mark.slow
 def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path) -> None:
     """Ended in between by hand; the next controller asks for what is missing and for nothing twice."""

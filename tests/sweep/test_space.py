@@ -66,6 +66,11 @@ def test_draws_stay_inside_and_are_the_same_again() -> None:
     assert math.isclose(sum(p["c"] for p in points) / len(points), 0.0, abs_tol=0.05)
 
 
+def test_draws_of_a_span_with_points_are_its_points() -> None:
+    found = dimensions(plan({"a": {"log": [1e-4, 1e-2], "points": 3}}, search="random", trials=1))
+    assert {point["a"] for point in islice(draws(found, 0), 50)} == {1e-4, 1e-3, 1e-2}
+
+
 def test_no_draw_comes_twice_while_there_are_others() -> None:
     found = dimensions(plan({"a": [1, 2, 3], "b": {"int": [1, 4]}}, search="random", trials=12))
     assert len({fingerprint(point) for point in islice(draws(found, 0), 12)}) == 12
@@ -81,6 +86,7 @@ def test_no_draw_comes_twice_while_there_are_others() -> None:
         ({"algo.lr": {"range": [0, 1], "log": [1, 2]}}, "one range"),
         ({"algo.lr": {"int": [0.5, 2]}}, "whole numbers"),
         ({"algo.lr": {"range": [0, 1], "step": 0}}, "step"),
+        ({"algo.lr": {"int": [1, 8], "step": 0.5}}, "a step that is none"),
         ({"algo.lr": {"range": [0, 1], "points": 1}}, "points"),
         ({"algo.lr": []}, "no choice"),
         ({"algo.lr": 3e-4}, "neither choices"),

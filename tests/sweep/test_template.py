@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -151,6 +152,24 @@ def test_where_jobs_cannot_submit_whoever_watches_does(
     assert len(said("done")) == 1 and look(sweep).state == "stopped"
     assert "3: 3 finished" in tiltyard("sweep", "watch", "--every", "0.3").stdout
     assert len(said("began")) == 3
+
+
+def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, queue: Path) -> None:
+    setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]
+    write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
+    write_plan(space={"x": [1, 2]}, max_parallel=1)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    wait_until(lambda: len(said("began")) == 1)
+    (queue / "down").touch()
+
+    def up_again() -> None:
+        Path("wait").unlink()
+        (queue / "down").unlink()
+
+    threading.Timer(2.0, up_again).start()
+    watched = tiltyard("sweep", "watch", "--every", "0.3")
+    assert "the queue is down" in watched.stderr and "2: 2 finished" in watched.stdout
 
 
 def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import sweep_jobs, text
 from tiltyard.cli.sweep_summary import summary
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tiltyard.sweep.report import Report
 
 # action -> options that it has
+STOPS = 60.0  # seconds that trials have to save and end
+HEARS = 2.0  # seconds after which who still carries a sweep out has heard of a decision; one about to end may not
 ACTIONS: dict[str, tuple[str, ...]] = {
     "start": ("on", "yes", "dry_run", "new", "detach"),
     "status": ("json", "csv"),
@@ -67,17 +69,18 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=float, metavar="SECONDS", help="watch: between two looks (2; 10 where trials are jobs)"
     )
-    parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS", help="stop: wait for trials (60)")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="stop: wait for trials (60)")
     parser.add_argument("--member", type=int, metavar="N", help="lineage, replay: of this member of a population")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="plot: where the pictures go")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--csv", action="store_true", help="print CSV, a line per trial")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV, a line per trial")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     if args.action not in ACTIONS:
         raise UseError(f"`tiltyard sweep` has no {args.action!r}", did_you_mean(args.action, ACTIONS))
-    every = {name for names in ACTIONS.values() for name in names} - {"every", "wait"}
+    every = {name for names in ACTIONS.values() for name in names}
     strange = [name for name in sorted(every - set(ACTIONS[args.action])) if getattr(args, name) not in (None, False)]
     if strange:
         owners = [action for action, names in ACTIONS.items() if strange[0] in names]
@@ -231,7 +234,12 @@ def _watch(args: argparse.Namespace) -> int:
         if sweep.launcher == "template":  # whose jobs may not be able to submit others
             from tiltyard.sweep import turn
 
-            turn.take(sweep, _say)
+            try:
+                turn.take(sweep, _say)
+            except UseError:
+                raise
+            except TiltyardError as error:  # the queue gave no answer; it is asked again at the next look
+                _say(error.message)
         found = look(sweep)
         said = summary(found)
         if said != before:
@@ -316,9 +324,12 @@ def _retry(args: argparse.Namespace) -> int:
         from tiltyard.sweep import turn
 
         turn.take(sweep, _say)  # what failed just now is written down before it is forgiven
-    failed = [row.trial.number for row in look(sweep).failed if not row.trial.refused]
+    rows = look(sweep).failed
+    failed = [row.trial.number for row in rows if not row.trial.refused]
+    if len(failed) < len(rows):
+        sys.stderr.write(f"{len(rows) - len(failed)} of the failed make no experiment, and would not the next time\n")
     if not failed:
-        sys.stderr.write(f"no trial of {sweep.id} has failed\n")
+        sys.stderr.write(f"no trial of {sweep.id} has failed that could be started again\n")
         return EXIT_DONE
     sys.stderr.write(f"to be started again: trial {', '.join(map(str, failed))}\n")
     if args.dry_run:
@@ -353,9 +364,12 @@ def _extend(args: argparse.Namespace) -> int:
 
 def _act(sweep: Sweep, detach: bool) -> int:
     """Whoever carries the sweep out hears of the decision; nobody does: carry it out."""
-    if sweep.launcher == "local" and sweep.controlled:
-        sys.stderr.write(f"sweep {sweep.id} is being carried out, and hears of it\n")
-        return EXIT_DONE
+    until = time.monotonic() + HEARS
+    while sweep.launcher == "local" and sweep.controlled:
+        if time.monotonic() >= until:
+            sys.stderr.write(f"sweep {sweep.id} is being carried out, and hears of it\n")
+            return EXIT_DONE
+        time.sleep(0.1)
     return _carry_out(sweep, detach)
 
 
@@ -376,7 +390,7 @@ def _stop(args: argparse.Namespace) -> int:
     elif not sweep.controlled:
         for row in at_work:
             _ask(row.folder)
-    deadline = time.monotonic() + args.wait
+    deadline = time.monotonic() + (STOPS if args.wait is None else args.wait)
     while (now := look(sweep)).state == "running" or any(row.state == "running" for row in now.rows):
         if time.monotonic() >= deadline:
             sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")

@@ -72,8 +72,8 @@ def _members(found: Report) -> str:
 
 def _next(found: Report) -> str:
     typed = found.sweep.typed
-    if found.state == "failed":
+    if found.state == "failed" and not all(row.trial.refused for row in found.failed):
         return f"tiltyard sweep retry --failed {typed}"
-    if found.state == "finished":
+    if found.state in ("failed", "finished"):
         return f"tiltyard sweep best {typed}"
     return f"tiltyard sweep {'watch' if found.state == 'running' else 'start'} {typed}"

@@ -67,7 +67,7 @@ class Span:
         return [self._rounded(self.low + i * self.step) for i in range(count)]
 
     def draw(self, rng: random.Random) -> Point:
-        if self.step is not None:
+        if self.step is not None or self.points is not None:
             return {self.key: rng.choice(self.spread())}
         if self.whole and not self.log:
             return {self.key: rng.randint(int(self.low), int(self.high))}
@@ -140,6 +140,8 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
         step = 1
     if step is not None and (log or points is not None or not _is_number(step) or step <= 0):
         raise ValueError("has a step that is no positive number, or one beside log or points", "step: 0.1")
+    if step is not None and whole and step != int(step):
+        raise ValueError("has whole numbers and a step that is none", "step: 2, or range instead of int")
     if points is not None and (type(points) is not int or not 2 <= points <= 100_000):
         raise ValueError("has points that are no whole number from 2", "points: 5")
     return Span(key, bounds[0], bounds[1], log, whole, step, points)

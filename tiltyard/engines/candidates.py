@@ -69,14 +69,15 @@ class Candidates:
 
     def processes(self, point: Point) -> list[Point]:
         """Other processes at the same sizes, those first that are likeliest to be faster."""
-        return self._allowed(replace(point, workers=w, mode=m) for w, m in self._topologies())
+        return self._allowed(replace(point, workers=w, mode=m) for w, m in self._topologies(point.envs))
 
-    def _topologies(self) -> Iterator[tuple[int, Literal["sync", "async"]]]:
-        cores = self.cores
+    def _topologies(self, envs: int) -> Iterator[tuple[int, Literal["sync", "async"]]]:
+        all_cores, all_but_one, half = (_sharing(envs, each) for each in (self.cores, self.cores - 1, self.cores // 2))
         if self.own.workers == 0:
-            yield from ((cores, "sync"), (max(1, cores - 1), "async"), (cores, "async"), (cores // 2, "sync"))
+            yield from ((all_cores, "sync"), (all_but_one, "async"), (all_cores, "async"), (half, "sync"))
         else:
-            yield from ((0, "sync"), (max(1, cores - 1), "async"), (cores, "sync"), (cores, "async"))
+            yield from ((0, "sync"), (all_but_one, "async"), (all_cores, "sync"), (all_cores, "async"))
+            yield from ((self.own.workers, "async"), (self.own.workers, "sync"))
 
     def more_workers(self, point: Point) -> list[Point]:
         """Twice the workers with envs for all of them, in either mode: for envs that wait rather than compute."""
@@ -124,6 +125,11 @@ class Candidates:
             and _near(point.minibatch or 1, own.minibatch or 1)
             and not cross_check(point.applied(self.experiment))
         )
+
+
+def _sharing(envs: int, most: int) -> int:
+    """As many workers as can have equally many envs, up to `most`."""
+    return next(count for count in range(max(1, min(most, envs)), 0, -1) if envs % count == 0)
 
 
 def _near(size: int, own: int) -> bool:

@@ -182,7 +182,8 @@ def _bout(one: str, other: str, played: Sequence[Played], spec: EnvSpec) -> Bout
 
 
 def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[Rating]:
-    """Elo's by maximum likelihood (Bradley and Terry), with intervals from bouts drawn again, the strongest first.
+    """Elo's by maximum likelihood (Bradley and Terry), with intervals from shares of wins, draws and losses that may be
+    behind the bouts (Dirichlet, one episode of nobody's beforehand), the strongest first.
 
     Each pair has one more draw than it played: without, who never lost would be infinitely strong.
     """
@@ -191,13 +192,14 @@ def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[R
     counts = [np.array([bout.wins, bout.draws, bout.losses]) for bout in bouts]
     score = np.zeros((RESAMPLES + 1, len(policies), len(policies)))  # won by [row] against [column]; first as it was
     for bout, count in zip(bouts, counts, strict=True):
-        again = rng.multinomial(count.sum(), count / count.sum(), RESAMPLES)
+        again = rng.dirichlet(count + 1 / 3, RESAMPLES) * count.sum()
         wins, draws, losses = np.concatenate([count[None], again]).T
         score[:, places[bout.one], places[bout.other]] += wins + draws / 2
         score[:, places[bout.other], places[bout.one]] += losses + draws / 2
     score += 0.5 * (score + score.swapaxes(1, 2) > 0)
     elo = _strengths(score)
     low, high = np.percentile(elo[1:], [2.5, 97.5], axis=0)
+    low, high = np.minimum(low, elo[0]), np.maximum(high, elo[0])  # who won everything is at the end of what may be
     found = []
     for name, place in places.items():
         won, drawn, lost = _tally(name, bouts)

@@ -40,8 +40,8 @@ def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
         with _cancelled_unless_done(name):
             # A Ctrl-C is for us, who then take back what was submitted.
             done = hear(["sbatch", "--parsable", *options, str(path)], apart=True)
-            if done.returncode == 0 and (found := re.match(r"\d+", done.stdout.strip())):
-                return found[0]
+            if done.returncode == 0:
+                return _job_id(done.stdout, path)
     except FileNotFoundError as error:
         raise TiltyardError(
             "there is no sbatch here, which submits jobs to Slurm", f"log in where it is; the script is {path}"
@@ -56,6 +56,14 @@ def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
     )
     lines = said.splitlines()
     raise TiltyardError(f"Slurm refused the job: {lines[0]}", f"the script is {path}", "\n".join(lines[1:]))
+
+
+def _job_id(said: str, path: Path) -> str:
+    """What `sbatch --parsable` prints last, after what a site may have to say."""
+    found = re.match(r"\d+(?=;|$)", (said.strip().splitlines() or [""])[-1].strip())
+    if found is None:
+        raise TiltyardError(f"sbatch printed no job id: {said.strip() or 'nothing'}", f"the script is {path}")
+    return found[0]
 
 
 @contextlib.contextmanager

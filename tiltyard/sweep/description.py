@@ -15,6 +15,7 @@ with `tiltyard train` has key=value settings; every other one is given its param
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -151,6 +152,15 @@ def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list
     return [point for point, _ in by_point.values()], lists[0]
 
 
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
 def load_description(text: str) -> RunDescription:
     """RUN_DESCRIPTION of a Python file, or of a module by its dotted name."""
     if text.endswith(".py"):
@@ -161,17 +171,12 @@ def load_description(text: str) -> RunDescription:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.absolute().parent))
-        try:
+        sys.modules[spec.name] = module  # where dataclasses of its own are looked up
+        with _importing_from(path.absolute().parent):
             spec.loader.exec_module(module)
-        finally:
-            sys.path.pop(0)
     else:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
+        with _importing_from(Path.cwd()):
             module = importlib.import_module(text)
-        finally:
-            sys.path.pop(0)
     found = getattr(module, NAME, None)
     if not isinstance(found, RunDescription):
         hint = "RUN_DESCRIPTION = RunDescription(name, [Experiment(...)])"

@@ -25,7 +25,7 @@ def behind(plan: Plan, curves: Mapping[int, Curve], running: Collection[int]) ->
     turned = {trial: [(step, plan.better * value) for step, value in curve] for trial, curve in curves.items()}
     if plan.stop.rule == "asha":
         return asha(plan.stop, turned, running, last=plan.metric.of == "last")
-    return below_median(plan.stop, turned, running)
+    return below_median(plan.stop, turned, running, plan.better)
 
 
 def asha(
@@ -64,8 +64,11 @@ def _at(curve: Curve, rung: int, last: bool) -> float:
     return curve[end][1] if last else max(value for _, value in curve[: end + 1])
 
 
-def below_median(rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int]) -> dict[int, str]:
-    """Trials whose best is worse than the median of the others' means up to the same env step. More is better here."""
+def below_median(
+    rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], better: float = 1
+) -> dict[int, str]:
+    """Trials whose best is worse than the median of the others' means up to the same env step. More is better here;
+    `better` is -1 where the metric itself was turned round for that."""
     found: dict[int, str] = {}
     for trial in running:
         curve = curves.get(trial)
@@ -81,6 +84,6 @@ def below_median(rule: EarlyStop, curves: Mapping[int, Curve], running: Collecti
             continue
         best, middle = max(value for _, value in curve), median(means)
         if best < middle:
-            said = f"{abs(best):.6g}, where half of {len(means)} others have {abs(middle):.6g}"
+            said = f"{better * best:.6g}, where half of {len(means)} others have {better * middle:.6g}"
             found[trial] = f"behind at {now:,} env steps: {said}"
     return found

@@ -11,7 +11,7 @@ import io
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -218,14 +218,20 @@ def importance(report: Report) -> list[tuple[str, float]]:
         labels = [fingerprint(each) for each in seen]
         if not is_choice and len(set(labels)) > max(BINS, len(known) // 2):  # else values come again, as in a grid
             labels = _bins([float(each[0]) for each in seen])
-        found.append((",".join(keys), explained(labels, values)))
+        share = explained(labels, values)
+        if share is not None:
+            found.append((",".join(keys), share))
     return sorted(found, key=lambda pair: -pair[1])
 
 
 def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
     if report.plan.points:
-        return [((key,), True) for key in report.keys]
+        return [((key,), not _all_numbers(group.settings.get(key) for group in report.groups)) for key in report.keys]
     return [(each.keys, isinstance(each, Choices)) for each in dimensions(report.plan)]
+
+
+def _all_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _bins(values: list[float]) -> list[str]:
@@ -234,15 +240,18 @@ def _bins(values: list[float]) -> list[str]:
     return [str(bisect_left(order, value) * BINS // len(values)) for value in values]  # equal ones lie in the same
 
 
-def explained(labels: Sequence[str], values: Sequence[float]) -> float:
-    """The share of the variance between the groups (omega squared), from 0 to 1."""
+def explained(labels: Sequence[str], values: Sequence[float]) -> float | None:
+    """The share of the variance between the groups (omega squared), from 0 to 1; None where no group has two values,
+    and all of it could be chance."""
     middle = fmean(values)
     total = sum((value - middle) ** 2 for value in values)
     parts = {
         label: [value for mark, value in zip(labels, values, strict=True) if mark == label] for label in set(labels)
     }
     free = len(values) - len(parts)
-    if total <= 0 or free <= 0:
+    if free <= 0:
+        return None
+    if total <= 0:
         return 0.0
     between = sum(len(part) * (fmean(part) - middle) ** 2 for part in parts.values())
     noise = (total - between) / free

@@ -118,9 +118,15 @@ def kept(sweep: Sweep) -> dict[int, str]:
 
 
 def curve(folder: Path, metric: str) -> Curve:
-    """Env steps and finite values of a metric."""
-    steps, values = metrics.series(metrics.read(folder), metric)
-    return [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
+    """Env steps and finite values of a metric. A program that was started again may begin anew: what it wrote before at
+    the same env steps and beyond counts no more."""
+    found: Curve = []
+    for step, value in zip(*metrics.series(metrics.read(folder), metric), strict=True):
+        while found and found[-1][0] >= step:
+            found.pop()
+        if math.isfinite(value):
+            found.append((step, value))
+    return found
 
 
 def value_of(found: Curve, metric: Objective, better: float) -> float | None:

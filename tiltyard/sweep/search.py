@@ -6,6 +6,7 @@ The sampler is seeded by the plan and the number of the point, so that the same 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -44,7 +45,8 @@ def ask(plan: Plan, found: Sequence[Group], number: int) -> Point:
         )
         distributions = {_name(each): _distribution(each) for each in space}
         for group in found:
-            study.add_trial(_told(group, space, distributions))
+            with contextlib.suppress(ValueError):  # what is no choice (any longer) teaches nothing about those that are
+                study.add_trial(_told(group, space, distributions))
         for _ in range(_TRIES):
             point = _point(space, study.ask(distributions).params)
             if fingerprint(point) not in seen:
