@@ -35,6 +35,12 @@ class CustomEnv(CartPoleEnv):
             "starved learner, env-bound: the learner waits 80 %",
         ),
         ({"wait": 0.8, "learn": 0.2}, {"env": 0.2, "inference": 0.8}, "starved learner, inference-bound"),
+        (
+            {"wait": 0.53, "learn": 0.47},
+            {"env": 0.3, "inference": 0.19, "wait": 0.51},
+            "in turns: the learner waits 53 %",
+        ),
+        ({"wait": 0.9, "learn": 0.1}, {"env": 0.2, "wait": 0.8}, "starved learner: the learner waits 90 %"),
         ({"eval": 0.5, "learn": 0.5}, {}, "eval-bound: 50 % of the time is evaluations"),
         ({"learn": 0.52, "env": 0.45, "other": 0.03}, {}, "learner-bound: 52 % of the time is gradient steps; 45 % is"),
         ({"eval": 0.2, "learn": 0.5, "env": 0.3}, {}, "learner-bound: 62 %"),  # of the training itself

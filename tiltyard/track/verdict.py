@@ -37,7 +37,7 @@ def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
             "try fewer algo.epochs, a larger algo.minibatch or a smaller model"
         )
     if wait >= MUCH:
-        return _starved(workers, wait)
+        return _starved(workers, wait, learn)
     for part in ("env", "inference"):
         if shares.get(part, 0.0) >= MUCH:
             kind, what, hint = _SAMPLING[part]
@@ -60,10 +60,15 @@ _SAMPLING = {
 }
 
 
-def _starved(workers: Mapping[str, float], wait: float) -> str:
+def _starved(workers: Mapping[str, float], wait: float, learn: float) -> str:
     """Why samples come slowly, by what the workers do."""
     said = f"the learner waits {_percent(wait)} of its time for samples"
     env, inference = workers.get("env", 0.0), workers.get("inference", 0.0)
+    if env + inference < MUCH and learn >= SOME:
+        return (
+            f"in turns: {said}, and learns {_percent(learn)} while the workers wait for it; "
+            "engine.mode=async lets both go on at once where cores are free"
+        )
     if env + inference < MUCH:
         return f"starved learner: {said}, and the workers mostly wait themselves"
     part = "env" if env >= inference else "inference"
