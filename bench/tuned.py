@@ -45,7 +45,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "pong": {"env": "atari:pong", "use": ["atari-fast"]},
 }
 BEST = 4  # points of the grid that are measured again
-TURNS = 5  # of the three that meet at the end
+TURNS = 5
 
 
 def main() -> None:
@@ -56,12 +56,16 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, default=16, help="at most, in the grid; 4 for what needs the cores itself"
     )
+    parser.add_argument(
+        "--coarse", action="store_true", help="leave minibatches smaller than the experiment's out of the grid"
+    )
+    parser.add_argument("--turns", type=int, default=TURNS, help="of the three that meet at the end")
     options = parser.parse_args()
     for task in options.tasks:
-        compare(task, options.seconds, options.budget, options.workers)
+        compare(task, options)
 
 
-def compare(task: str, seconds: float, budget: float, workers: int) -> None:
+def compare(task: str, options: argparse.Namespace) -> None:
     loaded = load(TASKS[task])
     experiment = loaded.experiment
     spec = probe(experiment.env, base=loaded.base, previous=False)
@@ -70,7 +74,9 @@ def compare(task: str, seconds: float, budget: float, workers: int) -> None:
     def speed(point: Point, seconds: float) -> float:
         return measure(point, seconds, experiment, spec, loaded.base)
 
-    points = [own, *grid(Candidates(experiment, own, kept_settings(loaded), usable_cores()), own, workers)]
+    seconds = options.seconds
+    around = Candidates(experiment, own, kept_settings(loaded), usable_cores())
+    points = [own, *grid(around, own, options.workers, options.coarse)]
     began = time.monotonic()
     with early.many():
         found = {point: speed(point, seconds) for point in points}
@@ -79,12 +85,12 @@ def compare(task: str, seconds: float, budget: float, workers: int) -> None:
     took = f"{len(points)} points in {time.monotonic() - began:.0f} s"
     print(f"{task}: a grid of {took}; best: {' '.join(best.words())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, budget)
+        tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, options.budget)
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.words)}")
     meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
     turns: dict[str, list[float]] = {who: [] for who in meeting}
     with early.many():
-        for turn in range(TURNS):
+        for turn in range(options.turns):
             for who in sorted(meeting, reverse=bool(turn % 2)):
                 turns[who].append(speed(meeting[who], 3 * seconds))
     speeds = {who: median(each) for who, each in turns.items()}
@@ -92,14 +98,14 @@ def compare(task: str, seconds: float, budget: float, workers: int) -> None:
     print(f"tune / grid = {speeds['tune'] / speeds['grid']:.2f}", flush=True)
 
 
-def grid(around: Candidates, own: Point, most: int) -> list[Point]:
+def grid(around: Candidates, own: Point, most: int, coarse: bool) -> list[Point]:
     """Every point that `tune` could choose, with at most so many workers."""
     topologies = {(own.workers, own.mode), *((p.workers, p.mode) for p in around.processes(own))}
     if max(workers for workers, _ in topologies) > 0:  # envs that wait want many
         topologies |= {(w, m) for w in (4, 8, 16) for m in ("sync", "async") if w <= most}
     envs = [round(own.envs * ratio) for ratio in (0.5, 1, 2, 4, 8)]
     batches = [own.envs * own.rollout * ratio for ratio in (1, 2)]
-    sizes = [None] if own.minibatch is None else [own.minibatch // 2, own.minibatch, own.minibatch * 2]
+    sizes = [None] if own.minibatch is None else [own.minibatch // 2, own.minibatch, own.minibatch * 2][int(coarse) :]
     points = [
         replace(own, workers=workers, mode=mode, envs=count, rollout=batch // count, minibatch=size)
         for (workers, mode), count, batch, size in itertools.product(sorted(topologies), envs, batches, sizes)

@@ -180,6 +180,7 @@ def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
 
 
 def test_a_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path) -> None:
+    only_when_long("a minute")
     tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "both")
     run = find("last")
     log = (run.folder / "logs" / "attempt-001.log").read_text()
@@ -234,6 +235,8 @@ def _has_another_ray(folder: Path) -> str:
 def test_a_node_that_does_not_join_is_named(
     tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path, what: Callable[[Path], str], wait: float, said: str
 ) -> None:
+    if what is _hangs:
+        only_when_long("a minute")
     site(wait=wait, python=wrapper(tmp_path, what(tmp_path)))
     told = tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "three", expect=1)
     assert said in told.stderr

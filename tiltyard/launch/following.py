@@ -39,9 +39,10 @@ class Follower:
             time.sleep(LOOK)
 
     def _look(self) -> tuple[str, bool]:
-        """The state as seen now, and whether the run is over. Slurm is asked first: a job writes before it ends."""
+        """The state as seen now, and whether the run is over. Slurm is asked first: a job writes before it ends, its
+        last words after the run's own end."""
         job = job_of(self._run)
-        if job is None or self._run.state in ("finished", "failed"):
+        if job is None:
             return self._run.state, self._run.state != "running"
         if self._run.state not in ("running", "queued"):
             self._due = min(self._due, time.monotonic() + Pace.FIRST)  # it ends, or goes back into the queue
@@ -49,7 +50,7 @@ class Follower:
             self._ask(job)
         state = self._run.state
         if self._told is None:  # the folder alone has to do: a run that waits has not ended
-            return state, state in ("stopped", "lost")
+            return state, state not in ("running", "queued")
         return seen(state, self._told), not (self._told.waits or self._told.runs)
 
     def _ask(self, job: str) -> None:

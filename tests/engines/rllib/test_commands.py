@@ -73,7 +73,7 @@ GOALS = {
         ],
     ),
 }
-QUICK = ("ppo", "impala")
+QUICK = ("ppo",)
 
 
 @pytest.mark.parametrize("algo", GOALS)

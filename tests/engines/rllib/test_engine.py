@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
 
+from tests.counts import only_when_long
 from tests.engines.rllib.conftest import SMALL, Make, children
 from tiltyard.errors import ConfigError, UseError
 
@@ -151,6 +152,7 @@ def test_an_algorithm_as_rllib_has_it(engine: Make, tmp_path: Path, algo: str) -
 
 
 def test_several_learners_share_the_work_and_agree(engine: Make, tmp_path: Path) -> None:
+    only_when_long("a minute")
     words = [*SMALL, "engine.envs=4", "engine.runners=1", "engine.learners=2", "engine.cpus=3"]
     first = engine("CartPole-v1", *words)
     assert "2 learners" in "\n".join(first.describe())
