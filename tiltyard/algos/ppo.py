@@ -170,8 +170,9 @@ class Ppo:
         """Put the gradient of a part of the minibatch into Adam's vector; that part of the losses, and log ratios."""
         advantage, valid = batch.numbers[1], batch.valid
         # Means are over valid samples: sums under this weight, which is one number where all are.
-        weight = 1 / advantage.size if valid is None else valid / valid.sum()
-        if self.algo.normalise_advantage and (advantage.size if valid is None else valid.sum()) > 1:
+        count = advantage.size if valid is None else valid.sum()
+        weight = 1 / count if valid is None else valid / count
+        if self.algo.normalise_advantage and count > 1:
             advantage = _normalise(advantage, weight)
         advantage = advantage[:, part]
         old_log_prob, _, target, old_value = batch.numbers[:, :, part]

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tiltyard.sweep.prepare import Prepared
     from tiltyard.sweep.report import Report
 
-# action -> options that it has
 STOPS = 60.0  # seconds that trials have to save and end
 HEARS = 2.0  # seconds after which who still carries a sweep out has heard of a decision; one about to end may not
+# action -> options that it has
 ACTIONS: dict[str, tuple[str, ...]] = {
     "start": ("on", "yes", "dry_run", "new", "detach"),
     "status": ("json", "csv"),

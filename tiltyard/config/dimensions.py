@@ -129,7 +129,7 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     if len(named) != 1 or not isinstance(value.get("log", False), bool | list):
         raise ValueError("is neither choices nor one range", _FORMS)
     bounds, log, whole = value[named[0]], bool(value.get("log")), named[0] == "int"
-    if len(bounds) != 2 or not all(_is_number(each) for each in bounds) or not bounds[0] < bounds[1]:
+    if len(bounds) != 2 or not all(is_number(each) for each in bounds) or not bounds[0] < bounds[1]:
         raise ValueError("needs two numbers, the smaller first", "write [1e-5, 1e-2]")
     if whole and any(each != int(each) for each in bounds):
         raise ValueError("needs whole numbers", "write {int: [1, 8]}")
@@ -138,7 +138,7 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     step, points = value.get("step"), value.get("points")
     if whole and step is None and points is None and not log:
         step = 1
-    if step is not None and (log or points is not None or not _is_number(step) or step <= 0):
+    if step is not None and (log or points is not None or not is_number(step) or step <= 0):
         raise ValueError("has a step that is no positive number, or one beside log or points", "step: 0.1")
     if step is not None and whole and step != int(step):
         raise ValueError("has whole numbers and a step that is none", "step: 2, or range instead of int")
@@ -147,7 +147,7 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     return Span(key, bounds[0], bounds[1], log, whole, step, points)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

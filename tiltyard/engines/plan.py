@@ -18,6 +18,7 @@ import torch
 
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.candidates import sharing
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native import has_stepper
 from tiltyard.machine import usable_cores
@@ -71,7 +72,7 @@ def _workers(experiment: Experiment, spec: EnvSpec, groups: int | None, per_core
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
     cores = usable_cores()
     most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
-    workers = next(count for count in range(min(most, engine.envs), 0, -1) if engine.envs % count == 0)
+    workers = sharing(engine.envs, most)
     if workers == 1 and engine.mode == "sync" and not asked:
         return Topology(0, f"{cores} core{'s' if cores > 1 else ''} to use")
     more = f" by {per_core} workers each" if per_core > 1 else ""

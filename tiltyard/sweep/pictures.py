@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.dimensions import Span
+from tiltyard.config.dimensions import Span, is_number
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
 from tiltyard.sweep.lineage import Lineage, read
@@ -217,7 +217,7 @@ def _lineage(report: Report) -> Any:
     from matplotlib.ticker import EngFormatter
 
     story, metric = read(report.sweep), report.plan.metric.name
-    moved = [key for key in report.keys if all(_is_number(row.trial.settings[key]) for row in report.rows)][:_PANELS]
+    moved = [key for key in report.keys if all(is_number(row.trial.settings[key]) for row in report.rows)][:_PANELS]
     figure = Figure(figsize=(8.0, 3.6 + 1.5 * len(moved)), dpi=160, facecolor="white", layout="constrained")
     ratios = [2.4, *(1.0 for _ in moved)]
     panels = figure.subplots(1 + len(moved), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
@@ -260,7 +260,3 @@ def _lives(story: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], 
             found.setdefault(life, []).append((record["env_steps"], record["metrics"][metric]))
     settings = [story.first[row.trial.number], *(copy.exploit.after for copy in copies)]
     return [(settings[life], curve) for life, curve in sorted(found.items())]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

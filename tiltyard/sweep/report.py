@@ -11,12 +11,12 @@ import io
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.dimensions import Choices, fingerprint
+from tiltyard.config.dimensions import Choices, fingerprint, is_number
 from tiltyard.config.plans import Plan
 from tiltyard.launch.queue import seen
 from tiltyard.run.lock import read_owner
@@ -226,12 +226,9 @@ def importance(report: Report) -> list[tuple[str, float]]:
 
 def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
     if report.plan.points:
-        return [((key,), not _all_numbers(group.settings.get(key) for group in report.groups)) for key in report.keys]
+        numbers = {key for key in report.keys if all(is_number(group.settings.get(key)) for group in report.groups)}
+        return [((key,), key not in numbers) for key in report.keys]
     return [(each.keys, isinstance(each, Choices)) for each in dimensions(report.plan)]
-
-
-def _all_numbers(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _bins(values: list[float]) -> list[str]:
