@@ -8,7 +8,16 @@ import numpy as np
 
 
 class Pauses(gymnasium.Env[Any, Any]):
-    def __init__(self, step: float = 0.0, reset: float = 0.0, mib: int = 0, length: int = 5, fails_at: int = 0) -> None:
+    def __init__(
+        self,
+        make: float = 0.0,
+        step: float = 0.0,
+        reset: float = 0.0,
+        mib: int = 0,
+        length: int = 5,
+        fails_at: int = 0,
+    ) -> None:
+        time.sleep(make)
         self.observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
         self.pause, self.beginning, self.length, self.fails_at = step, reset, length, fails_at

@@ -42,6 +42,18 @@ def test_an_env_that_waits_gets_workers(tiltyard: Command, file: str) -> None:
     assert said.stderr.count("algo.rollout=16 algo.minibatch=32\n") >= 1 + len(found["tried"])
 
 
+def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
+    tiltyard: Command, runs: Path, file: str
+) -> None:
+    path = runs.parent / file
+    path.write_text(path.read_text().replace("epochs: 1", "epochs: 1, minibatch: 32"))
+    words = (*SIZES[:2], "engine.workers=0", "env.options.step=0", "env.options.make=0.3")  # 1.2 s for an engine
+    found = json.loads(tiltyard("tune", file, *words, "--seconds", "2", "--json").stdout)
+    assert [trial["minibatch"] for trial in found["tried"]] == [32, 64, 16]
+    found = json.loads(tiltyard("tune", file, *words, "--seconds", "0.4", "--json").stdout)
+    assert [trial["minibatch"] for trial in found["tried"]] == [32]
+
+
 def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: str) -> None:
     fast = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "algo.epochs=20")
     said = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()

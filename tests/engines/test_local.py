@@ -17,6 +17,7 @@ import tiltyard as product
 from tests.counts import count
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
+from tiltyard.engines import make_engine, plan
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.local import slab as slabs
 from tiltyard.engines.plan import topology
@@ -330,3 +331,28 @@ def test_a_resume_keeps_the_number_of_workers_that_was_chosen(runs: Path, tmp_pa
     run.experiment_file.write_text(yaml.replace("workers: 2", "workers: auto"))
     product.resume(run, ["stop.env_steps=128"], live=False)
     assert not [event for event in read_events(run) if event["kind"] == "warning"]
+
+
+def test_a_resume_keeps_the_threads_that_there_are_cores_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads round otherwise: what the first start measured, a resume does not measure again."""
+    monkeypatch.setattr(plan, "SMALL", 0.0)  # every gradient step is worth a measurement,
+    monkeypatch.setattr(plan, "GAIN", 0.0)  # and every measurement is in favour of threads
+    monkeypatch.setattr(plan, "free_cores", lambda: 8.0)
+    monkeypatch.setattr(plan, "usable_cores", lambda: 4)
+
+    def made(*words: str, continues: Path | None = None) -> Any:
+        experiment = load("CartPole-v1", ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", *words]).experiment
+        spec = probe(experiment.env, base=(), previous=False)
+        engine: Any = make_engine(experiment, spec, (), continues)
+        if continues is None:
+            engine.save(tmp_path)
+        engine.close()
+        return engine
+
+    assert made("engine.threads=auto").threads == 4
+    made("engine.threads=3")
+    again = made(continues=tmp_path)
+    assert (again.threads, again.why) == (3, "as before")
+    assert made("engine.threads=2", continues=tmp_path).threads == 2
+    monkeypatch.setattr(plan, "usable_cores", lambda: 2)
+    assert made(continues=tmp_path).threads == 2, "three are no longer there"

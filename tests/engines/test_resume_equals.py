@@ -12,7 +12,7 @@ from tiltyard.run.events import read_events
 
 BASE: dict[str, Any] = {
     "algo": {"rollout": 32, "minibatch": 64, "epochs": 2, "lr": {"kind": "linear", "start": 1e-3}},
-    "engine": {"envs": 4},
+    "engine": {"envs": 4, "threads": 1},  # left to the machine, two runs may round otherwise
     "eval": {"every": 512, "episodes": 3},
     "track": {"tensorboard": False},
 }

@@ -13,7 +13,14 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
 from tiltyard.types import Engine
 
-SMALL = ["engine.envs=3", "algo.rollout=16", "algo.minibatch=24", "algo.epochs=2", "model.memory.bptt=8"]
+SMALL = [
+    "engine.envs=3",
+    "engine.threads=1",
+    "algo.rollout=16",
+    "algo.minibatch=24",
+    "algo.epochs=2",
+    "model.memory.bptt=8",
+]
 
 
 def build(target: str, *overrides: str) -> Engine:

@@ -93,7 +93,9 @@ def _bench_table(found: Bench) -> str:
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     _target(parser)
-    parser.add_argument("--seconds", type=seconds, metavar="N", help="time to measure in (60)")
+    parser.add_argument(
+        "--seconds", type=seconds, metavar="N", help="time to measure in (60); starting envs comes on top"
+    )
     parser.add_argument("--json", action="store_true", help="print what was tried and chosen as JSON on stdout")
 
 

@@ -30,7 +30,8 @@ def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], con
     from tiltyard.engines.plan import topology
     from tiltyard.engines.state import read_state
 
-    chosen = topology(experiment, spec, None if continues is None else read_state(continues)["groups"])
+    before = {} if continues is None else read_state(continues)
+    chosen = topology(experiment, spec, before.get("groups"), before.get("threads"))
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine
 

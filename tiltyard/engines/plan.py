@@ -38,14 +38,16 @@ class Topology:
     workers: int
     why: str
     batched: bool = False
+    threads: int | None = None
+    """of the learner, where a checkpoint says so: results continue to the bit only with as many"""
 
 
-def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None) -> Topology:
-    """What engine.workers and engine.inference mean here. With as many `groups` of envs as a checkpoint has, its
-    episodes can go on."""
+def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None, threads: int | None = None) -> Topology:
+    """What engine.workers and engine.inference mean here. With as many `groups` of envs and `threads` as a checkpoint
+    has, its episodes can go on and nothing is rounded otherwise."""
     batched = is_batched(experiment, device_named(experiment.engine.device))
     found = _workers(experiment, spec, groups, 2 if batched else 1)
-    return replace(found, batched=batched and found.workers > 0)
+    return replace(found, batched=batched and found.workers > 0, threads=threads)
 
 
 def is_batched(experiment: Experiment, device: torch.device) -> bool:
@@ -94,16 +96,18 @@ def free_cores() -> float:
         return float(usable_cores())
 
 
-def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int) -> tuple[int, str]:
+def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, chosen: Topology) -> tuple[int, str]:
     """Torch threads of each learner, for gradient steps and for acting in the driver's process, and why."""
     asked = experiment.engine.threads
     if asked != "auto":
         return asked, "as set"
     if experiment.engine.kind == "serial" or net.log_std.device.type != "cpu":
         return 1, "as always"
-    busy = workers if experiment.engine.mode == "async" else 0
+    busy = chosen.workers if experiment.engine.mode == "async" else 0
     learners = experiment.engine.learners  # which all work at the same time
     most = (usable_cores() - busy) // learners
+    if chosen.threads is not None and chosen.threads <= max(1, most):
+        return chosen.threads, "as before"
     if most < 2:
         return 1, "no other core to use"
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ class SerialEngine:
         self.experiment, self.chosen = experiment, chosen
         self.cast = Cast(experiment, spec, base)
         self.learner = self.cast.first
-        self.threads, self.why = learner_threads(experiment, spec, self.learner.net, 0)
+        self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
         groups = max(1, chosen.workers)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
@@ -81,7 +81,8 @@ class SerialEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        tree = {"groups": len(self.groups), "progress": asdict(self.progress), "learner": self.cast.save(folder)}
+        parts = {"groups": len(self.groups), "threads": self.threads}
+        tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for group in self.groups:
             group.save(folder / "engine")

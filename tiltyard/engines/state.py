@@ -1,6 +1,6 @@
 """Where engines put what they are, below a checkpoint's `engine` folder, so that one can go on where another stopped.
 
-state      progress, the learner's state, and how many groups of envs there are
+state      progress, the learner's state, how many groups of envs there are and threads the learner had
 group-N    envs, memory and random streams of one group, written by whoever has it
 past-NAME  past versions of a policy, where there is a pool of them
 serial     all of that in one, as written before version 0.2

@@ -6,7 +6,8 @@
 Each is a race by successive halving: all take a turn, the faster half takes another twice as long, and so on; turns
 are interleaved, so that a busy moment of the machine meets everybody, and a candidate is as fast as the median of its
 last turns. What wins must be faster by a margin, so the choice never is slower than the experiment itself. What may be
-tried at all is candidates.py.
+tried at all is candidates.py. The time there is goes into turns: what engines need to get up (32 games of ALE: 9
+seconds) is not counted, up to a limit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tiltyard.types import Engine, EnvSpec, Report
 
 SECONDS = 60.0
 BEFORE_TRAINING = 10.0  # seconds that `engine.tune: true` may take
+STARTS = 2.0  # times the seconds there are: what starting engines may take beside them
 TURN = 1 / 80  # of the time there is: the first turn of a candidate
 SHORTEST_TURN = 0.1  # seconds
 TURNS = 3  # of the last two in a race
@@ -93,7 +95,7 @@ def tune(
     seconds: float,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Tuned:
-    """Measure and choose within about that time."""
+    """Measure and choose within about that time, and that of starting engines, at most `STARTS` times as much."""
     experiment = copies.named_in(loaded.experiment)
     if experiment.engine.kind == "rllib":
         raise UseError("engine.kind = rllib cannot be tuned: its processes may be anywhere", "set engine.kind=local")
@@ -200,12 +202,14 @@ class _Field:
     ) -> None:
         self.experiment, self.spec, self.base, self.say = experiment, spec, base, say
         self.began, self.seconds = began, seconds
+        self.starting = 0.0  # seconds that engines have taken to get up
         self.turn = max(SHORTEST_TURN, seconds * TURN)
         self.entries: dict[Point, _Entry] = {}
 
     def used(self) -> float:
-        """Share of the time that is over."""
-        return (time.monotonic() - self.began) / self.seconds
+        """Share of the time that is over, without what starting took."""
+        passed = time.monotonic() - self.began - min(self.starting, STARTS * self.seconds)
+        return passed / self.seconds
 
     # ------------------------------------------------------------------------------------------ racing
 
@@ -257,7 +261,7 @@ class _Field:
         """Build the point's engine, if it is not up, and let it take its first turn; whether it could."""
         entry = self.entries.setdefault(point, _Entry(point))
         if entry.engine is None and not entry.failed:
-            settings = point.applied(self.experiment)
+            settings, began = point.applied(self.experiment), time.monotonic()
             try:
                 check_engine(settings, self.spec, self.base)
                 entry.engine = make_engine(settings, self.spec, self.base)
@@ -267,8 +271,10 @@ class _Field:
                 if must:
                     raise
                 self._fail(entry, error)
-            else:
+            self.starting += time.monotonic() - began
+            if not entry.failed:
                 self._take_turn(entry, self.turn)
+            if not entry.failed:
                 self.say(f"{entry.speed:>12,.0f} env steps/s  {' '.join(point.words())}")
         return not entry.failed
 

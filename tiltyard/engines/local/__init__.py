@@ -58,7 +58,7 @@ class LocalEngine:
         self.apart = experiment.engine.mode == "async"
         self.cast = Cast(experiment, spec, base)
         self.learner = self.cast.first
-        self.threads, self.why = learner_threads(experiment, spec, self.learner.net, workers)
+        self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
         slots = workers * slots_each(experiment.engine.mode)
         self.slab = Slab(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
@@ -235,7 +235,8 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        tree = {"groups": self.workers, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
+        parts = {"groups": self.workers, "threads": self.threads}
+        tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for refused in self._all("save", "saved", folder=str(folder / "engine")):
             if refused is not None:
