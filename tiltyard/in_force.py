@@ -7,8 +7,8 @@ in the engine after it was restored, and what its first update really used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from tiltyard.config.dimensions import is_number
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError
 from tiltyard.types import Engine
@@ -32,7 +32,7 @@ def _compare(experiment: Experiment, told: Iterable[str], policy: str, found: Ma
     algo = experiment.algo_of(policy)
     for name in _numbers(experiment, told):
         wanted = getattr(algo, name)
-        if name in found and _is_number(wanted) and found[name] != wanted:
+        if name in found and is_number(wanted) and found[name] != wanted:
             whose = f" of policy {policy}" if len(experiment.cast) > 1 else ""
             raise TiltyardError(
                 f"algo.{name}{whose} is {wanted!r} in the run's settings, and {who} {found[name]!r}",
@@ -43,8 +43,4 @@ def _compare(experiment: Experiment, told: Iterable[str], policy: str, found: Ma
 def _numbers(experiment: Experiment, told: Iterable[str]) -> list[str]:
     """Names below `algo` that are plain numbers."""
     names = [name.removeprefix("algo.") for name in told if name.startswith("algo.")]
-    return [name for name in names if _is_number(getattr(experiment.algo, name, None))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return [name for name in names if is_number(getattr(experiment.algo, name, None))]

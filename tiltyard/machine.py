@@ -7,14 +7,14 @@ import os
 import socket
 from pathlib import Path
 
+CACHE_LINE = 64  # bytes
+
 
 def usable_cores() -> int:
     """Cores that this process may run on, and that its job and a limit of its control group leave it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if (
-        given.isdecimal() and "SLURM_STEP_ID" in os.environ
-    ):  # sites without control groups leave the rest to our manners
+    if given.isdecimal() and "SLURM_STEP_ID" in os.environ:  # without control groups the rest is left to our manners
         allowed = max(1, min(allowed, int(given)))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

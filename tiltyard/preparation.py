@@ -160,7 +160,7 @@ def _prepared(
 
 def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
     """The settings with what a measurement chose, and the notes with why."""
-    sys.stderr.write(f"tuning for about {BEFORE_TRAINING:.0f} s (engine.tune)\n")
+    sys.stderr.write(f"tuning for about {BEFORE_TRAINING:.0f} s, and what starting envs takes (engine.tune)\n")
     found = tune(loaded, copies, spec, BEFORE_TRAINING)
     notes = (*spec.notes, f"tuned: {' '.join(found.words)}", *found.lines())
     return replace(loaded, experiment=found.experiment), replace(spec, notes=notes)

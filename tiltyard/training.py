@@ -77,7 +77,8 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
         try:
             number = begin(run, plan, screen)
             start = None if plan.afresh else starting_point(run, experiment)
-            engine = make_engine(experiment, spec, run.base, start[0].folder if start and start[0] else None)
+            continues = start[0].folder if start and start[0] else None
+            engine = make_engine(experiment, spec, run.base, continues, same_run=number > 1)
             closing.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
             ledger, progress = restore(run, plan, engine, number, screen, start)

@@ -119,6 +119,8 @@ class EpisodeEnd:
     metrics: Mapping[str, float] = field(default_factory=dict)
     returns: Mapping[str, float] = field(default_factory=dict)
     """where several policies play: the mean return of each one's agents"""
+    begun: int = 0
+    """where several policies play: the version of the weights with which it began"""
 
 
 @dataclass

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from tiltyard.algos.adam import LINE, Adam
+from tiltyard.algos.adam import Adam
 from tiltyard.errors import UseError
+from tiltyard.machine import CACHE_LINE
 
 
 def net():
@@ -45,7 +46,7 @@ def test_every_parameter_begins_at_a_full_line_and_what_lies_between_stays_zero(
     model = net()
     adam = Adam(model, 1e-8)
     begin = adam.vector.data_ptr()
-    assert [(parameter.data_ptr() - begin) % LINE for parameter in model.parameters()] == [0, 0, 0, 0]
+    assert [(parameter.data_ptr() - begin) % CACHE_LINE for parameter in model.parameters()] == [0, 0, 0, 0]
     for _ in range(3):
         adam.differentiate([model(torch.ones(1, 3))], [torch.ones(1, 2)])
         adam.step(0.1)

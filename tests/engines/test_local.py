@@ -232,6 +232,45 @@ def test_a_budget_of_restarts_is_kept() -> None:
     engine.close()
 
 
+def test_whoever_gives_up_tells_the_traceback_and_what_no_report_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class CustomEnv(CartPoleEnv):\n"
+        "    left = 40\n"
+        "    def step(self, action):\n"
+        "        self.left -= 1\n"
+        "        if self.left < 0: raise RuntimeError('no more')\n"
+        "        return super().step(action)\n"
+    )
+    engine = build("broken.py", *TWO, "algo.rollout=64", "algo.minibatch=64", "engine.restarts=1")
+    with pytest.raises(EnvError, match=r"no more, and engine\.restarts is used up") as raised:
+        engine.step()
+    assert raised.value.details.startswith("before: worker ")
+    assert "broken.py" in raised.value.details and "if self.left < 0" in raised.value.details
+    engine.close()
+
+
+def test_a_fork_with_fewer_groups_says_so_and_begins_episodes_that_nobody_has_had(tmp_path: Path) -> None:
+    two = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
+    had = {end.seed for _ in range(8) for end in two.step().episodes}
+    had |= {seed for group in two.groups for seed in group.envs.tally.seeds}
+    two.save(tmp_path)
+    one = build("CartPole-v1", "env.native=false", "engine.workers=0", "engine.envs=4")
+    assert one.load(tmp_path) == [
+        "of the checkpoint's 2 groups of envs 1 are left: the episodes of the others were cut"
+    ]
+    running = one.groups[0].envs.tally.seeds
+    assert running[:2] == two.groups[0].envs.tally.seeds and not had & {*running[2:]}
+    one.save(tmp_path)
+    three = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
+    assert "the checkpoint has no group 1 of envs: its 2 rows begin new episodes" in three.load(tmp_path)
+    three.step()
+    assert not (had | {*running}) & {*three.groups[1].envs.tally.seeds}
+
+
 def test_many_kills_do_not_stop_training(runs: Path) -> None:
     engine = build("CartPole-v1", *TWO, "engine.mode=async")
     rng, kills = np.random.default_rng(0), count(long=200)
@@ -340,10 +379,10 @@ def test_a_resume_keeps_the_threads_that_there_are_cores_for(tmp_path: Path, mon
     monkeypatch.setattr(plan, "free_cores", lambda: 8.0)
     monkeypatch.setattr(plan, "usable_cores", lambda: 4)
 
-    def made(*words: str, continues: Path | None = None) -> Any:
+    def made(*words: str, continues: Path | None = None, same_run: bool = True) -> Any:
         experiment = load("CartPole-v1", ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", *words]).experiment
         spec = probe(experiment.env, base=(), previous=False)
-        engine: Any = make_engine(experiment, spec, (), continues)
+        engine: Any = make_engine(experiment, spec, (), continues, same_run=same_run)
         if continues is None:
             engine.save(tmp_path)
         engine.close()
@@ -354,5 +393,6 @@ def test_a_resume_keeps_the_threads_that_there_are_cores_for(tmp_path: Path, mon
     again = made(continues=tmp_path)
     assert (again.threads, again.why) == (3, "as before")
     assert made("engine.threads=2", continues=tmp_path).threads == 2
+    assert made(continues=tmp_path, same_run=False).threads == 4, "a fork measures anew"
     monkeypatch.setattr(plan, "usable_cores", lambda: 2)
     assert made(continues=tmp_path).threads == 2, "three are no longer there"

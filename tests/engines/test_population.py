@@ -240,6 +240,24 @@ def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
     assert dropped > 0, "there were such samples"
 
 
+@pytest.mark.parametrize("words", [("engine.kind=serial",), ("engine.workers=2",)])
+def test_an_episode_that_began_before_is_not_the_replaced_policys(words: tuple[str, ...], tmp_path: Path) -> None:
+    cast = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.envs=4", "env.options.length=24")
+    engine, again = (build("identity", *cast, *words) for _ in range(2))  # rollouts of 16
+    engine.step()
+    engine.adopt("b", engine.snapshot("a"), {})
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    for each in (engine, again):
+        ends = [end for _ in range(6) for end in each.step().episodes]
+        running = [end for end in ends if end.number == min(first.number for first in ends)]
+        later = [end for end in ends if end not in running]
+        assert len(running) == 4 and not any("b" in end.returns for end in running)
+        assert any("a" in end.returns for end in running)
+        assert any("b" in end.returns for end in later) and all(end.returns for end in later)
+        each.close()
+
+
 # ------------------------------------------------------------------------------------------------ resume and lineage
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.engines.test_local import TWO
 from tests.engines.test_serial import build
 from tiltyard.engines import nursery
+from tiltyard.engines.local import pool
 from tiltyard.engines.state import read_group
 from tiltyard.envs.vector import STEPPING
 
@@ -53,6 +54,10 @@ class CustomEnv(CartPoleEnv):
 
     def step(self, action):
         time.sleep(0.03 if (HERE / "slow-steps").exists() else 0)
+        if once("one-slow-step"):
+            until = time.process_time() + 0.3
+            while time.process_time() < until:
+                pass
         if once("die-in-step"):
             os._exit(3)
         return super().step(action)
@@ -106,6 +111,31 @@ def test_a_pause_of_the_driver_is_no_hang_of_a_worker(env: str) -> None:
     engine.slab.beats[0, 1] = STEPPING  # as it is from the command on, before the first env was stepped
     engine.pool._watch_beats()
     assert engine.pool.members[0].verdict == "" and engine.pool.restarts == 0
+    engine.close()
+
+
+def test_a_job_that_was_suspended_has_no_hung_workers(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SUSPENDED", 2.0)
+    engine = build(env, *TWO, "env.step_timeout=3")
+    engine.step()
+    (tmp_path / "one-slow-step").touch()
+    select, stood = engine.pool._selector.select, []
+
+    def stand_still(timeout: float) -> Any:
+        if stood or (tmp_path / "one-slow-step").exists():  # nobody is in it yet
+            return select(timeout)
+        stood.append(True)
+        for pid in pids(engine):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.5)
+        for pid in pids(engine):
+            os.kill(pid, signal.SIGCONT)
+        return []
+
+    monkeypatch.setattr(engine.pool._selector, "select", stand_still)
+    assert engine.step().events == () and stood
     engine.close()
 
 

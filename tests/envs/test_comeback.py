@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engines.test_serial import build
 from tiltyard.config.experiment import Env
 from tiltyard.envs.comeback import History
 from tiltyard.envs.probe import examine
@@ -202,3 +203,36 @@ def test_history_keeps_each_rows_running_episode() -> None:
             kept[row].append(action[row])
     for row in range(3):
         assert np.array_equal(history.of(row), np.stack(kept[row]))
+
+
+ALONE = """
+import gymnasium, numpy as np
+class Alone(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(0, 1, (2,), np.float32), gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+"""
+KINDS = {
+    "alone": ("alone.py:Alone",),
+    "masked": ("masked", "env.options.options=2", "env.options.mask_in=info", "env.options.length=7"),
+    "two": ("pennies",),
+}
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), [("alone", "masked"), ("masked", "alone"), ("alone", "two"), ("two", "alone")]
+)
+def test_a_fork_into_another_kind_of_env_begins_new_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, now: str
+) -> None:
+    """Same observations and actions, but masks, or agents, or neither."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alone.py").write_text(ALONE)
+    before, after = (build(*KINDS[kind], "engine.kind=serial", "engine.envs=2") for kind in (then, now))
+    before.step()
+    before.save(tmp_path / "saved")
+    assert any("were cut" in sentence for sentence in after.load(tmp_path / "saved"))
+    assert after.step().progress.updates == 2

@@ -1,6 +1,7 @@
 """Policies against each other: who wins in which seat, and ratings that say so."""
 
 import csv
+import itertools
 import json
 from io import StringIO
 from pathlib import Path
@@ -131,3 +132,12 @@ def test_who_never_lost_is_not_infinitely_strong_and_draws_make_equals() -> None
     even = ratings(["a", "b"], [bout("a", "b", 0, 9, 0), bout("b", "a", 3, 0, 3)], 0)
     assert [round(each.elo) for each in even] == [1500, 1500]
     assert [(each.wins, each.draws, each.losses) for each in even] == [(3, 9, 3), (3, 9, 3)]
+
+
+def test_ratings_expect_the_scores_that_there_were_however_far_apart_policies_are() -> None:
+    names = "abcdef"
+    bouts = [bout(one, other, 1000, 0, 0) for one, other in itertools.combinations(names, 2)]
+    found = [each.elo for each in ratings(names, bouts, 0)]
+    for place, elo in enumerate(found):
+        expected = sum(1001 / (1 + 10 ** ((other - elo) / 400)) for other in found) - 1001 / 2  # and not against itself
+        assert expected == pytest.approx(1000 * (5 - place) + 5 / 2, abs=1e-3)  # a draw more than was played, each

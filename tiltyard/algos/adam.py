@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tiltyard.errors import UseError
+from tiltyard.machine import CACHE_LINE
 from tiltyard.types import Tree
 
 BETA1, BETA2 = 0.9, 0.999
-LINE = 64  # bytes of a cache line
 
 
 class Adam:
@@ -36,7 +36,7 @@ class Adam:
         self.parameters = [parameter for _, parameter in named]
         self.eps = eps
         self.steps = 0
-        line = LINE // self.parameters[0].element_size()
+        line = CACHE_LINE // self.parameters[0].element_size()
         self._gaps = [self.parameters[0].new_zeros(-parameter.numel() % line) for parameter in self.parameters]
         self.vector = torch.cat(self._spaced([parameter.detach() for parameter in self.parameters]))
         self._count = torch.zeros((), device=self.vector.device)  # `steps` for the kernel

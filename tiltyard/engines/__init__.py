@@ -20,8 +20,18 @@ WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's we
 VERSION_COPIES = 4  # of each past version: the driver's, the shared one, a worker's and the evaluator's
 
 
-def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> Engine:
-    """The engine that the experiment asks for; where it may choose, as the checkpoint that it continues has chosen."""
+def make_engine(
+    experiment: Experiment,
+    spec: EnvSpec,
+    base: Sequence[Path],
+    continues: Path | None = None,
+    *,
+    same_run: bool = False,
+) -> Engine:
+    """The engine that the experiment asks for; where it may choose, as the checkpoint that it continues has chosen.
+
+    What only changes how results are rounded is kept when it is the `same_run` that continues, and chosen anew in a
+    fork."""
     if experiment.engine.kind == "rllib":
         from tiltyard.engines.rllib import RllibEngine
         from tiltyard.engines.state import read_env_steps
@@ -31,7 +41,7 @@ def make_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], con
     from tiltyard.engines.state import read_state
 
     before = {} if continues is None else read_state(continues)
-    chosen = topology(experiment, spec, before.get("groups"), before.get("threads"))
+    chosen = topology(experiment, spec, before.get("groups"), before.get("threads") if same_run else None)
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine
 

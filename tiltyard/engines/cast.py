@@ -11,7 +11,8 @@ whom, which is match.py, nor acting, which is players.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,8 @@ from tiltyard.engines.players import Players, acting
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import saved_policies
-from tiltyard.types import Arrays, EnvSpec, PolicyState, Rollout, Tree
+from tiltyard.run.checkpoint import read_tree
+from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Rollout, Tree
 
 Item = TypeVar("Item")
 
@@ -104,8 +106,11 @@ class Cast:
             write_versions(folder, name, shelf.arrays())
         return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
 
-    def load(self, folder: Path, tree: Tree, env_steps: int) -> list[str]:
-        """Continue from a checkpoint at this env step; sentences about policies that it does not have."""
+    def load(self, folder: Path, state: Tree) -> list[str]:
+        """Continue from a checkpoint with that `state`; sentences about policies that it does not have."""
+        if state.get("engine") == "rllib":
+            return self._load_weights(folder)
+        tree, env_steps = state["learner"], int(state["progress"]["env_steps"])
         trees = {tree.get("name", "main"): tree, **tree.get("others", {})}
         there = saved_policies(folder)
         said = []
@@ -118,6 +123,12 @@ class Cast:
         versions = {name: read_versions(folder, name) or {env_steps: weights} for name, weights in now.items()}
         fill_shelves(self.shelves, versions)
         return said
+
+    def _load_weights(self, folder: Path) -> list[str]:
+        """From an engine that keeps other things beside them."""
+        for name, learner in self.learners.items():
+            learner.net.load_arrays(read_tree(folder / "policies", name)["weights"])
+        return ["the checkpoint is of engine.kind = rllib: weights are taken over, the optimiser starts anew"]
 
     # ------------------------------------------------------------------------------------------ between steps
 
@@ -136,6 +147,16 @@ class Cast:
     def replaced(self, policy: str | None, version: int) -> None:
         """From this version of the weights on the policy is another one."""
         self._learner(policy).since = version
+
+    def own_returns(self, ends: Iterable[EpisodeEnd]) -> list[EpisodeEnd]:
+        """Episodes without the returns of policies that were replaced after these had begun: others earned them."""
+        since = {name: learner.since for name, learner in self.learners.items() if learner.since}
+        if not since:
+            return [*ends]
+        return [
+            replace(end, returns={name: each for name, each in end.returns.items() if end.begun >= since.get(name, 0)})
+            for end in ends
+        ]
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         return {name: shelf.arrays() for name, shelf in self.shelves.items()}

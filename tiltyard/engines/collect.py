@@ -19,7 +19,7 @@ import torch
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.players import Players
-from tiltyard.engines.state import read_group
+from tiltyard.engines.state import read_group, read_state
 from tiltyard.envs.native import make_group
 from tiltyard.models.memory import State
 from tiltyard.models.net import Acted, ObsIn, PolicyNet
@@ -100,6 +100,7 @@ class Collector:
             )
         self.now: Step | None = None  # what the envs last answered; None before the first reset
         self.state = net.initial_state(rows)
+        self.begun = np.zeros(rows, np.int64)  # versions of the weights with which running episodes began
 
     def begin(self) -> None:
         """Reset the envs, unless they are under way."""
@@ -121,6 +122,7 @@ class Collector:
             mark = perf_counter()
             if self.players is not None and rollout.policy is not None:
                 rollout.policy[t] = self.players.take_seats(self.envs.tally.seeds)
+                self.begun[now.first] = version
             for key, stored in rollout.obs.items():
                 stored[t] = now.obs[key]
             rollout.first[t] = now.first
@@ -173,7 +175,11 @@ class Collector:
         return episodes
 
     def _with_returns(self, ends: list[EpisodeEnd], players: Players) -> list[EpisodeEnd]:
-        return [replace(end, returns=players.returns(end, self.group * self.rows)) for end in ends]
+        first_row, told = self.group * self.rows, []
+        for end in ends:
+            begun = self.begun[end.row - first_row :][: len(self.spec.agents)].min()  # agents may come later
+            told.append(replace(end, returns=players.returns(end, first_row), begun=int(begun)))
+        return told
 
     def _judge(self, rollout: Rollout, cuts: list[tuple[int, Array, Arrays]]) -> None:
         """The values of a whole rollout at once, and of what was seen last where episodes were cut."""
@@ -216,6 +222,7 @@ class Collector:
             "envs": self.envs.save() if self.now is not None else None,
             "memory": {key: item.cpu().numpy() for key, item in self.state.items()},
             "seats": None if self.players is None else self.players.save(),
+            "begun": self.begun.copy(),
             "draws": self.draws.get_state().numpy(),
             "generators": self.generators.save(),
         }
@@ -224,6 +231,7 @@ class Collector:
         """Continue from a checkpoint; sentences about episodes that were cut."""
         tree = read_group(folder, self.group)
         if tree is None:
+            self.envs.skip_episodes(read_state(folder)["progress"]["episodes"] + 1)  # others may have had those seeds
             return [f"the checkpoint has no group {self.group} of envs: its {self.rows} rows begin new episodes"]
         return self.take(tree)
 
@@ -238,6 +246,8 @@ class Collector:
             self.now = self.envs.current()
             if self.players is not None and tree.get("seats") is not None:
                 self.players.load(self.envs.tally.seeds, tree["seats"])
+            begun = tree.get("begun", self.begun)[: self.rows]
+            self.begun[: len(begun)] = begun
         for key, item in self.state.items():  # with another number of envs, those that both have
             if key in tree["memory"]:  # a fork may have other policies
                 kept = tree["memory"][key][: len(item)]

@@ -100,12 +100,12 @@ class Learner:
         """Write the policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
         save_policy(folder / "policies", self.name, self.net, self.spec, self.experiment)
         streams = {"seed": self.experiment.seed, "generators": self.generators.save()}
-        return {**streams, "algo": self.algo.save(), "env_steps": self.env_steps}
+        return {**streams, "algo": self.algo.save(), "env_steps": self.env_steps, "since": self.since}
 
     def load(self, folder: Path, tree: Tree) -> None:
         self.net.load_arrays(read_tree(folder / "policies", self.name)["weights"])
         self.algo.load(tree["algo"])
-        self.env_steps, self.since = tree.get("env_steps", 0), 0
+        self.env_steps, self.since = tree.get("env_steps", 0), tree.get("since", 0)
         if tree["seed"] in (None, self.experiment.seed):
             self.generators.load(tree["generators"])
         else:  # a fork with another seed: what is drawn from here on is its own

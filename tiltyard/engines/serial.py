@@ -19,7 +19,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import Cast
 from tiltyard.engines.collect import Collector, empty_rollout
 from tiltyard.engines.plan import Topology, learner_threads
-from tiltyard.engines.state import read_state
+from tiltyard.engines.state import groups_left_out, read_state
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 
@@ -40,6 +40,7 @@ class SerialEngine:
         self.groups = [Collector(experiment, spec, base, self.cast.actor(), envs, group) for group in range(groups)]
         self.parts = [self.rollout.rows(group * rows, (group + 1) * rows) for group in range(groups)]
         self.progress = Progress()
+        self.version = 0  # of the weights: goes up with an update or a policy that was replaced
 
     def describe(self) -> list[str]:
         return [*self.cast.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
@@ -57,13 +58,15 @@ class SerialEngine:
         episodes = [
             end
             for group, part in zip(self.groups, self.parts, strict=True)
-            for end in group.fill(part, self.progress.updates, spent)
+            for end in group.fill(part, self.version, spent)
         ]
+        episodes = self.cast.own_returns(episodes)
         frames += sum(group.envs.frames_taken for group in self.groups)
         batch = int(self.rollout.valid.sum())
 
         mark = perf_counter()
         metrics = self.cast.update(self.rollout, self.progress.env_steps)
+        self.version += 1
         spent["learn"] = perf_counter() - mark
 
         total = perf_counter() - started
@@ -81,7 +84,7 @@ class SerialEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        parts = {"groups": len(self.groups), "threads": self.threads}
+        parts = {"groups": len(self.groups), "threads": self.threads, "version": self.version}
         tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for group in self.groups:
@@ -90,8 +93,10 @@ class SerialEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        said = self.cast.load(folder, tree["learner"], self.progress.env_steps)
-        return said + [sentence for group in self.groups for sentence in group.load(folder)]
+        self.version = tree.get("version", self.progress.updates)
+        said = self.cast.load(folder, tree)
+        said += [sentence for group in self.groups for sentence in group.load(folder)]
+        return said + groups_left_out(tree, len(self.groups))
 
     # ------------------------------------------------------------------------------------------ between steps
 
@@ -99,7 +104,11 @@ class SerialEngine:
         return self.cast.snapshot(policy)
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        return self.cast.adopt(policy, state, settings)
+        now = self.cast.adopt(policy, state, settings)
+        if state is not None:
+            self.version += 1
+            self.cast.replaced(policy, self.version)
+        return now
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         return self.cast.past()

@@ -152,7 +152,8 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     same = tree.get("settings", now) == now  # older checkpoints do not say
     if same and tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
         group.comes_back, group.history = "fresh", None
-    alike = tree.get("agents", 1) == group.agents  # rows of more or fewer agents are others
+    # Rows of more or fewer agents are others, and so are those of an env that counts otherwise.
+    alike = tree.get("agents", 1) == group.agents and tree["counters"].keys() == group.counters.keys()
     common = min(group.rows, len(tree["seeds"])) if alike else 0
     _take_counters(group, tree, common)
     group.tally.seeds[:common] = [int(seed) for seed in tree["seeds"][:common]]
@@ -166,8 +167,9 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     _take_counters(group, tree, common)  # again: bringing back begins anew first
     for name, array in group.obs.items():
         array[:common] = tree["obs"][name][:common]
-    if group.mask is not None:
+    if group.mask is not None and tree["mask"] is not None:
         group.mask[:common] = tree["mask"][:common]
+    group.counters["number"][common:] = np.max(tree["counters"]["number"], initial=0)  # seeds that nobody has had
     for copy in [*broken, *range(copies, group.copies)]:
         group.first[group.tally.span(copy)] = True
         group.begin(copy)
@@ -178,7 +180,7 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
 
 
 def _take_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
-    for name, array in group.counters.items():
+    for name, array in group.counters.items() if rows else ():
         array[:rows] = tree["counters"][name][:rows]
 
 

@@ -35,7 +35,7 @@ from tiltyard.types import EnvSpec
 ONE, OTHER = "one", "other"  # what the two of a pair are called while they play
 MIDDLE, SCALE = 1500.0, 400.0  # of Elo's ratings: their mean, and how much is ten to one
 RESAMPLES = 1000
-_ROUNDS, _CLOSE = 10_000, 1e-9
+_ROUNDS, _CLOSE = 1_000, 1e-9
 
 
 @dataclass(frozen=True)
@@ -208,18 +208,20 @@ def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[R
 
 
 def _strengths(score: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[R, N] ratings from [R, N, N] scores, by the iteration of Zermelo."""
+    """[R, N] ratings from [R, N, N] scores: the most likely ones, by Newton's method with steps of limited length."""
     games, won = score + score.swapaxes(1, 2), score.sum(2)
-    strength = np.ones(won.shape)
+    strength = np.zeros(won.shape)  # as logarithms, whose mean is 0
     for _ in range(_ROUNDS):
-        expected = (games / (strength[:, :, None] + strength[:, None, :])).sum(2)
-        moved = won / expected
-        moved /= np.exp(np.log(moved).mean(1, keepdims=True))
-        close = np.abs(moved / strength - 1).max() < _CLOSE
-        strength = moved
-        if close:
+        chance = 1 / (1 + np.exp(strength[:, None, :] - strength[:, :, None]))
+        missing = won - (games * chance).sum(2)
+        bend = games * chance * chance.swapaxes(1, 2)
+        curvature = bend.sum(2)[:, :, None] * np.eye(won.shape[1]) - bend + 1  # and 1: the mean stays where it is
+        step = np.linalg.solve(curvature, missing[:, :, None])[:, :, 0]
+        longest = np.abs(step).max(1, keepdims=True)
+        strength += step / np.maximum(1, longest)
+        if longest.max() < _CLOSE:
             break
-    return np.asarray(MIDDLE + SCALE * np.log10(strength))
+    return np.asarray(MIDDLE + SCALE / np.log(10) * strength)
 
 
 def _tally(name: str, bouts: Sequence[Bout]) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.local.pool import Pool
 from tiltyard.engines.local.slab import FREE, LEARNING, Slab, gather
 from tiltyard.engines.plan import Topology, learner_threads
-from tiltyard.engines.state import read_state
+from tiltyard.engines.state import groups_left_out, read_state
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
@@ -132,7 +132,7 @@ class LocalEngine:
         moved += perf_counter() - mark
 
         total = perf_counter() - started
-        episodes = [end for filled in taken for end in self._own_returns(filled)]
+        episodes = self.cast.own_returns(end for filled in taken for end in filled.episodes)
         self.progress = replace(
             self.progress,
             env_steps=self.progress.env_steps + batch,
@@ -176,16 +176,6 @@ class LocalEngine:
         self.slab.publish(self.cast.arrays(), self.version)
         for name, shelf in self.cast.shelves.items():
             self.slab.stock(name, shelf)
-
-    def _own_returns(self, filled: Filled) -> list[EpisodeEnd]:
-        """Its episodes, without the returns of policies that were replaced since."""
-        gone = [name for name, learner in self.cast.learners.items() if filled.version < learner.since]
-        if not gone:
-            return filled.episodes
-        return [
-            replace(end, returns={name: value for name, value in end.returns.items() if name not in gone})
-            for end in filled.episodes
-        ]
 
     def _discard_old(self) -> None:
         """Samples of a policy that is too far back are not learned from; their slots are filled again."""
@@ -235,7 +225,7 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        parts = {"groups": self.workers, "threads": self.threads}
+        parts = {"groups": self.workers, "threads": self.threads, "version": self.version}
         tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for refused in self._all("save", "saved", folder=str(folder / "engine")):
@@ -245,12 +235,14 @@ class LocalEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        said = self.cast.load(folder, tree["learner"], self.progress.env_steps)
-        self.version, self.replaced = self.progress.updates, []
+        said = self.cast.load(folder, tree)
+        self.version, self.replaced = tree.get("version", self.progress.updates), []
         self._publish()
         self.pool.episodes_begun = [self.progress.episodes] * self.workers
-        loaded = self._all("load", "loaded", folder=str(folder))
-        return said + [sentence for part in loaded for sentence in part]
+        for worker, (number, sentences) in enumerate(self._all("load", "loaded", folder=str(folder))):
+            self.pool.episodes_begun[worker] = max(number, self.progress.episodes)
+            said += sentences
+        return said + groups_left_out(tree, self.workers)
 
     def _all(self, command: str, answered: str, **more: Any) -> list[Any]:
         """Have every worker do something between two rollouts; slots that fill up meanwhile are kept for learning."""

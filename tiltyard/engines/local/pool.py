@@ -31,6 +31,7 @@ from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.run.checkpoint import read_tree
 
 LOOK = 0.5  # seconds between two looks at the heartbeats
+SUSPENDED = 10 * LOOK  # seconds that a look takes when not we alone were held up
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
 WAITING = ("tiltyard/envs/isolate.py", "tiltyard/envs/parcels.py")  # for an env in a thread or process of its own
@@ -110,8 +111,12 @@ class Pool:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LOOK if until is None else min(LOOK, max(0.0, until - time.monotonic()))
+            began = time.monotonic()
             # The nursery last: a death that it tells gives the member another pipe than the one that was seen here.
             ready = sorted(self._selector.select(left), key=lambda each: each[0].data is None)
+            if time.monotonic() - began > SUSPENDED:  # the whole job was, and nobody could have come back meanwhile
+                for member in self.members:
+                    member.beat_since = time.monotonic()
             found = [answer for key, _ in ready for answer in self._hear(key.data)]
             self._watch_beats()
             found += self._last_words
@@ -246,15 +251,14 @@ class Pool:
     def _given_up(self, member: _Member, cause: str) -> TiltyardError:
         told = member.confession
         if self._restarts_left < 0:
-            return EnvError(
-                f"worker {member.number} {cause}, and engine.restarts is used up", "see events.jsonl for the others"
-            )
-        if told is not None:
-            return EnvError(told["error"], told["hint"], told["details"])
-        return EnvError(
-            f"worker {member.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout",
-            "engine.kind=serial runs the env in this process, where --pdb can look at it",
-        )
+            message, hint = f"worker {member.number} {cause}, and engine.restarts is used up", "raise engine.restarts"
+        elif told is not None:
+            message, hint = told["error"], told["hint"]
+        else:
+            message = f"worker {member.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout"
+            hint = "engine.kind=serial runs the env in this process, where --pdb can look at it"
+        before = "".join(f"before: {sentence}\n" for sentence in self.events)  # no report will tell these
+        return EnvError(message, hint, before + (told["details"] if told is not None else ""))
 
     def _forget(self, member: _Member) -> None:
         if member.answers >= 0:

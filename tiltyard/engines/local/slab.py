@@ -25,13 +25,13 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.past import Shelf
+from tiltyard.machine import CACHE_LINE
 from tiltyard.models import heads
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Array, Arrays, EnvSpec, Rollout
 
 FREE, ACTING, FULL, LEARNING = range(4)
 STATES = ("free", "acting", "full", "learning")
-_ALIGN = 64  # bytes: a cache line, so that two workers never write into the same one
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ class Layout:
         kind = np.dtype(dtype)
         begin = self.size
         count = int(np.prod(shape, dtype=np.int64))
-        self.size = -(-(begin + count * kind.itemsize) // _ALIGN) * _ALIGN
+        end = begin + count * kind.itemsize  # and on to a full cache line: two workers never write into the same one
+        self.size = -(-end // CACHE_LINE) * CACHE_LINE
         if self._memory is None:
             return _Nothing()  # type: ignore[return-value]
         return np.frombuffer(self._memory, kind, count, begin).reshape(shape)

@@ -96,7 +96,8 @@ class _Worker:
             elif word["do"] == "load":
                 self.restock()  # who plays on is among them
                 self.beat[1] = RESETTING  # replaying an episode takes as long as it did
-                self.answer(loaded=self.collector.load(Path(word["folder"])))
+                said = self.collector.load(Path(word["folder"]))
+                self.answer(loaded=(int(self.collector.envs.tally.number.max()), said))
                 self.beat[1] = IDLE
             mark = perf_counter()
         self.collector.close()
