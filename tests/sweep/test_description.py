@@ -1,6 +1,9 @@
 """The Python form: parameters, plans made of them, and programs that are given them as flags."""
 
 import json
+import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,11 @@ import pytest
 from tests.conftest import Command
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import UseError
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run
 from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
 from tiltyard.sweep.folder import find_sweep, sweeps
+from tiltyard.sweep.report import look
 
 PARAMS = ParamGrid(
     [("seed", seeds(2)), ("algo.lr", [1e-3, 1e-4]), (("algo.rollout", "algo.minibatch"), ([8, 16], [16, 32]))]
@@ -139,3 +145,90 @@ def test_what_is_no_description(tiltyard: Command) -> None:
     assert "no sweep" in tiltyard("sweep", "start", "nowhere", expect=2).stderr
     with pytest.raises(UseError):
         load_description("empty.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nothing_here", "study.py raised ModuleNotFoundError: No module named 'nothing_here'"),
+        ("this is = no Python", "study.py raised SyntaxError"),
+        (
+            "from tiltyard.sweep.description import *\nRunDescription('s', [], odd=1)",
+            "unexpected keyword argument 'odd'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_its_authors(text: str, said: str, tiltyard: Command) -> None:
+    Path("study.py").write_text(text)
+    told = tiltyard("sweep", "start", "study.py", expect=2).stderr
+    assert said in told and "defect" not in told
+    assert "study.py\", line" in told, "where it is wrong"
+
+
+SCORES = """
+import json, os, sys
+x = float(sys.argv[1].partition("=")[2])
+with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a") as file:
+    file.write(json.dumps({"env_steps": 70, "metrics": {"score": 2 * x}}) + "\\n")
+print("x was", x, flush=True)
+"""
+SEVERAL = """
+from tiltyard.sweep.description import Experiment, ParamGrid, RunDescription
+grid = ParamGrid([("x", [1, 2])])
+RUN_DESCRIPTION = RunDescription(
+    "s", [Experiment(name, "python scores.py", grid) for name in ("a", "b")], settings={"metric": "scor"}
+)
+"""
+
+
+def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tiltyard: Command, runs: Path) -> None:
+    Path("scores.py").write_text(SCORES)
+    Path("study.py").write_text(SEVERAL)
+    said = tiltyard("sweep", "start", "study.py", "--detach")
+    assert said.stdout.split() == ["s-a/sweep-0001", "s-b/sweep-0001"]
+    assert len(set(re.findall(r"carried out by pid (\d+), one after another", said.stderr))) == 1
+    until = time.monotonic() + 120
+    while not (look(find_sweep("s-b")).state == "finished" and not find_sweep("s-b").controlled):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    ends = [read_events(run)[-1]["time"] for run in map(Run, find_sweep("s-a").trial_folders())]
+    starts = [read_events(run)[0]["time"] for run in map(Run, find_sweep("s-b").trial_folders())]
+    assert max(ends) <= min(starts)
+
+
+def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: Path) -> None:
+    Path("scores.py").write_text(SCORES)
+    Path("study.py").write_text(SEVERAL)
+    said = tiltyard("sweep", "start", "study.py").stdout
+    assert "none of 2 that are over has recorded scor; did you mean 'score'?" in said
+    assert "did you mean 'score'?" in tiltyard("sweep", "best", "s-a", expect=2).stderr
+    shown = tiltyard("show", "s-a/sweep-0001/2").stdout
+    for line in (
+        "program   python scores.py --x=2",
+        "state     finished: exit code 0",
+        "progress  70 env steps",
+        "score     4",
+    ):
+        assert line in shown
+    assert json.loads(tiltyard("show", "s-a/sweep-0001/2", "--json").stdout)["metrics"] == {"score": 4.0}
+    assert "started" in tiltyard("show", "s-a/sweep-0001/2", "--events").stdout
+    assert tiltyard("logs", "s-a/sweep-0001/1").stdout == "x was 1.0\n"
+    assert "is a trial of another program" in tiltyard("eval", "s-a/sweep-0001/1", expect=2).stderr
+    Path("study.py").write_text(SEVERAL.replace('"scor"', '"score"'))
+    tiltyard("sweep", "start", "study.py")
+    best = tiltyard("sweep", "best", "s-a")
+    assert "x=2" in best.stdout and f"tiltyard show s-a/sweep-0002/{find_sweep('s-a').place(2).name}" in best.stdout
+
+
+def test_a_sweep_may_be_renamed_and_is_deleted_as_a_whole(tiltyard: Command, runs: Path) -> None:
+    Path("scores.py").write_text(SCORES)
+    Path("study.py").write_text(SEVERAL)
+    tiltyard("sweep", "start", "study.py")
+    shutil.copytree(runs / "s-a", runs / "copied")
+    assert "trials   2: 2 finished" in tiltyard("sweep", "status", "copied").stdout
+    assert "0 trials of copied/sweep-0001 would go on" in tiltyard("sweep", "start", "copied", "--dry-run").stderr
+    assert "a trial of a sweep" in tiltyard("rm", "copied", "--yes", expect=2).stderr
+    assert "tiltyard sweep stop copied/sweep-0001" in tiltyard("stop", "copied/sweep-0001", expect=2).stderr
+    said = tiltyard("rm", "copied/sweep-0001", "--yes").stderr
+    assert said.count("deleted ") == 3 and "deleted sweep copied/sweep-0001" in said
+    assert not (runs / "copied").exists() and find_sweep("s-a").trial_folders()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import Command
 from tiltyard.config.load import dump_yaml
+from tiltyard.engines import nursery
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.sweep import prepare
 from tiltyard.sweep.folder import find_sweep
@@ -164,3 +165,36 @@ def test_gpus_are_those_that_may_be_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert visible_gpus({}) == ["0", "1"]
     made = environment({"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, {"B": "2"}, [0, 1], "1")
     assert made == {"A": "1", "B": "2", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"}
+
+
+def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_is_made(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("MY VAR", "A=1; touch here; B", "1A"):
+        with pytest.raises(ConfigError) as error:
+            prepare.prepare(plan({"algo.lr": [1e-3]}, environment={name: "x"}))
+        assert "is no name of an environment variable" in error.value.details
+    with pytest.raises(UseError, match="shows no GPU"):
+        prepare.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2))
+    assert not runs.exists()
+
+
+def test_nothing_of_a_try_out_is_left_running(runs: Path) -> None:
+    assert prepare.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
+    assert nursery.early._kept is None
+
+
+def test_many_trials_want_a_yes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MANY", 3)
+    four = plan({"algo.lr": [1e-3, 1e-4]}, seeds=2)
+    with pytest.raises(UseError, match="this plan has 4 trials"):
+        prepare.prepare(four)
+    assert prepare.prepare(four, many=True).count == 4
+
+
+def test_a_plan_is_no_experiment_and_an_experiment_no_plan(tiltyard: Command, runs: Path) -> None:
+    Path("plan.yaml").write_text(dump_yaml(plan({"algo.lr": [1e-3]})))
+    Path("experiment.yaml").write_text(dump_yaml(EXPERIMENT))
+    assert "tiltyard sweep start plan.yaml" in tiltyard("train", "plan.yaml", expect=2).stderr
+    assert "tiltyard train experiment.yaml" in tiltyard("sweep", "start", "experiment.yaml", expect=2).stderr

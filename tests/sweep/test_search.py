@@ -121,3 +121,16 @@ def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path)
     assert runs_made == ["0001", "0002", "0003"]
     third = metrics.read(sweep.place(3))
     assert third[-1]["metrics"]["setting/lr"] == pytest.approx(0.00123)
+
+
+def test_a_model_that_is_sure_of_an_end_is_not_replaced_by_chance() -> None:
+    """The optimum on a bound: whoever answers it again is asked no further, and looks around it."""
+    made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})[0]
+    found: list[Group] = []
+    for number in range(1, 17):
+        point = search.ask(made, found, number)
+        found.append(group(number, point, -point["a"]))
+    drawn = [point for point, _ in zip(draws(dimensions(made), made.seed), range(20), strict=False)]
+    later = [each.settings["a"] for each in found[10:]]
+    assert min(later) == pytest.approx(3.0, abs=0.01) and not [each for each in later if {"a": each} in drawn]
+    assert sorted(later)[3] < 5

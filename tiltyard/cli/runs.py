@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -21,11 +22,11 @@ from typing import Any
 from tiltyard.cli import text
 from tiltyard.config.place import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
-from tiltyard.run import disk
-from tiltyard.run.folder import find, list_runs, read_events, read_owner, remove
+from tiltyard.run import disk, metrics
+from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove, remove_folder
 from tiltyard.run.lock import life
 from tiltyard.run.logs import new_text
-from tiltyard.run.status import STATES
+from tiltyard.run.status import STATES, SWEEP_FOLDER
 
 SEEN_STATES = (*STATES, "lost", "broken")
 
@@ -127,22 +128,16 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
 
 def run_show(args: argparse.Namespace) -> int:
     """The run on one screen, its events, or its picture."""
-    run = find(args.run, _root(args))
+    run = find(args.run, _root(args), programs=True)
+    if run.is_program:
+        return _show_program(run, args)
     if args.plot is not None:
         from tiltyard.track.plot import learning_curve
 
         sys.stdout.write(f"{learning_curve(run.folder, args.plot)}\n")
         return EXIT_DONE
     if args.events:
-        events = read_events(run)
-        if args.json:
-            _write_json(events)
-        else:
-            lines = [
-                f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events
-            ]
-            sys.stdout.write("".join(text.clean(line) + "\n" for line in lines))
-        return EXIT_DONE
+        return _show_events(run, args)
     if args.lineage:
         from tiltyard.cli.summary import lineage_text
         from tiltyard.standing import lineage
@@ -160,6 +155,43 @@ def run_show(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _show_events(run: Run, args: argparse.Namespace) -> int:
+    events = read_events(run)
+    if args.json:
+        _write_json(events)
+        return EXIT_DONE
+    lines = [f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events]
+    sys.stdout.write("".join(text.clean(line) + "\n" for line in lines))
+    return EXIT_DONE
+
+
+def _show_program(run: Run, args: argparse.Namespace) -> int:
+    """A trial of a sweep that is another program: what it was told, how it ended, what it recorded last."""
+    if args.plot is not None or args.lineage:
+        raise UseError(f"{run.id} is a trial of another program", "its curve is in: tiltyard sweep plot")
+    if args.events:
+        return _show_events(run, args)
+    status, records = run.status(), metrics.read(run.folder)
+    last = {name: value for record in records for name, value in record["metrics"].items()}
+    facts = {**status, "state": run.state, "command": run.program()["command"], "metrics": last}
+    if args.json:
+        _write_json(facts)
+        return EXIT_DONE
+    progress, reason = status["progress"], f": {status['reason']}" if status["reason"] else ""
+    lines = [
+        ("run", run.id),
+        ("program", shlex.join(facts["command"])),
+        ("state", f"{run.state}{reason}, attempt {status['attempt']}"),
+        ("progress", f"{progress['env_steps']:,} env steps, {text.duration(progress['seconds'])}"),
+        *((name, text.number(value)) for name, value in sorted(last.items())),
+        ("folder", os.path.relpath(run.folder)),
+        ("next", f"tiltyard logs {run.typed}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    sys.stdout.write("".join(f"{name:<{width}}  {text.clean(value)}\n" for name, value in lines))
+    return EXIT_DONE
+
+
 # ---------------------------------------------------------------------------------------------- logs
 
 
@@ -172,7 +204,7 @@ def configure_logs(parser: argparse.ArgumentParser) -> None:
 
 def run_logs(args: argparse.Namespace) -> int:
     """Print every attempt's log, and with -f whatever comes, until nobody writes the run any more."""
-    run = find(args.run, _root(args))
+    run = find(args.run, _root(args), programs=True)
     if args.follow and run.status().get("job"):
         from tiltyard.cli import jobs
 
@@ -207,7 +239,12 @@ def configure_stop(parser: argparse.ArgumentParser) -> None:
 
 def run_stop(args: argparse.Namespace) -> int:
     """Ask the run's owner to save and exit, and wait until it has."""
-    run = find(args.run, _root(args))
+    from tiltyard.sweep.folder import sweep_at
+
+    sweep = sweep_at(args.run, _root(args))
+    if sweep is not None:
+        raise UseError(f"{sweep.id} is a sweep", f"stop all of it with: tiltyard sweep stop {sweep.typed}")
+    run = find(args.run, _root(args), programs=True)
     owner = read_owner(run.folder)
     if run.status().get("job") and (owner is None or owner.get("job")):
         from tiltyard.cli import jobs
@@ -251,12 +288,24 @@ def configure_rm(parser: argparse.ArgumentParser) -> None:
 
 def run_rm(args: argparse.Namespace) -> int:
     """Delete runs, after every one of them was found."""
+    from tiltyard.sweep.folder import sweep_at
+
     root = _root(args)
-    runs = list({run.folder: run for run in (find(name, root, whole=False) for name in args.runs)}.values())
+    sweeps = {name: sweep for name in args.runs if (sweep := sweep_at(name, root)) is not None}
+    for sweep in sweeps.values():
+        if sweep.controlled:
+            raise UseError(
+                f"sweep {sweep.id} is being carried out", f"stop it first: tiltyard sweep stop {sweep.typed}"
+            )
+    named = [_named_run(name, root) for name in args.runs if name not in sweeps]
+    named += [Run(folder) for sweep in sweeps.values() for folder in sweep.trial_folders()]
+    runs = list({run.folder: run for run in named}.values())
     if not args.yes:
         if not sys.stdin.isatty():
             raise UseError("rm deletes for good and has nobody to ask", "add --yes")
-        sys.stderr.write("".join(f"{run.folder}\n" for run in runs) + f"delete {_runs(len(runs))} for good? [y/N] ")
+        whole = f"{len(sweeps)} whole sweep{'s' * (len(sweeps) > 1)} of " if sweeps else ""
+        sys.stderr.write("".join(f"{run.folder}\n" for run in runs))
+        sys.stderr.write(f"delete {whole}{_runs(len(runs))} for good? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             sys.stderr.write("nothing was deleted\n")
@@ -267,7 +316,20 @@ def run_rm(args: argparse.Namespace) -> int:
         refuse_queued(run)
         remove(run, root)
         sys.stderr.write(f"deleted {run.id}\n")
+    for sweep in sweeps.values():
+        remove_folder(Run(sweep.folder), Path(os.path.realpath(root)) / sweep.id)
+        sys.stderr.write(f"deleted sweep {sweep.id}\n")
     return EXIT_DONE
+
+
+def _named_run(name: str, root: Path) -> Run:
+    """A run to be deleted. The newest of a name may be a trial that nobody meant."""
+    run = find(name, root, whole=False)
+    inside = run.folder.parent
+    if SWEEP_FOLDER.fullmatch(inside.name) and disk.absolute(root / name) in (inside.parent, disk.absolute(root)):
+        hint = f"name the trial, or the whole sweep: tiltyard rm {inside.parent.name}/{inside.name}"
+        raise UseError(f"{name!r} is no run: its newest is {run.id}, a trial of a sweep", hint)
+    return run
 
 
 def _runs(number: int) -> str:

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardErro
 from tiltyard.run import disk
 
 if TYPE_CHECKING:
+    from tiltyard.run.folder import Run
     from tiltyard.sweep.folder import Sweep
     from tiltyard.sweep.prepare import Prepared
     from tiltyard.sweep.report import Report
@@ -53,10 +55,11 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tiltyard sweep`."""
     parser.add_argument("action", metavar="ACTION", help=" | ".join(ACTIONS))
     parser.add_argument(
-        "target",
+        "targets",
         metavar="SWEEP|PLAN",
-        nargs="?",
-        help="a sweep: its id, folder or name, the newest when left out; start: a plan (YAML, or Python)",
+        nargs="*",
+        help="a sweep: its id, folder or name, the newest when left out; start: plans (YAML, or Python), one after "
+        "another",
     )
     parser.add_argument("--on", metavar="PROFILE", help="start: profile of the site file to run with")
     parser.add_argument("--yes", action="store_true", help="start: more than 10,000 trials are meant")
@@ -84,9 +87,14 @@ def run_sweep(args: argparse.Namespace) -> int:
     strange = [name for name in sorted(every - set(ACTIONS[args.action])) if getattr(args, name) not in (None, False)]
     if strange:
         owners = [action for action, names in ACTIONS.items() if strange[0] in names]
+        has = "has" if len(owners) == 1 else "have"
         raise UseError(
-            f"`tiltyard sweep {args.action}` has no --{strange[0].replace('_', '-')}", f"{' and '.join(owners)} have it"
+            f"`tiltyard sweep {args.action}` has no --{strange[0].replace('_', '-')}",
+            f"{' and '.join(owners)} {has} it",
         )
+    if len(args.targets) > 1 and args.action != "start":
+        raise UseError(f"`tiltyard sweep {args.action}` takes one sweep", "name one; start takes several")
+    args.target = args.targets[0] if args.targets else None
     chosen: int = globals()[f"_{args.action}"](args)
     return chosen
 
@@ -97,33 +105,54 @@ def run_sweep(args: argparse.Namespace) -> int:
 def _start(args: argparse.Namespace) -> int:
     if args.target is None:
         raise UseError("`tiltyard sweep start` needs a plan or a sweep", "tiltyard sweep start plan.yaml")
-    sources = _plans(args.target)
-    if not sources:
-        sweep = _find(args.target)
-        if args.new or args.on or args.yes:
-            raise UseError(f"{sweep.id} is a sweep, and goes on as it was started", "name a plan for another one")
-        if args.dry_run:
-            return _say_dry(sweep)
-        return _carry_out(sweep, args.detach)
-    from tiltyard.sweep import prepare
-
+    found = [each for target in args.targets for each in _planned(target, args)]
+    if args.dry_run:
+        for each in found:
+            _dry(each)
+        return EXIT_DONE
+    sweeps = [_begun(each) for each in found]
+    if args.detach and len(sweeps) > 1 and all(sweep.launcher == "local" for sweep in sweeps):
+        return _in_background(sweeps)  # one after another there, too
     code = EXIT_DONE
-    made = [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]
-    for prepared in made:
-        if args.dry_run:
-            _dry(prepared) if prepared.launcher == "local" else sweep_jobs.dry(prepared)
-            continue
-        known = None if args.new else prepare.same_sweep(prepared)
-        sweep = known or prepare.begin(prepared, [Path(sys.argv[0]).name, *sys.argv[1:]])
-        if known is None:
-            sys.stderr.write(f"sweep {sweep.id}: {prepared.count:,} trials, {prepared.plan.max_parallel} at once\n")
-        else:
-            sys.stderr.write(f"this plan is sweep {sweep.id}, which goes on; --new starts another\n")
+    for sweep in sweeps:
         result = _carry_out(sweep, args.detach)
         code = code or result
         if result == EXIT_RESUMABLE:
             break
     return code
+
+
+def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
+    """What a word means: sweeps to go on with, or plans that passed every check."""
+    sources = _plans(target)
+    if not sources:
+        sweep = _find(target)
+        if args.new or args.on or args.yes:
+            raise UseError(f"{sweep.id} is a sweep, and goes on as it was started", "name a plan for another one")
+        return [sweep]
+    from tiltyard.sweep import prepare
+
+    found: list[Sweep | Prepared] = []
+    for prepared in [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]:
+        known = None if args.new else prepare.same_sweep(prepared)
+        if known is not None:
+            sys.stderr.write(f"this plan is sweep {known.id}, which goes on; --new starts another\n")
+        found.append(known or prepared)
+    return found
+
+
+def _begun(each: Sweep | Prepared) -> Sweep:
+    from tiltyard.sweep import prepare
+
+    if not isinstance(each, prepare.Prepared):
+        return each
+    sweep = prepare.begin(each, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    sys.stderr.write(f"sweep {sweep.id}: {_trials(each.count)}, {each.plan.max_parallel} at once\n")
+    return sweep
+
+
+def _trials(count: int) -> str:
+    return "1 trial" if count == 1 else f"{count:,} trials"
 
 
 def _plans(target: str) -> list[Any]:
@@ -143,30 +172,42 @@ def _plans(target: str) -> list[Any]:
     return []
 
 
-def _dry(prepared: Prepared) -> None:
+def _dry(each: Sweep | Prepared) -> None:
+    from tiltyard.sweep.prepare import Prepared
+
+    if not isinstance(each, Prepared):
+        _say_dry(each)
+    elif each.launcher == "local":
+        _say_trials(each)
+    else:
+        sweep_jobs.dry(each)
+
+
+def _say_trials(prepared: Prepared) -> None:
     from tiltyard.sweep.report import shown
 
     keys = list(dict.fromkeys(key for trial in prepared.trials for key in trial.settings))
     table = [
-        [str(trial.number), str(trial.seed), *(shown(trial.settings.get(key)) for key in keys)]
+        [str(trial.number), str(trial.seed), *(shown(own[key]) if key in own else "" for key in keys)]
         for trial in prepared.trials
+        for own in [trial.settings]
     ]
     if table:
         sys.stdout.write(text.table(("trial", "seed", *keys), table, right=(0, 1)))
     else:
         said = f"search: {prepared.plan.search} chooses {prepared.plan.trials} combinations as it goes"
-        sys.stdout.write(f"{said}, each with {len(prepared.plan.seeds)} seeds\n")
-    sys.stderr.write(f"{prepared.count:,} trials of {prepared.name} would be started; nothing was made\n")
+        seeds = len(prepared.plan.seeds)
+        sys.stdout.write(f"{said}, each with {'one seed' if seeds == 1 else f'{seeds} seeds'}\n")
+    sys.stderr.write(f"{_trials(prepared.count)} of {prepared.name} would be started; nothing was made\n")
 
 
-def _say_dry(sweep: Sweep) -> int:
+def _say_dry(sweep: Sweep) -> None:
     from tiltyard.sweep.report import look
 
     left = [row for row in look(sweep).rows if not row.over]
     lines = [f"trial {row.trial.number} ({row.state})\n" for row in left]
     sys.stdout.write("".join(lines))
-    sys.stderr.write(f"{len(left)} known trials of {sweep.id} would go on; nothing was started\n")
-    return EXIT_DONE
+    sys.stderr.write(f"{_trials(len(left))} of {sweep.id} would go on; nothing was started\n")
 
 
 def _carry_out(sweep: Sweep, detach: bool) -> int:
@@ -174,7 +215,7 @@ def _carry_out(sweep: Sweep, detach: bool) -> int:
     if sweep.launcher != "local":
         return sweep_jobs.submit(sweep, _say)
     if detach:
-        return _in_background(sweep)
+        return _in_background([sweep])
     from tiltyard.sweep.controller import carry_out
     from tiltyard.sweep.local import Local
     from tiltyard.sweep.report import look
@@ -188,17 +229,21 @@ def _say(sentence: str) -> None:
     sys.stderr.write(text.clean(sentence) + "\n")
 
 
-def _in_background(sweep: Sweep) -> int:
-    if sweep.controlled:
-        sys.stderr.write(f"sweep {sweep.id} is being carried out already\n")
+def _in_background(sweeps: Sequence[Sweep]) -> int:
+    """Carry sweeps out in a process of their own, one after another."""
+    for busy in [sweep for sweep in sweeps if sweep.controlled]:
+        sys.stderr.write(f"sweep {busy.id} is being carried out already\n")
+    left = [sweep for sweep in sweeps if not sweep.controlled]
+    if not left:
         return EXIT_DONE
-    log = sweep.folder / "controller.log"
-    with log.open("ab") as file:
-        command = [sys.executable, "-m", "tiltyard", "sweep", "start", str(sweep.folder)]
+    with (left[0].folder / "controller.log").open("ab") as file:
+        command = [sys.executable, "-m", "tiltyard", "sweep", "start", *(str(sweep.folder) for sweep in left)]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    sys.stderr.write(f"sweep {sweep.id} is carried out by pid {child.pid}; it may be logged out of\n")
-    sys.stderr.write(f"next: tiltyard sweep watch {sweep.typed}\n")
-    sys.stdout.write(f"{sweep.id}\n")
+    one_after = ", one after another" if len(left) > 1 else ""
+    for sweep in left:
+        sys.stderr.write(f"sweep {sweep.id} is carried out by pid {child.pid}{one_after}; it may be logged out of\n")
+        sys.stdout.write(f"{sweep.id}\n")
+    sys.stderr.write(f"next: tiltyard sweep watch {left[0].typed}\n")
     return EXIT_DONE
 
 
@@ -225,7 +270,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    """Look again and again until nobody carries it out. Ending this ends nothing else."""
+    """Look again and again until nobody carries it out and no trial runs. Ending this ends nothing else."""
     from tiltyard.sweep.report import look
 
     sweep, before = _find(args.target), ""
@@ -246,7 +291,7 @@ def _watch(args: argparse.Namespace) -> int:
             sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + said)
             sys.stdout.flush()
             before = said
-        if found.state != "running":
+        if found.state != "running" and not found.counts.get("running"):
             return {"finished": EXIT_DONE, "failed": EXIT_FAILED}.get(found.state, EXIT_RESUMABLE)
         time.sleep(max(0.1, every))
 
@@ -257,7 +302,11 @@ def _best(args: argparse.Namespace) -> int:
     found = report.look(_find(args.target))
     group = next((group for group in found.groups if group.value is not None), None)
     if group is None:
-        raise UseError(f"no trial of {found.sweep.id} has recorded {found.plan.metric.name} yet", "wait for one")
+        waits = found.state == "running" or found.counts.get("running")
+        hint = "wait for one" if waits else report.recorded_instead(found)
+        raise UseError(
+            f"no trial of {found.sweep.id} has recorded {found.plan.metric.name}{' yet' if waits else ''}", hint
+        )
     interval = report.bootstrap(group.values)
     row = next(row for row in group.rows if row.value == _best_value(found, group.values))
     if args.json:
@@ -274,15 +323,26 @@ def _best(args: argparse.Namespace) -> int:
     assert row.folder is not None
     run = Run(row.folder)
     words = " ".join(f"{key}={report.shown(value)}" for key, value in group.settings.items())
+    over = f" over {len(group.values)} seeds" if len(group.values) > 1 else ""
     low_high = f" ({text.number(interval[0])} to {text.number(interval[1])})" if interval else ""
     lines = [
         ("settings", words or "as in the experiment"),
-        ("value", f"{found.plan.metric.name} {text.number(group.value)}{low_high} over {len(group.values)} seeds"),
+        ("value", f"{found.plan.metric.name} {text.number(group.value)}{low_high}{over}"),
         ("best run", f"{run.id}, {text.number(row.value)}"),
-        ("next", f"tiltyard eval {run.typed} --best"),
+        ("next", _next_to_best(run, is_program=found.plan.program is not None)),
     ]
     sys.stdout.write("".join(f"{name:<9} {text.clean(value)}\n" for name, value in lines))
     return EXIT_DONE
+
+
+def _next_to_best(run: Run, *, is_program: bool) -> str:
+    """What can be done with the best run: a program's is looked at; a score is of some checkpoints only."""
+    if is_program:
+        return f"tiltyard show {run.typed}"
+    from tiltyard.run.checkpoint import list_checkpoints
+
+    scored = any(each.score is not None for each in list_checkpoints(run))
+    return f"tiltyard eval {run.typed}{' --best' if scored else ''}"
 
 
 def _best_value(found: Report, values: list[float]) -> float:
@@ -355,7 +415,8 @@ def _extend(args: argparse.Namespace) -> int:
     if seeds and plan.program and any("seed" in trial.settings for trial in sweep.trials()):
         hint = "write the new ones into the plan, and start that"
         raise UseError(f"seed is a parameter of {sweep.id} like any other: it cannot be given twice", hint)
-    sys.stderr.write(f"{sweep.id} is extended by {points} combinations and {seeds} seeds\n")
+    more = [f"{count} {what}{'s' * (count > 1)}" for count, what in ((points, "combination"), (seeds, "seed")) if count]
+    sys.stderr.write(f"{sweep.id} {'would be' if args.dry_run else 'is'} extended by {' and '.join(more)}\n")
     if args.dry_run:
         return EXIT_DONE
     sweep.decide("extend", points=points, seeds=seeds)

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from tiltyard.cli import text
-from tiltyard.sweep.report import brief, controller_of
+from tiltyard.config.plans import Objective
+from tiltyard.sweep.report import brief, controller_of, recorded_instead
 
 if TYPE_CHECKING:
     from tiltyard.sweep.report import Report
@@ -21,16 +22,35 @@ def summary(found: Report) -> str:
     counts = ", ".join(f"{count:,} {state}" for state, count in found.counts.items())
     lines = [
         f"sweep    {sweep.id}",
-        f"state    {found.state}{f', carried out by {who}' if who else ''}",
+        f"state    {found.state}{f', carried out by {who}' if who else ''}{_alone(found)}",
         f"trials   {found.total:,}: {counts}",
     ]
-    if plan.program is None or any(row.value is not None for row in found.rows):
+    silent = all(row.value is None for row in found.rows)
+    if not (plan.program is not None and plan.metric == Objective() and silent):  # a program need not record any
         lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, {plan.goal}d")
+        lines += _none_recorded(found)
     lines += ["", _table(found).rstrip("\n")]
     for row in found.failed[:10]:
         lines.append(f"trial {row.trial.number} failed: {text.clean(row.reason)}")
     lines += ["", f"folder   {os.path.relpath(sweep.folder)}", f"next     {_next(found)}"]
     return "\n".join(lines) + "\n"
+
+
+def _alone(found: Report) -> str:
+    """Trials go on when whoever started them is gone."""
+    running = found.counts.get("running", 0)
+    if found.state == "running" or not running:
+        return ""
+    return f", while {running} trial{'s go' if running > 1 else ' goes'} on by itself"
+
+
+def _none_recorded(found: Report) -> list[str]:
+    """A warning where trials are over and none has the metric: a search would learn nothing from them."""
+    over = [row for row in found.rows if row.state in ("finished", "ended")]
+    if not over or any(row.value is not None for row in over):
+        return []
+    hint = recorded_instead(found)
+    return [f"warning  none of {len(over)} that are over has recorded {found.plan.metric.name}; {hint}"]
 
 
 def _table(found: Report) -> str:

@@ -217,7 +217,10 @@ def _target(
     path = Path(word)
     if _is_yaml(word, path):
         text = read_text(path)
-        return as_mapping(parse_yaml(text, str(path)), str(path)), f"file {path.name}", path, text, []
+        values = as_mapping(parse_yaml(text, str(path)), str(path))
+        if "env" not in values and {"experiment", "program"} & values.keys():
+            raise UseError(f"{path} is the plan of a sweep and no experiment", f"start it: tiltyard sweep start {path}")
+        return values, f"file {path.name}", path, text, []
     if not word.strip():
         raise UseError("the env's name is empty", "give a YAML file or an env id: CartPole-v1")
     if "=" in word and kind_of(word) is None:

@@ -20,6 +20,7 @@ from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Wh
 from tiltyard.config.layers import plain
 from tiltyard.config.populations import PopulationRules
 from tiltyard.config.problems import validate
+from tiltyard.config.site import check_names
 from tiltyard.config.yaml_door import read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.refs import short
@@ -137,6 +138,9 @@ def load_plan(source: str | Path | Mapping[str, Any]) -> tuple[Plan, Path]:
     else:
         path = Path(source)
         values, where, told = read_yaml(path), path.absolute().parent, str(path)
+    if "env" in values and "experiment" not in values:
+        hint = f"train it with: tiltyard train {told}; a plan names it: experiment: {told}"
+        raise UseError(f"{told} is an experiment and no plan of a sweep", hint)
     plan, found = validate(Plan, values)
     problems = [problem for _, problem in found]
     if plan is not None:
@@ -173,6 +177,7 @@ def _cross_check(plan: Plan) -> list[Problem]:
         wrong("space", None, "is missing", "say what is varied: space: {algo.lr: {log: [1e-5, 1e-2]}}")
     if len(set(plan.seeds)) != len(plan.seeds):
         wrong("seeds", plan.seeds, "names a seed twice", "each seed is one run")
+    found += check_names(plan.environment, "environment")
     if plan.search == "population":
         _check_population(plan, wrong)
     elif "population" in plan.model_fields_set and plan.population != PopulationRules():

@@ -264,7 +264,7 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")
                 problems += _check_launcher(profile, f"profiles.{name}")
-                problems += _check_names(profile.get("environment"), f"profiles.{name}.environment")
+                problems += check_names(profile.get("environment"), f"profiles.{name}.environment")
     site, wrong = validate(Site, expanded)
     problems += [problem for _, problem in wrong]
     if problems or site is None:
@@ -342,7 +342,7 @@ def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
     return found
 
 
-def _check_names(variables: Any, setting: str) -> list[Problem]:
+def check_names(variables: Any, setting: str) -> list[Problem]:
     """A variable's name is never quoted, in no shell."""
     if not isinstance(variables, Mapping):
         return []

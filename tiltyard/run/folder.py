@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 EXPERIMENT = "experiment.yaml"
+PROGRAM = "program.json"  # in its place where a trial of a sweep is another program
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Run:
     def typed(self) -> str:
         """What a command typed in the current folder names the run by: its id where that finds it, else its path."""
         with contextlib.suppress(TiltyardError, OSError):
-            if find(self.id).folder.samefile(self.folder):
+            if find(self.id, programs=True).folder.samefile(self.folder):
                 return shlex.quote(self.id)
         folder = disk.absolute(self.folder)
         with contextlib.suppress(ValueError, OSError):  # not below this folder, or there is no such folder any more
@@ -95,6 +96,15 @@ class Run:
     @property
     def experiment_file(self) -> Path:
         return self.folder / EXPERIMENT
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a trial of a sweep that is another program than Tiltyard."""
+        return (self.folder / PROGRAM).is_file()
+
+    def program(self) -> dict[str, Any]:
+        """The command line of such a trial, and the folder that it runs in."""
+        return disk.read_json(self.folder / PROGRAM)
 
     @property
     def metrics_file(self) -> Path:
@@ -265,12 +275,12 @@ def _fill(
 # ---------------------------------------------------------------------------------------------- finding
 
 
-def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> Run:
+def find(text: str | Path, root: Path | None = None, *, whole: bool = True, programs: bool = False) -> Run:
     """The run that `text` means: a path to or into its folder, name/0007-brisk-otter, a unique end of that
     (brisk-otter), name (its newest run) or last (the newest of all).
 
     `root` is the site's runs folder when left out. With whole=False a folder that was deleted in part is found too,
-    so that it can be removed.
+    so that it can be removed; with `programs` a trial of a sweep that is another program, which has no experiment.
     """
     root = runs_root() if root is None else root
     given = str(text)
@@ -278,7 +288,7 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True) -> R
         raise UseError("the run's name is empty or holds a null byte", "list the runs with: tiltyard ls")
     folder = _by_keyword(given, root) or _by_path(Path(given)) or _by_path(root / given) or _by_name(given, root)
     if whole:
-        _check(folder)
+        _check(folder, programs)
     return Run(folder)
 
 
@@ -341,7 +351,15 @@ def _is_end(text: str, folder: Path) -> bool:
     return group in groups and last in (folder.name, number, str(int(number)), words)
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, programs: bool = False) -> None:
+    if (folder / PROGRAM).is_file():
+        if not programs:
+            raise UseError(
+                f"{run_id(folder)} is a trial of another program, and no training of Tiltyard's",
+                f"look at it with: tiltyard show {run_id(folder)}, or tiltyard logs {run_id(folder)}",
+            )
+        _read_status(folder)
+        return
     missing = [name for name in (EXPERIMENT, STATUS) if not (folder / name).is_file()]
     if missing:
         raise UseError(
@@ -376,15 +394,20 @@ def _read_status(folder: Path) -> dict[str, Any]:
 def remove(run: Run, root: Path) -> None:
     """Delete for good: only a real run folder of this root, never through links, never a live one."""
     folder = disk.absolute(run.folder)
-    group = folder.parent
-    real_root = Path(os.path.realpath(root))
-    if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != real_root / run_id(folder):
-        raise UseError(
-            f"{folder} is not a run folder inside the runs folder {root}",
-            "only its own runs are removed, and never through a link; name another runs folder with --root",
-        )
     if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
         raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")
+    remove_folder(run, Path(os.path.realpath(root)) / run_id(folder))
+
+
+def remove_folder(run: Run, place: Path) -> None:
+    """Delete what lies at its real `place`, unless somebody is writing it: a run, or a sweep without its trials."""
+    folder = disk.absolute(run.folder)
+    group = folder.parent
+    if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != place:
+        raise UseError(
+            f"{folder} is not a run folder inside the runs folder",
+            "only its own runs are removed, and never through a link; name another runs folder with --root",
+        )
     trash = group / f".trash-{folder.name}-{disk.unique()}"
     with Lock.acquire(run):  # refuses a run that somebody is writing
         try:

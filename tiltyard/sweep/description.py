@@ -30,7 +30,8 @@ from typing import Any
 
 from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import parse_override
-from tiltyard.errors import UseError
+from tiltyard.errors import TiltyardError, UseError, raised
+from tiltyard.refs import user_traceback
 
 NAME = "RUN_DESCRIPTION"
 
@@ -153,10 +154,15 @@ def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list
 
 
 @contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
+def _importing_from(folder: Path, text: str) -> Iterator[None]:
     sys.path.insert(0, str(folder))
     try:
         yield
+    except TiltyardError:
+        raise
+    except Exception as error:
+        hint = "the traceback shows where; the classes are those of tiltyard.sweep.description"
+        raise UseError(f"{text} {raised(error)}", hint, user_traceback(error)) from error
     finally:
         sys.path.remove(str(folder))
 
@@ -172,10 +178,10 @@ def load_description(text: str) -> RunDescription:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # where dataclasses of its own are looked up
-        with _importing_from(path.absolute().parent):
+        with _importing_from(path.absolute().parent, text):
             spec.loader.exec_module(module)
     else:
-        with _importing_from(Path.cwd()):
+        with _importing_from(Path.cwd(), text):
             module = importlib.import_module(text)
     found = getattr(module, NAME, None)
     if not isinstance(found, RunDescription):

@@ -6,12 +6,14 @@
       plugins/         the user's code as it was at the start                     events.jsonl, lock.json  as in a run
       0001-brisk-otter/, 0002-...       the trials: ordinary runs, made when they are started
 
-A trial's folder follows from its number, so nobody can make it twice. Which (point, seed) a number stands for follows
-from the plan and the decisions; the settings of a point are in the manifest as soon as they are known.
+A trial's folder follows from its number and sweep.json, so nobody can make it twice, and a sweep may be moved. Which
+(point, seed) a number stands for follows from the plan and the decisions; the settings of a point are in the manifest
+as soon as they are known.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -30,7 +32,7 @@ from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
 from tiltyard.run.lock import seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
-from tiltyard.run.status import SWEEP_FOLDER
+from tiltyard.run.status import RUN_FOLDER, SWEEP_FOLDER
 
 SCHEMA = 1
 PLAN, FACTS, MANIFEST, DECISIONS = "plan.yaml", "sweep.json", "manifest.jsonl", "decisions.jsonl"
@@ -91,8 +93,12 @@ class Sweep:
 
     def place(self, number: int) -> Path:
         """The folder of a trial, whether it is there yet or not."""
-        rng = random.Random(f"{self.id}/{number}")
+        rng = random.Random(f"{_named_after(self.folder) or self.id}/{number}")
         return self.folder / f"{number:04d}-{rng.choice(ADJECTIVES)}-{rng.choice(ANIMALS)}"
+
+    def trial_folders(self) -> list[Path]:
+        """Of those that were made."""
+        return sorted(path for path in self.folder.iterdir() if RUN_FOLDER.fullmatch(path.name))
 
     def decisions(self) -> list[dict[str, Any]]:
         return disk.read_lines(self.folder / DECISIONS)[0]
@@ -114,6 +120,13 @@ class Sweep:
     def controlled(self) -> bool:
         """Whether a controller seems to be at work, here or elsewhere."""
         return seems_alive(self.folder)
+
+
+@functools.cache
+def _named_after(folder: Path) -> str:
+    """What the folders of trials draw their names from: written when the sweep was made, so that it can be moved. Empty
+    in older ones, where it was the id."""
+    return str(disk.read_json(folder / FACTS).get("names") or "")
 
 
 def _line(trial: Trial) -> dict[str, Any]:
@@ -168,6 +181,7 @@ def make(
     facts = {
         "schema": SCHEMA,
         "created": disk.now(),
+        "names": f"{name}/{disk.unique()}",
         "digest": digest(plan, profile),
         "cwd": str(Path.cwd()),
         "base": [str(folder) for folder in base],
@@ -227,6 +241,14 @@ def _created(folder: Path) -> str:
         return str(disk.read_json(folder / FACTS).get("created"))
     except (OSError, ValueError):
         return ""
+
+
+def sweep_at(text: str, root: Path) -> Sweep | None:
+    """The sweep whose id or folder that is; None for whatever else it may mean."""
+    for folder in (Path(text), root / text):
+        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
+            return Sweep(disk.absolute(folder))
+    return None
 
 
 def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:

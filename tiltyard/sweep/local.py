@@ -45,12 +45,7 @@ class Local:
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
         self.outside = self._outside()
-        self.gpus = visible_gpus(os.environ) if plan.trials_per_gpu is not None else []
-        if plan.trials_per_gpu is not None and not self.gpus:
-            raise UseError(
-                f"trials_per_gpu = {plan.trials_per_gpu}, and this machine shows no GPU",
-                "leave it out, or look with: tiltyard doctor",
-            )
+        self.gpus = require_gpus(plan)
         self.shares = shares(sorted(os.sched_getaffinity(0)), plan.max_parallel)
         self.work: dict[int, Work] = {}
         for name in (AT_WORK, OUTPUT):
@@ -185,6 +180,17 @@ def _write(handle: int, value: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what each gets
+
+
+def require_gpus(plan: Plan) -> list[str]:
+    """The GPUs that trials are packed on: none where the plan does not ask for that; UseError where there are none."""
+    found = visible_gpus(os.environ) if plan.trials_per_gpu is not None else []
+    if plan.trials_per_gpu is not None and not found:
+        raise UseError(
+            f"trials_per_gpu = {plan.trials_per_gpu}, and this machine shows no GPU",
+            "leave it out, or look with: tiltyard doctor",
+        )
+    return found
 
 
 def command(plan: Plan, folder: Path) -> list[str]:

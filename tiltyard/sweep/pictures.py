@@ -92,6 +92,8 @@ def _curves(report: Report, groups: list[Group]) -> Any:
         found = [curve(row.folder, metric) for row in group.rows if row.folder is not None and row.value is not None]
         steps, middle, low, high = bands(found)
         words = ", ".join(f"{key.rpartition('.')[2]} {brief(value)}" for key, value in group.settings.items())
+        if report.plan.search == "population":  # whose settings were others before: lineage.png tells
+            words = f"member {group.rows[0].trial.number}"
         marker = "o" if len(steps) == 1 else None
         axes.plot(steps, middle, color=colour, linewidth=1.8, marker=marker, label=words or "the experiment")
         if len(found) > 1:

@@ -34,6 +34,8 @@ from tiltyard.run.folder import Run, create
 from tiltyard.run.stretches import Stretches
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
+from tiltyard.sweep.local import require_gpus
+from tiltyard.sweep.search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
 MANY = 10_000
@@ -77,7 +79,10 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
     plan, where = load_plan(source)
     found = dimensions(plan)
+    require_optuna(plan)
     chosen = _profile(profile, plan)
+    if chosen is None or chosen.launcher == "local":
+        require_gpus(plan)
     if plan.program is not None:
         program.check(plan)
         return Prepared(plan.name or program.name(plan), plan, _points(plan, many), (), chosen, [])

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from tiltyard import processes
 from tiltyard.children import die_with
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
-from tiltyard.run import disk
+from tiltyard.run import disk, metrics
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run, write_status
+from tiltyard.run.folder import PROGRAM, Run, write_status
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_line
 from tiltyard.run.status import SCHEMA, STATUS, run_id
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tiltyard.config.plans import Plan
     from tiltyard.sweep.folder import Sweep, Trial
 
-FILE = "program.json"
 TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known
 GRACE = 60.0  # seconds that they have to save and end
 LOOK = 0.05
@@ -102,7 +101,7 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
         "host": "",
         "pid": 0,
     }
-    disk.write_json(draft / FILE, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
+    disk.write_json(draft / PROGRAM, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
     disk.write_json(draft / STATUS, status)
     disk.sync_folder(draft)
     draft.rename(place)
@@ -112,12 +111,13 @@ def run(folder: Path) -> int:
     """Run the program of a trial; its end is in status.json."""
     trial = Run(folder)
     with Lock(trial):
-        told = disk.read_json(folder / FILE)
+        told = disk.read_json(folder / PROGRAM)
         attempt = int(trial.status()["attempt"]) + 1
         write_status(trial, state="running", reason="", attempt=attempt, pid=os.getpid(), host=os.uname().nodename)
         log_event(trial, "started", f"Attempt {attempt} was started.")
         (folder / "logs").mkdir(exist_ok=True)
         asked: list[int] = []
+        began = time.monotonic()
         _end(folder, 0.0)  # what an attempt left behind whose own process was killed
         with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
             environment = {**os.environ, TRIAL: str(folder)}
@@ -152,7 +152,11 @@ def run(folder: Path) -> int:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
             said = last_line(folder / "logs" / f"attempt-{attempt}.log")
             state, reason, result = "failed", f"{how}: {said}" if said else how, EXIT_FAILED
-        write_status(trial, state=state, reason=reason)
+        spent = float(trial.status()["progress"]["seconds"]) + time.monotonic() - began
+        records = metrics.read(folder)
+        steps = max((int(record.get("env_steps") or 0) for record in records), default=0)
+        progress = {**trial.status()["progress"], "env_steps": steps, "seconds": spent}
+        write_status(trial, state=state, reason=reason, progress=progress)
         log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
     return result
 

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.config.dimensions import Choices, fingerprint, is_number
 from tiltyard.config.plans import Plan
+from tiltyard.errors import did_you_mean
 from tiltyard.launch.queue import seen
+from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
 from tiltyard.run.stretches import read as read_stretches
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.jobs import job_ids, told_by_slurm
-from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows
+from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 BINS = 4
-ORDER = ("finished", "ended", "running", "queued", "created", "paused", "stopped", "lost", "failed", "waiting")
+SOME = 20  # trials, and records of each, that are looked through for names
+RETRY = "to retry"  # failed, and is started again by itself
+ORDER = ("finished", "ended", "running", "queued", "created", "paused", "stopped", "lost", RETRY, "failed", "waiting")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def look(sweep: Sweep) -> Report:
         decisions, found, asked = sweep.decisions(), rows(sweep, plan), jobs
         if (jobs := job_ids(sweep)) == asked:  # else some went on in others, of which nothing was asked
             break
+    failed = failures(decisions)
+    found = [_to_retry(row, len(failed.get(row.trial.number, ())), plan.retries) for row in found]
     if plan.search == "population":
         from tiltyard.sweep.lineage import Lineage
 
@@ -96,6 +102,11 @@ def look(sweep: Sweep) -> Report:
         under_way = any(each.waits or each.runs for each in told.values())
         under_way |= any(row.state in ("queued", "running") for row in found)
     return Report(sweep, plan, found, total, under_way)
+
+
+def _to_retry(row: Row, failures: int, retries: int) -> Row:
+    waits = row.state == "failed" and not row.trial.refused and failures <= retries
+    return replace(row, state=RETRY) if waits else row
 
 
 def _member(row: Row, story: Lineage) -> Row:
@@ -113,6 +124,19 @@ def controller_of(sweep: Sweep) -> str:
     if owner is None:
         return ""
     return f"pid {owner.get('pid')} on host {owner.get('host')}"
+
+
+def recorded_instead(report: Report) -> str:
+    """Which metrics trials have recorded, for whoever asked for one that none has."""
+    names = {
+        name
+        for row in report.rows[:SOME]
+        if row.folder is not None
+        for record in metrics.read(row.folder)[-SOME:]
+        for name in record["metrics"]
+    }
+    told = sorted(name for name in names if not name.startswith(("time/", "speed/", "setting/")))
+    return did_you_mean(report.plan.metric.name, told) if told else "no trial has recorded any metric"
 
 
 # ---------------------------------------------------------------------------------------------- for programs

@@ -21,7 +21,7 @@ from tiltyard.sweep.results import Group
 from tiltyard.sweep.space import dimensions, draws
 
 STARTUP = 10  # points drawn at random before there is anything to learn from
-_TRIES = 20  # questions before a point that was there already is replaced by a draw
+_TRIES = {"gp": 1, "tpe": 20}  # questions before a point that was there already is replaced: gp repeats its best
 
 
 def require_optuna(plan: Plan) -> None:
@@ -40,27 +40,28 @@ def ask(plan: Plan, found: Sequence[Group], number: int) -> Point:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that parts of it are experimental
-        study = optuna.create_study(
-            direction="maximize" if plan.better > 0 else "minimize", sampler=_sampler(plan, number)
-        )
         distributions = {_name(each): _distribution(each) for each in space}
-        for group in found:
-            with contextlib.suppress(ValueError):  # what is no choice (any longer) teaches nothing about those that are
-                study.add_trial(_told(group, space, distributions))
-        for _ in range(_TRIES):
-            point = _point(space, study.ask(distributions).params)
-            if fingerprint(point) not in seen:
-                return point
+        for search in dict.fromkeys((plan.search, "tpe")):  # where a model is sure of a point, look around it
+            study = optuna.create_study(
+                direction="maximize" if plan.better > 0 else "minimize", sampler=_sampler(search, plan.seed, number)
+            )
+            for group in found:
+                with contextlib.suppress(ValueError):  # what is no choice any longer teaches nothing of those that are
+                    study.add_trial(_told(group, space, distributions))
+            for _ in range(_TRIES[search]):
+                point = _point(space, study.ask(distributions).params)
+                if fingerprint(point) not in seen:
+                    return point
     # Optuna has nothing new to say; a small space may have been tried as a whole
     some = itertools.islice(draws(space, plan.seed), 10 * (len(seen) + 1))
     return next((each for each in some if fingerprint(each) not in seen), point)
 
 
-def _sampler(plan: Plan, number: int) -> Any:
+def _sampler(search: str, root: int, number: int) -> Any:
     from optuna.samplers import GPSampler, TPESampler
 
-    seed = int.from_bytes(hashlib.sha256(f"{plan.seed}/{number}".encode()).digest()[:4], "big")
-    if plan.search == "gp":
+    seed = int.from_bytes(hashlib.sha256(f"{root}/{number}".encode()).digest()[:4], "big")
+    if search == "gp":
         return GPSampler(seed=seed, n_startup_trials=STARTUP)
     return TPESampler(seed=seed, n_startup_trials=STARTUP, multivariate=True, constant_liar=True)
 
