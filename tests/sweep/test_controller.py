@@ -356,6 +356,41 @@ def test_a_failure_that_was_forgiven_before_it_was_written_down(runs: Path) -> N
     assert other.started == [1]
 
 
+def test_what_will_be_tried_again_has_not_failed_yet(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, place, one = desk(retries=1, back_off=60)
+    one.step(stop=False)
+    place.end(sweep, 1, "failed")
+    one.step(stop=False)
+    assert "Trial 1 failed: said so; it is started again in 60 s" in capsys.readouterr().out
+    now = look(sweep)
+    assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
+    sweep.decide("failed", trial=1, attempt=2, reason="again")
+    assert look(sweep).counts["failed"] == 1
+
+
+def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> None:
+    write_plan(space={"x": {"range": [1, 3]}}, search="tpe", trials=5, metric="scores")
+    said_ = tiltyard("sweep", "start", "plan.yaml")
+    assert said_.stderr.count("None of 3 finished trials has recorded scores: nothing is learned.") == 1
+    assert "warning  none of 5 that are over has recorded scores" in said_.stdout
+
+
+def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> None:
+    write_plan(space={"x": [1, 2]}, max_parallel=2)
+    Path("wait").write_text("")
+    child = controller("start", "plan.yaml")
+    wait_until(lambda: len(said("began")) == 2)
+    child.kill()
+    child.wait()
+    assert "state    stopped, while 2 trials go on by themselves" in tiltyard("sweep", "status").stdout
+    watching = controller("watch", "--every", "0.1")
+    time.sleep(1.0)
+    assert watching.poll() is None
+    Path("wait").unlink()
+    assert watching.wait(60) == 0
+    assert len(said("done")) == 2
+
+
 def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command) -> None:
     Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"lab": {"environment": {"ODD": "of the lab"}}}}))
     write_plan(space={"x": [1, 2]}, bad="2")

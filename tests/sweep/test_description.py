@@ -162,7 +162,7 @@ def test_what_is_wrong_with_a_description_is_its_authors(text: str, said: str, t
     Path("study.py").write_text(text)
     told = tiltyard("sweep", "start", "study.py", expect=2).stderr
     assert said in told and "defect" not in told
-    assert "study.py\", line" in told, "where it is wrong"
+    assert 'study.py", line' in told, "where it is wrong"
 
 
 SCORES = """

@@ -34,7 +34,7 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
         sys.stdout.write(_schedule(schedules[args.member]))
     else:
         said = [text.clean(told(copy)) for copy in story.copies]
-        sys.stdout.write("".join(f"{sentence}\n" for sentence in said) or "nobody was replaced yet\n")
+        sys.stdout.write("".join(f"{sentence}\n" for sentence in said) or "nobody was replaced\n")
     return EXIT_DONE
 
 

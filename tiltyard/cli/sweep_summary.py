@@ -41,7 +41,7 @@ def _alone(found: Report) -> str:
     running = found.counts.get("running", 0)
     if found.state == "running" or not running:
         return ""
-    return f", while {running} trial{'s go' if running > 1 else ' goes'} on by itself"
+    return f", while {running} trials go on by themselves" if running > 1 else ", while 1 trial goes on by itself"
 
 
 def _none_recorded(found: Report) -> list[str]:

@@ -37,6 +37,7 @@ from tiltyard.sweep.space import fixed_count, fixed_points
 PERIOD = 0.2  # seconds between two looks
 JUDGE_PERIOD = 2.0  # seconds between two looks at curves
 ASK_AGAIN = 5.0  # seconds after which a trial that was asked to end is asked once more
+DUMB = 3  # finished trials without the metric after which a search that learns says so
 
 Say = Callable[[str], None]
 
@@ -92,7 +93,7 @@ class Controller:
         self.asked: dict[int, float] = {}  # trial -> when it was asked to end
         self._forgave: dict[int, str] = {}  # trial -> when the retry was asked for that was last granted
         self.stopping = self.over = False
-        self._heard = 0
+        self._heard, self._warned = 0, False
         self._last_start = self._judged = 0.0
         self._curves: dict[int, tuple[tuple[int, int], Curve]] = {}
         self.population = Population(sweep, plan) if plan.search == "population" else None
@@ -233,6 +234,11 @@ class Controller:
         number = len(self.trials) + 1
         point, seed = self.pairs[number - 1]
         known = next((each.settings for each in self.trials.values() if each.point == point), None)
+        finished = [row for row in self.rows.values() if row.state == "finished"]
+        if not self._warned and len(finished) >= DUMB and all(row.value is None for row in finished):
+            self._warned = True
+            metric = self.plan.metric.name
+            self._tell("warning", f"None of {len(finished)} finished trials has recorded {metric}: nothing is learned.")
         settings = known or search.ask(self.plan, results.groups(self.rows.values()), point)
         trial = Trial(number, point, seed, settings)
         try:
@@ -304,8 +310,10 @@ class Controller:
     def _failed(self, number: int, reason: str) -> None:
         row, job = self.rows[number], self.backend.job(number)
         self.sweep.decide("failed", trial=number, attempt=row.attempt, reason=reason, **({"job": job} if job else {}))
-        self._tell("failed", f"Trial {number} failed: {reason}")
         self._note_failure(number, reason)
+        wait = max(0.0, self.due.get(number, 0.0) - time.time())
+        again = f"; it is started again{f' in {wait:.0f} s' if wait >= 1 else ''}" if number in self.due else ""
+        self._tell("failed", f"Trial {number} failed: {reason}{again}")
 
     def _note_failure(self, number: int, reason: str) -> None:
         """Due again later, or not at all: the failures on record since somebody asked for a retry decide."""
