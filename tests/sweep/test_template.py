@@ -97,6 +97,14 @@ def over(sweep: Sweep) -> bool:
     return look(sweep).state in ("finished", "failed")
 
 
+def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=3, pause_between=2.0)
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    wait_until(lambda: over(find_sweep("toy")))
+    began = sorted(line["time"] for line in said("began"))
+    assert len(began) == 3 and began[2] - began[0] > 2, "four seconds, and what starting a program takes more or less"
+
+
 def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -> None:
     odd = 'it\'s "$(touch never)"; $HOME\na b'
     write_site({**documented(), "environment": {"ODD_TOKEN": odd}})

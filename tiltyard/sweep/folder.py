@@ -93,7 +93,11 @@ class Sweep:
 
     def place(self, number: int) -> Path:
         """The folder of a trial, whether it is there yet or not."""
-        rng = random.Random(f"{_named_after(self.folder) or self.id}/{number}")
+        try:
+            names = _named_after(self.folder)
+        except FileNotFoundError:  # a sweep that is only spoken of
+            names = ""
+        rng = random.Random(f"{names or self.id}/{number}")
         return self.folder / f"{number:04d}-{rng.choice(ADJECTIVES)}-{rng.choice(ANIMALS)}"
 
     def trial_folders(self) -> list[Path]:
