@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.counts import count
+from tests.counts import LONG, count
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
@@ -49,6 +49,7 @@ def wait_until(condition: object, seconds: float = 100.0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000 if LONG else 300)
 def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None:
     rng = random.Random(7)
     kills = count(50)

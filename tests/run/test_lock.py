@@ -27,7 +27,9 @@ print("released", flush=True)
 def plant(run, **changes):
     """A lock file as another process would have left it."""
     owner = {**myself(), "heartbeat": 3, "period": 0.05, "mark": "theirs", **changes}
-    (run.folder / "lock.json").write_text(json.dumps(owner))
+    draft = run.folder / f".{threading.get_ident()}"  # whole or not at all, as everybody writes it
+    draft.write_text(json.dumps(owner))
+    draft.rename(run.folder / "lock.json")
     return owner
 
 

@@ -108,9 +108,13 @@ def _task(folder: Path) -> list[str]:
     ]
 
 
+# A node that hangs would hold the others until the time limit: what is left a minute after the verdict is ended.
+_GUARD = '(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!'
+
+
 def _middle(job: Job) -> list[str]:
     """One start of the agents, and what the first of them decided; of an array again, as long as there are turns."""
-    array = job.array
+    array, several = job.array, bool(_names_of_nodes(job.profile))
     return [
         "# The time limit, for an agent that was not told of it in time.",
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"',
@@ -120,11 +124,14 @@ def _middle(job: Job) -> list[str]:
         "",
         *([] if array is None else ["while of=; do"]),
         "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
+        *(['rm -f "$run/job/verdict"'] if several else []),
         *step(job.profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
         "agents=$!",
         "trap 'scancel --signal=TERM \"$id\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
         "trap : USR2",
+        *([_GUARD] if several else []),
         'while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done',
+        *(['kill "$guard"'] if several else []),
         "",
         "# What the agent of the first node decided, if it is about this very start of the job.",
         'read -r of restart verdict 2>/dev/null <"$run/job/verdict"',

@@ -24,12 +24,15 @@ export SLURM_JOB_END_TIME
 export TILTYARD_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 
 # One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
+rm -f "$run/job/verdict"
 srun --ntasks=3 --ntasks-per-node=1 --cpus-per-task=4 --cpu-bind=none --kill-on-bad-exit=0 \
   /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" &
 agents=$!
 trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kill them at once
 trap : USR2
+(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!
 while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
+kill "$guard"
 
 # What the agent of the first node decided, if it is about this very start of the job.
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"

@@ -33,6 +33,7 @@ export SLURM_JOB_END_TIME
 export TILTYARD_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1" | paste -sd,)
 
 # One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
+rm -f "$run/job/verdict"
 srun --het-group=0 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=0 \
   /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" \
   : --het-group=1 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --cpu-bind=none --kill-on-bad-exit=0 \
@@ -40,7 +41,9 @@ srun --het-group=0 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=n
 agents=$!
 trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kill them at once
 trap : USR2
+(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!
 while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
+kill "$guard"
 
 # What the agent of the first node decided, if it is about this very start of the job.
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
