@@ -131,7 +131,7 @@ def _middle(job: Job) -> list[str]:
         "trap : USR2",
         *([_GUARD] if several else []),
         'while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done',
-        *(['kill "$guard"'] if several else []),
+        *(['kill "$guard" 2>/dev/null'] if several else []),
         "",
         "# What the agent of the first node decided, if it is about this very start of the job.",
         'read -r of restart verdict 2>/dev/null <"$run/job/verdict"',

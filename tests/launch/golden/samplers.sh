@@ -43,7 +43,7 @@ trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kil
 trap : USR2
 (until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!
 while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
-kill "$guard"
+kill "$guard" 2>/dev/null
 
 # What the agent of the first node decided, if it is about this very start of the job.
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
