@@ -159,7 +159,8 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
     one.reset()
     said = two.load(one.save())
     assert said == ["of the checkpoint's 3 rows 0 are left: the episodes of the others were cut"]
-    assert two.tally.number.tolist() == [0, 0, 0, 0] and two.acting.tolist() == [True, False, True, False]
+    assert two.tally.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds were the others'"
+    assert two.acting.tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.counts import LONG, count
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk
+from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, list_runs, write_status
 from tiltyard.run.lock import Lock
 from tiltyard.sweep import prepare
@@ -356,14 +357,17 @@ def test_a_failure_that_was_forgiven_before_it_was_written_down(runs: Path) -> N
     assert other.started == [1]
 
 
-def test_what_will_be_tried_again_has_not_failed_yet(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Path) -> None:
     sweep, place, one = desk(retries=1, back_off=60)
     one.step(stop=False)
     place.end(sweep, 1, "failed")
     one.step(stop=False)
-    assert "Trial 1 failed: said so; it is started again in 60 s" in capsys.readouterr().out
+    told = [event["sentence"] for event in read_events(Run(sweep.folder)) if event["kind"] == "failed"]
+    assert told == ["Trial 1 failed: said so; it is started again in 60 s"]
     now = look(sweep)
     assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
+    asked = tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
+    assert "to be started again: trial 1" in asked, "sooner, if somebody asks"
     sweep.decide("failed", trial=1, attempt=2, reason="again")
     assert look(sweep).counts["failed"] == 1
 

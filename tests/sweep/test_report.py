@@ -83,6 +83,8 @@ def test_bands_go_as_far_as_all_curves_do() -> None:
 def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
     sweep = fake_sweep(runs, 6, 3)
     disk.write_json(sweep.place(4) / "status.json", status(4, state="failed", reason="out of luck\x1b[2J"))
+    for attempt in (1, 2, 3):  # and was tried again as often as the plan says
+        sweep.decide("failed", trial=4, attempt=attempt, reason="out of luck")
     disk.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and nobody holds its lock
     (sweep.place(6) / "status.json").unlink()
     out = tiltyard("sweep", "status", "fake").stdout
@@ -160,7 +162,7 @@ def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     assert all(Path(each).read_bytes().startswith(b"\x89PNG") for each in out)
     sweep = fake_sweep(runs, 1, 1, records=0)
     assert "yet" in tiltyard("sweep", "plot", str(sweep.folder), expect=2).stderr
-    assert "yet" in tiltyard("sweep", "best", str(sweep.folder), expect=2).stderr
+    assert "no trial has recorded any metric" in tiltyard("sweep", "best", str(sweep.folder), expect=2).stderr
 
 
 @pytest.mark.parametrize("action", ["status", "watch", "best"])

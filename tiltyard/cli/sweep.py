@@ -375,7 +375,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _retry(args: argparse.Namespace) -> int:
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import RETRY, look
 
     if not args.failed:
         raise UseError("`tiltyard sweep retry` needs to know which trials", "add --failed")
@@ -384,7 +384,7 @@ def _retry(args: argparse.Namespace) -> int:
         from tiltyard.sweep import turn
 
         turn.take(sweep, _say)  # what failed just now is written down before it is forgiven
-    rows = look(sweep).failed
+    rows = [row for row in look(sweep).rows if row.state in ("failed", RETRY)]
     failed = [row.trial.number for row in rows if not row.trial.refused]
     if len(failed) < len(rows):
         sys.stderr.write(f"{len(rows) - len(failed)} of the failed make no experiment, and would not the next time\n")
