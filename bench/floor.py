@@ -5,7 +5,8 @@
 Each part is measured alone, on random numbers of the same shapes: stepping a vector env; acting on its rows; gradient
 steps on shuffled minibatches, with the conversion from uint8, clipping and a fused Adam over one flat buffer. As many
 processes as the engine keeps busy do it at once, because they share caches and memory; times their threads, they are
-the cores. Only torch and the envs, nothing of Tiltyard.
+the cores. What is measured is only torch and the envs, nothing of Tiltyard; the shapes are those of the training that
+bench/systems.py has for the task, presets included, unless others are given.
 
 python bench/floor.py pong --copies 2 --epochs 1 --measured 900
 """
@@ -28,13 +29,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from net import Net, loss
+from systems import TASKS
 
-DEFAULTS = {  # envs, rollout, minibatch, epochs
-    "cartpole": (64, 16, 512, 4),
-    "lunarlander": (32, 128, 128, 4),
-    "pong": (64, 32, 256, 1),
-    "doom_basic": (32, 32, 256, 1),
+from tiltyard.config.load import load
+
+TRAININGS = {  # whose floor it is
+    "cartpole": TASKS["cartpole"].systems["tiltyard fast"],
+    "lunarlander": TASKS["lunarlander_240"].systems["tiltyard fast"],
+    "pong": TASKS["pong"].systems["tiltyard"],
+    "doom_basic": TASKS["doom_basic"].systems["tiltyard"],
 }
+
+
+def shapes(task: str) -> dict[str, int]:
+    source, *settings = TRAININGS[task].arguments
+    experiment = load(source, settings).experiment
+    algo = experiment.algo
+    return {
+        "envs": experiment.engine.envs,
+        "rollout": algo.rollout,
+        "minibatch": algo.minibatch,
+        "epochs": algo.epochs,
+    }
 
 
 def make_envs(task: str, count: int, threads: int) -> gymnasium.vector.VectorEnv:
@@ -138,16 +154,17 @@ def gradient_step(net: Net, grad: torch.Tensor, adam: Any, batch: list[torch.Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="unit costs and the floor of a task on this machine")
-    parser.add_argument("task", choices=list(DEFAULTS))
-    for place, name in enumerate(("envs", "rollout", "minibatch", "epochs")):
-        said = ", ".join(f"{task} {numbers[place]}" for task, numbers in DEFAULTS.items())
+    parser.add_argument("task", choices=list(TRAININGS))
+    defaults = {task: shapes(task) for task in TRAININGS}
+    for name in ("envs", "rollout", "minibatch", "epochs"):
+        said = ", ".join(f"{task} {numbers[name]}" for task, numbers in defaults.items())
         parser.add_argument(f"--{name}", type=int, help=f"default: {said}")
     parser.add_argument("--copies", type=int, default=1, help="processes that the engine keeps busy")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each of them")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each part")
     parser.add_argument("--measured", type=float, help="env steps per second whose efficiency is wanted")
     options = parser.parse_args()
-    for name, value in zip(("envs", "rollout", "minibatch", "epochs"), DEFAULTS[options.task], strict=True):
+    for name, value in defaults[options.task].items():
         setattr(options, name, getattr(options, name) or value)
 
     context = multiprocessing.get_context("spawn")
@@ -161,8 +178,8 @@ def main() -> None:
     cost = {name: mean(one[name] for one in found) for name in found[0]}
     cores = options.copies * options.threads
     floor = cores / (cost["env"] + cost["inference"] + options.epochs * cost["training"])
-    print(f"{options.task}: {options.copies} processes x {options.threads} threads, {options.envs} envs, "
-          f"minibatch {options.minibatch}, {options.epochs} epochs")  # fmt: skip
+    print(f"{options.task}: {options.copies} processes x {options.threads} threads, {options.envs} envs x "
+          f"{options.rollout} steps, minibatch {options.minibatch}, {options.epochs} epochs")  # fmt: skip
     for name, seconds in cost.items():
         print(f"  {name:10} {seconds * 1e6:9.2f} us per env step{' and epoch' if name == 'training' else ''}")
     print(f"  floor      {floor:9,.0f} env steps/s")

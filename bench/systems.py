@@ -16,6 +16,7 @@ PEERS = Path(os.environ.get("BENCH_PEERS", BENCH.parent / ".bench"))
 DOOM = BENCH / "peers" / "doom.py"
 
 CARTPOLE_FAST = {"use": "[classic-fast]"}
+CARTPOLE_EFFICIENT = {"use": "[classic-efficient]"}
 SAME_AS_SB3 = {
     "engine.envs": 8, "algo.rollout": 128, "algo.epochs": 4, "algo.minibatch": 256, "algo.lr": 3e-4,
     "model.hidden": "[64, 64]",
@@ -112,7 +113,7 @@ TASKS = {
     "cartpole_curve": Task(
         "CartPole-v1, mean greedy return over the first 50,000 env steps",
         {
-            "tiltyard efficient": ours(str(BENCH.parent / "examples" / "cartpole.yaml"), {}),
+            "tiltyard efficient": ours("CartPole-v1", CARTPOLE_EFFICIENT),
             "stable-baselines3 zoo": peer("sb3", "sb3", "cartpole", "zoo"),
         },
         steps=50_000,
@@ -133,6 +134,7 @@ TASKS = {
         "Pong, throughput, 84 x 84 x 4 and Nature's network, one epoch (Stable-Baselines3 and RLlib PPO: four)",
         {
             "tiltyard": ours("atari:pong", NATURE),
+            "tiltyard async": ours("atari:pong", NATURE | {"engine.mode": "async"}),
             "tiltyard fast (smaller network)": ours("atari:pong", {"use": "[atari-fast]"}),
             "tuned loop": peer("sb3", "loop", "pong", "tuned"),
             "sample-factory": peer("sf", "sf", "pong", "async"),

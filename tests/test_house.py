@@ -144,7 +144,7 @@ def test_the_scanner_lets_pass(snippet):
 FLOORS = {
     0: ("types", "errors"),
     1: ("config", "refs", "frozen", "rooms"),
-    2: ("run", "track", "machine", "signals", "children", "processes"),
+    2: ("run", "track", "machine", "signals", "children", "guard", "processes"),
     3: ("envs", "models", "algos", "data", "video"),
     4: ("engines",),
     5: (

@@ -10,7 +10,7 @@ import pytest
 
 import tiltyard as product
 from tests.cli.test_train import QUICK
-from tests.conftest import Command
+from tests.conftest import Command, in_own_process
 from tiltyard.errors import UseError
 from tiltyard.preparation import prepare
 from tiltyard.run import metrics
@@ -171,13 +171,12 @@ def test_mistakes_in_python_are_sentences_too(tiltyard: Command, runs: Path, tmp
     assert every_byte(runs) == before
 
 
-@pytest.mark.slow  # wandb itself takes half a minute to find that it has no login
-def test_a_tracker_lost_since_cannot_stop_a_resume(
-    tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_tracker_lost_since_cannot_stop_a_resume(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is started again at night must go on, with or without its W&B login."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")  # seconds that wandb looks for a login; 30 otherwise
     run = begin(prepare("identity", [*SHORT, "track.wandb.mode=online"]))
     monkeypatch.delenv("WANDB_API_KEY")
-    assert "W&B is off for the rest of this attempt" in tiltyard("resume", run.id, "--plain").stderr
+    assert "W&B is off for the rest of this attempt" in in_own_process("resume", run.id, "--plain").stderr
     assert run.status()["state"] == "finished"

@@ -233,13 +233,13 @@ def test_a_run_that_failed_says_how_far_it_came(
         "        return super().step(action)\n"
     )
     words = ["engine.envs=2", "engine.workers=0", "algo.rollout=8", "algo.minibatch=16", "eval.at_end=false"]
-    for verb, stamina in (("train tires.py:Tires", 100), ("resume last", 60)):
+    for verb, stamina, reached in (("train tires.py:Tires", 100, 192), ("resume last", 60, 192 + 112)):
         monkeypatch.setenv("STAMINA", str(stamina))
         tiltyard(*verb.split(), *(words if stamina == 100 else []), expect=1)
         run = find("last", runs)
         last = list(metrics.read(run))[-1]
         status = run.status()
-        assert status["state"] == "failed" and status["progress"]["env_steps"] == last["env_steps"] == stamina // 8 * 16
+        assert status["state"] == "failed" and status["progress"]["env_steps"] == last["env_steps"] == reached
         assert status["return"] == last["metrics"]["train/return"]
 
 

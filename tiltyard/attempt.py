@@ -2,7 +2,7 @@
 
 The loop in training.py decides when; this file does it.
 
-    begin -> restore -> { measure, record, keep, write_progress } -> write_progress, or record_failure
+    begin -> restore -> { measure, record, keep, write_progress } -> write_progress, or rescue and record_failure
 
     checkpoints/N/   policies/*  engine/*   written by the engine      loop.*   the Ledger
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
-from tiltyard.errors import DivergedError, TiltyardError, UseError
+from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError, UseError
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import Cancelled
 from tiltyard.ledger import Ledger, terms
@@ -28,6 +29,7 @@ from tiltyard.models.policy import saved_policies
 from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
 from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.track.mirrors import Mirrors
@@ -65,6 +67,8 @@ class Attempt:
     progress: Progress
     mirrors: Mirrors
     filmable: bool
+    stepping: bool = False
+    """whether the engine is in a step, or one has failed half-way"""
 
     def say(self, kind: str, sentence: str) -> None:
         tell(self.run, self.screen, kind, sentence)
@@ -245,7 +249,7 @@ def keep(attempt: Attempt, *, milestone: bool = False) -> None:
         if same:
             checkpoint.link_files(same[-1].folder, folder, but="loop")
         else:
-            attempt.engine.save(folder)
+            attempt.engine.save(folder, cut=attempt.stepping)
         checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": terms(attempt.experiment)})
 
     score = ledger.score(save, progress.env_steps)
@@ -267,11 +271,36 @@ def write_progress(attempt: Attempt, **changes: str) -> None:
     )
 
 
+def rescue(attempt: Attempt) -> None:
+    """A last checkpoint of a training that failed, of the moment before the step that did."""
+    progress = attempt.progress
+    if progress.updates == 0 or progress == attempt.ledger.saved:
+        return
+    try:
+        keep(attempt)
+    except Exception as error:  # noqa: BLE001 - what is broken may be anything, and what broke it is told in any case
+        why = error.message if isinstance(error, TiltyardError) else f"{type(error).__name__}: {error}"
+        attempt.say("warning", f"env step {progress.env_steps:,} could not be saved: {why}")
+
+
+def end_stuck(run: Run, attempt: Attempt, lock: Lock, sentence: str) -> None:
+    """The end of a process whose main thread will do nothing more, from another one."""
+    error = EnvError(sentence, "engine.workers=1 or more ends and replaces such envs")
+    if not lock.taken_over:
+        record_failure(run, attempt, error)
+    sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
+
+
 def record_failure(run: Run, attempt: Attempt | None, error: BaseException) -> None:
-    """Say in the folder why it failed and how far it had come, with the batch that did it if there is one.
+    """Save, unless the user would not wait for it; then say in the folder why it failed and how far it had come, with
+    the batch that did it if there is one.
 
     There is no attempt when it failed before training began: then the run stands where it stood.
     """
+    if attempt is not None and not isinstance(error, KeyboardInterrupt):
+        rescue(attempt)
     if isinstance(error, KeyboardInterrupt):
         sentence = "interrupted twice: ended without saving"
     elif isinstance(error, TiltyardError):

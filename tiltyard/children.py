@@ -41,6 +41,7 @@ class Child:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
+            start_new_session=True,  # no terminal: an env that reads passwords there would stop the whole job
         )
         self.tell(task)
 
@@ -100,7 +101,7 @@ class Parent:
 
 def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
     """Perform the task that comes from stdin; what `perform` returns or fails with is the last line of stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C goes to all of a terminal's processes; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # some send ^C to all processes of a job; the parent ends this one
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     told = os.dup(0)
@@ -133,11 +134,47 @@ def die_with(parent: int) -> None:
 
 
 def killed_by(number: int, *, explained: bool = False) -> str:
-    """What a signal did to a process; `explained` says who else sends the one that cannot be refused."""
-    more = " (the kernel does that when memory runs out)" if explained and number == signal.SIGKILL else ""
+    """What a signal did to a process; `explained` says who sent the one that cannot be refused, as far as is known."""
+    more = f" ({_memory.verdict()})" if explained and number == signal.SIGKILL else ""
     with suppress(ValueError):  # real-time signals have no name
         return f"was killed by {signal.Signals(number).name}{more}"
     return f"was killed by signal {number}"
+
+
+class OutOfMemory:
+    """How often the kernel has killed because memory ran out: in our control group, else on the whole machine."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._seen = self._kills()
+
+    def verdict(self) -> str:
+        """Whether it has done so since the last time that this was asked."""
+        before, self._seen = self._seen, self._kills()
+        if before is None or self._seen is None:
+            return "the kernel does that when memory runs out"
+        return "memory ran out" if self._seen > before else "from outside: memory did not run out"
+
+    def _kills(self) -> int | None:
+        for place in self._places:
+            with suppress(OSError, ValueError, KeyError):
+                return int(dict(line.split(maxsplit=1) for line in place.read_text().splitlines())["oom_kill"])
+        return None
+
+
+def _counters() -> Iterator[Path]:
+    groups = Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, kind, group = line.split(":", 2)
+            if number == "0":
+                yield groups / group.lstrip("/") / "memory.events"
+            elif kind == "memory":
+                yield groups / "memory" / group.lstrip("/") / "memory.oom_control"
+    yield Path("/proc/vmstat")
+
+
+_memory = OutOfMemory(list(_counters()))
 
 
 def _listen_to(parent: int, pipe: int) -> queue.SimpleQueue[Word]:

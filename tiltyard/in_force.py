@@ -20,12 +20,13 @@ def check_restored(experiment: Experiment, told: Iterable[str], engine: Engine) 
         _compare(experiment, told, policy, engine.snapshot(policy).settings, "the restored engine has")
 
 
-def check_learned(experiment: Experiment, told: Iterable[str], metrics: Mapping[str, float]) -> None:
-    """TiltyardError when an update used another number than the experiment has."""
-    for policy in experiment.learning:
+def check_learned(experiment: Experiment, told: Iterable[str], engine: Engine, metrics: Mapping[str, float]) -> None:
+    """TiltyardError when the newest update used another number than the experiment has: by what the engine remembers of
+    it, and by its metrics, which are all that RLlib's learners tell."""
+    for policy in experiment.learning if _numbers(experiment, told) else ():
         front = f"policy/{policy}/setting/" if len(experiment.cast) > 1 else "setting/"
         used = {name.removeprefix(front): value for name, value in metrics.items() if name.startswith(front)}
-        _compare(experiment, told, policy, used, "the first update used")
+        _compare(experiment, told, policy, used | engine.snapshot(policy).used, "the first update used")
 
 
 def _compare(experiment: Experiment, told: Iterable[str], policy: str, found: Mapping[str, float], who: str) -> None:

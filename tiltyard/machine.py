@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
+from functools import cache
 from pathlib import Path
 
 CACHE_LINE = 64  # bytes
+LOOK = 0.2  # seconds that cores are watched for
 
 
 def usable_cores() -> int:
@@ -21,6 +24,26 @@ def usable_cores() -> int:
         return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+@cache
+def free_cores() -> float:
+    """How many of them nobody is using, and one at least: watched for a moment, and kept, because later on it would be
+    our own processes that are seen. `free_cores.cache_clear()` has the next one look anew."""
+    usable = usable_cores()
+    try:
+        before, began = _idle_seconds(), time.monotonic()
+        time.sleep(LOOK)  # so that the core this runs on is seen as free, which it is
+        return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - began)))
+    except (OSError, ValueError, LookupError):
+        return float(usable)
+
+
+def _idle_seconds() -> float:
+    """Of all cores that this process may run on, since the machine was started."""
+    fields = {line.split()[0]: line.split()[1:] for line in Path("/proc/stat").read_text().splitlines()}
+    idle = [int(ticks) for number in os.sched_getaffinity(0) for ticks in fields[f"cpu{number}"][3:5]]
+    return sum(idle) / os.sysconf("SC_CLK_TCK")
 
 
 def own_address() -> str:

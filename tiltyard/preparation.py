@@ -32,6 +32,7 @@ from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
 from tiltyard.frozen import MAX_DATA, Copies, copy_plugins
 from tiltyard.ledger import terms
+from tiltyard.machine import free_cores
 from tiltyard.refs import short
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
@@ -82,12 +83,16 @@ def prepare(
     *,
     profile: str | None = None,
     debug: bool = False,
+    as_job: bool = False,
 ) -> Prepared:
-    """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory."""
+    """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory.
+
+    `as_job`: it will be trained elsewhere."""
     if isinstance(target, Experiment):
         target = target.model_dump(mode="json", by_alias=True)
     chosen = apply_profile(profile) if profile else None
     loaded = load(target, overrides, profile=chosen, debug=debug)
+    _refuse_tuning(loaded.experiment, as_job)
     root = runs_root()
     experiment = with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
@@ -96,7 +101,12 @@ def prepare(
 
 
 def prepare_fork(
-    source: Run | str | Path, overrides: Sequence[str] = (), *, at: int | str | None = None, trust_code: bool = False
+    source: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    at: int | str | None = None,
+    trust_code: bool = False,
+    as_job: bool = False,
 ) -> Prepared:
     """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
     parent = run_meant(source)
@@ -105,6 +115,7 @@ def prepare_fork(
     parent.require_own_code(trust_code)
     before, profile = parent.experiment(), parent.enter_profile()
     loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    _refuse_tuning(loaded.experiment, as_job)
     if loaded.origins["resume"] == COMMAND_LINE and loaded.experiment.resume != "auto":
         raise UseError(
             f"resume = {loaded.experiment.resume}: a fork goes on from the checkpoint that it is forked at",
@@ -121,7 +132,12 @@ def prepare_fork(
 
 
 def prepare_replay(
-    source: Run | str | Path, policy: str, overrides: Sequence[str] = (), *, trust_code: bool = False
+    source: Run | str | Path,
+    policy: str,
+    overrides: Sequence[str] = (),
+    *,
+    trust_code: bool = False,
+    as_job: bool = False,
 ) -> Prepared:
     """A run alone with the settings that one of a population's policies went through, as long as that took: everything
     checked as by `prepare`. Of the parent's envs it has the policy's share, where that is possible."""
@@ -137,6 +153,7 @@ def prepare_replay(
             algo["minibatch"] = min(algo["minibatch"], share * algo["rollout"])
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
     loaded = load(values, [*words_of(schedule[0][1]), *overrides], base=parent.base)
+    _refuse_tuning(loaded.experiment, as_job)
     return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), stretches=Stretches(schedule))
 
 
@@ -156,6 +173,15 @@ def _prepared(
     prepared = Prepared(loaded, root, spec, copies, profile, origin)
     weakref.finalize(prepared, shutil.rmtree, folder, ignore_errors=True)
     return prepared
+
+
+def _refuse_tuning(experiment: Experiment, as_job: bool) -> None:
+    if experiment.engine.tune and as_job:
+        raise UseError(
+            "engine.tune measures the machine that it is asked on, and a job is trained on another",
+            "find the settings on a node, with `tiltyard shell --on PROFILE -- tiltyard tune FILE`, "
+            "and write them into the experiment",
+        )
 
 
 def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
@@ -207,7 +233,10 @@ def try_out(experiment: Experiment, base: Sequence[Path], continues: Path | None
 
     `continues` is the checkpoint to start from, if there is one: its weights must fit.
     """
+    free_cores.cache_clear()  # what was seen before an earlier training is no longer so
     if has_workers(experiment):
+        if "auto" in (experiment.engine.workers, experiment.engine.threads):
+            free_cores()  # now: the nursery is busy at first, and would be seen
         nursery.early.start()  # it needs as long as the probe and the model do
     try:
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)

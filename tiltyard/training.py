@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from tiltyard.attempt import (
     Attempt,
     Plan,
     begin,
+    end_stuck,
     keep,
     measure,
     opening_lines,
@@ -29,6 +31,7 @@ from tiltyard.attempt import (
 )
 from tiltyard.config.experiment import Experiment, Save, Stop
 from tiltyard.engines import make_engine
+from tiltyard.envs.watch import Watch
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed
@@ -89,7 +92,9 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
             attempt = Attempt(
                 run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
             )
-            return _loop(attempt, plan.stretch, lock, signals)
+            stuck = partial(end_stuck, run, attempt, lock)
+            with Watch(experiment.env.step_timeout, experiment.env.reset_timeout, stuck):
+                return _loop(attempt, plan.stretch, lock, signals)
         except BaseException as error:
             told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
             if not lock.taken_over:  # else the folder is somebody else's now, and going well
@@ -124,10 +129,12 @@ def _loop(attempt: Attempt, stretch: Stretch, lock: Lock, signals: StopSignals) 
     selection = selection_of(attempt)
     while reason is None and whole and not signals.asked and not pause_due(stretch, attempt.progress):
         before = attempt.progress
+        attempt.stepping = True
         report = engine.step()
+        attempt.stepping = False
         lock.check()
         if before == first:
-            check_learned(experiment, stretch.settings, report.metrics)
+            check_learned(experiment, stretch.settings, engine, report.metrics)
         progress = attempt.progress = report.progress
         found = ledger.absorb(report)
         if selection is not None:

@@ -225,6 +225,8 @@ class PolicyState:
     weights: Arrays
     optimiser: Tree
     settings: dict[str, float]
+    used: dict[str, float] = field(default_factory=dict)
+    """settings that its newest update learned with; none before one, and where only metrics tell of them"""
 
 
 @dataclass(frozen=True)
@@ -280,8 +282,9 @@ class Engine(Protocol):
     def step(self) -> Report:
         """One batch of experience, learned from."""
 
-    def save(self, folder: Path) -> None:
-        """Write private state, and each policy in the common format, below `folder`."""
+    def save(self, folder: Path, *, cut: bool = False) -> None:
+        """Write private state, and each policy in the common format, below `folder`. After a step that failed, `cut`:
+        as it was before that step, without the episodes that it was in."""
 
     def load(self, folder: Path) -> list[str]:
         """Continue from what `save` wrote; returns sentences about what could not be brought back exactly."""

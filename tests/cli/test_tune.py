@@ -79,6 +79,13 @@ def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs:
     assert load(run / "experiment.yaml").experiment.algo == settings.algo
 
 
+def test_a_job_is_not_tuned_for_the_machine_that_submits_it(file: str, tiltyard: Command, runs: Path) -> None:
+    Path("tiltyard.yaml").write_text("profiles:\n  cluster: {launcher: slurm, set: {engine.tune: true}}\n")
+    said = tiltyard("train", file, "--on", "cluster", "--dry-run", expect=2).stderr
+    assert "engine.tune measures the machine that it is asked on" in said and "tiltyard shell --on" in said
+    assert "tuning for" not in said and not runs.exists()
+
+
 # ------------------------------------------------------------------------------------------------ the rule
 
 

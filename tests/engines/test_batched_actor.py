@@ -284,7 +284,7 @@ def test_batched_means_workers_and_auto_two_for_each_core() -> None:
     loaded = load("CartPole-v1", [BATCHED, "engine.envs=4096"])
     spec = replace(probe(loaded.experiment.env, base=loaded.base), step_seconds=1.0)
     cores = usable_cores()
-    found = topology(loaded.experiment, spec)
+    found = topology(loaded.experiment, spec, free=cores)
     assert found.batched and (found.workers == 2 * cores or 4096 % (2 * cores))
     assert topology(loaded.experiment, spec, 1).workers == 1, "as before, but with somebody who asks"
     plain = load("CartPole-v1", ["env.native=false", "engine.envs=4096"]).experiment

@@ -1,17 +1,19 @@
 """What an env has started itself ends with the training: closed by the env, or ended where the env does not."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tiltyard as product
+from tiltyard.config.experiment import Env
+from tiltyard.envs.probe import probe
+from tiltyard.guard import GRACE
+from tiltyard.processes import read, tree
 
 pytestmark = pytest.mark.slow
 
@@ -45,26 +47,21 @@ PATIENCE = 60
 
 def workers(kind: str, folder: Path) -> set[int]:
     """The simulators that were started or closed in workers."""
-    return {int(path.name.rpartition("-")[2]) for path in folder.glob(f"{kind}-tiltyard-w*")}
+    return simulators(f"{kind}-tiltyard-w", folder)
+
+
+def simulators(kind: str, folder: Path) -> set[int]:
+    return {int(path.name.rpartition("-")[2]) for path in folder.glob(f"{kind}*")}
 
 
 def running(folder: Path) -> set[int]:
-    """Those of them that still run."""
+    """All that still run, whoever started them."""
     found = set()
-    for pid in workers("started", folder):
+    for pid in simulators("started", folder):
         stat = Path(f"/proc/{pid}/stat")
         if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
             found.add(pid)
     return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_of_the_probe(tmp_path: Path) -> Iterator[None]:
-    """What an env leaves behind that was only looked at is nobody's: it is ended here."""
-    yield
-    for path in tmp_path.glob("started-*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(path.name.rpartition("-")[2]), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -84,17 +81,96 @@ def test_what_envs_leave_behind_is_ended(runs: Path, tmp_path: Path) -> None:
     assert not running(tmp_path)
 
 
+HERE = ["engine.workers=0", "eval.at_end=true", "eval.episodes=2"]
+FORKS = """
+import multiprocessing, time
+class CustomEnv(CustomEnv):
+    def __init__(self):
+        super().__init__()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+        Path(f"started-{self.who}-{child.pid}").touch()
+        multiprocessing.process._children.discard(child)  # or Python would wait for it in the end
+"""
+
+
+def ended(folder: Path) -> bool:
+    """Whether all have ended, after a while."""
+    until = time.monotonic() + PATIENCE
+    while running(folder) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not running(folder)
+
+
+def train(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tiltyard", "train", "env.py", *WORDS, *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
-def test_what_envs_leave_behind_is_ended_when_the_driver_is_killed(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("isolate", ["none", "process"])
+def test_what_envs_of_the_driver_leave_behind_ends_with_it(runs: Path, tmp_path: Path, isolate: str) -> None:
+    (tmp_path / "env.py").write_text(ENV + FORKS)
+    driver = train(tmp_path, *HERE, "stop.updates=2", f"env.isolate={isolate}")
+    said = driver.communicate()[1]  # to its end, which nobody holds up
+    assert driver.returncode == 0, said
+    assert len(simulators("started", tmp_path)) >= 2 * (2 + 4 + 2)  # of the probe, the training, the evaluation
+    assert ended(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+def test_what_an_env_leaves_behind_that_is_only_looked_at_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "env.py").write_text(ENV)
-    command = [sys.executable, "-m", "tiltyard", "train", "env.py", *WORDS, "stop.env_steps=100_000_000"]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    probe(Env(id="env.py"), base=[tmp_path])
+    assert simulators("started", tmp_path) and not running(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.parametrize("words", [[], HERE])
+def test_what_envs_leave_behind_is_ended_when_the_driver_is_killed(
+    runs: Path, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "env.py").write_text(ENV + FORKS)
+    driver = train(tmp_path, *words, "stop.env_steps=100_000_000")
     until = time.monotonic() + PATIENCE
     while not list(runs.glob("*/*/metrics.jsonl")) and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(running(tmp_path)) == 4
+    assert len(running(tmp_path)) == 2 * 4
+    below = {each.pid for each in tree(driver.pid)}
     driver.kill()
-    driver.wait()
-    while running(tmp_path) and time.monotonic() < until:
+    driver.communicate()
+    assert ended(tmp_path)
+    while any(map(read, below)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not running(tmp_path)
+    assert not any(map(read, below)), "nor does a guard stay"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+def test_what_others_start_meanwhile_is_left_alone() -> None:
+    """A tracker's helper, and whatever comes after the envs, have work of their own to finish."""
+    code = (
+        "import subprocess; from pathlib import Path\n"
+        "from tiltyard import guard; from tiltyard.config.experiment import Env\n"
+        "from tiltyard.envs.isolate import make_copies\n"
+        "def start():\n"
+        "    return subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, start_new_session=True).pid\n"
+        "made = make_copies(Env(id='Pendulum-v1'), [Path()], 1)\n"
+        "envs = start()\n"
+        "with guard.unmarked():\n"
+        "    helper = start()\n"
+        "made.clear()\n"
+        "print(envs, helper, start())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE)
+    envs, *others = map(int, done.stdout.split())
+    until = time.monotonic() + PATIENCE
+    while read(envs) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(2 * GRACE)
+    still = [read(pid) is not None for pid in others]
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    assert read(envs) is None and still == [True, True]

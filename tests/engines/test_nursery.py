@@ -105,7 +105,7 @@ def test_who_builds_engine_after_engine_has_copies_of_one() -> None:
 
 def test_a_killed_tune_leaves_nobody(runs: Path) -> None:
     """Two copies at once, each with workers: the experiment's own engine and the one that is tried."""
-    words = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", "--seconds", "600"]
+    words = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", "--seconds", "100"]
     command = [sys.executable, "-m", "tiltyard", "tune", "LunarLander-v3", *words]
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert driver.stderr is not None

@@ -17,6 +17,8 @@ from tiltyard.engines import nursery
 from tiltyard.engines.local import pool
 from tiltyard.engines.state import read_group
 from tiltyard.envs.vector import STEPPING
+from tiltyard.errors import EnvError
+from tiltyard.guard import GRACE
 
 PATIENCE = 60
 
@@ -99,6 +101,58 @@ def test_two_that_die_at_once_are_replaced_also_when_one_of_the_new_ones_hangs(e
     time.sleep(0.5)
     events = engine.step().events
     assert len(events) == 3 and sum("did not come back from reset() within 2 s" in event for event in events) == 1
+    engine.close()
+
+
+MODEL = """
+import torch
+from torch import nn
+class CustomModel(nn.Module):
+    during = None
+    def __init__(self, spec, outputs):
+        super().__init__()
+        self.body, self.value = nn.Linear(4, outputs), nn.Linear(4, 1)
+    def forward(self, obs):
+        if torch.is_grad_enabled() and self.during:
+            self.during()
+        return self.body(obs["obs"]), self.value(obs["obs"]).squeeze(-1)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_dies_while_the_driver_learns_is_replaced_at_once(env: str, tmp_path: Path, mode: str) -> None:
+    """Not after the update, which may take long."""
+    (tmp_path / "model.py").write_text(MODEL)
+    sizes = ("algo.rollout=64", "algo.minibatch=2", "algo.epochs=4", "eval.every=0")
+    engine: Any = build(env, f"model.id={tmp_path / 'model.py'}", *TWO, *sizes, f"engine.mode={mode}")
+    engine.step()
+    calls, replaced = [0], []
+
+    def during() -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            os.kill(pids(engine)[0], signal.SIGKILL)
+        if engine.pool.restarts:
+            replaced.append(calls[0])
+        elif calls[0] > 1:
+            time.sleep(0.1)
+
+    engine.learner.net.model.during = during
+    events = engine.step().events
+    assert calls[0] == 512 and replaced, "none of these gradient steps saw another worker"
+    assert len(events) == 1 == engine.pool.restarts and "worker 0" in events[0]
+    engine.learner.net.model.during = None
+    assert engine.step().events == (), "the new one works"
+    engine.close()
+
+
+def test_whoever_gives_up_names_the_command_that_takes_the_setting(env: str) -> None:
+    engine = build(env, *TWO, "engine.restarts=0")
+    engine.step()
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    with pytest.raises(EnvError, match=r"engine\.restarts is used up") as raised:
+        engine.step()
+    assert "tiltyard fork" in raised.value.hint, "resume refuses another engine.restarts"
     engine.close()
 
 
@@ -247,7 +301,7 @@ def test_what_a_living_worker_sent_away_outlives_another_worker(env: str, tmp_pa
     until = time.monotonic() + PATIENCE
     while any(_runs(pid) for pid in left[dead]) and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(nursery.GRACE + 0.5)
+    time.sleep(GRACE + 0.5)
     assert not any(_runs(pid) for pid in left[dead]) and all(_runs(pid) for pid in left[alive])
     engine.close()
     assert not any(_runs(pid) for pid in left[alive])

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +10,17 @@ import pytest
 from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
+from tiltyard.engines import make_engine
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.atari import Atari
+from tiltyard.envs.atari import Atari, Ataris
 from tiltyard.envs.make import frames_per_step, make_env
 from tiltyard.envs.native import NativeGroup, has_stepper, make_group
-from tiltyard.envs.probe import examine
+from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.spaces import observation_specs, spec_from_json
 from tiltyard.envs.tally import episode_seed, row_seeds
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
+from tiltyard.machine import usable_cores
 from tiltyard.types import EnvSpec
 
 BASE = [Path(__file__).parent]
@@ -152,3 +155,37 @@ def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
     assert has_stepper(Env(id="atari:pong")) and not has_stepper(Env(id="doom:basic"))
     for more in ({"native": False}, {"frameskip": 2}, {"frame_stack": 2}, {"wrappers": ["grey_image"]}):
         assert not has_stepper(Env(id="atari:pong", **more))
+
+
+def threads_of(pid: int | str) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def test_threads_are_those_that_a_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without control groups a job step sees all cores of its node."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    before = threads_of("self")
+    games = Ataris("pong", 4, {}, None)
+    assert threads_of("self") == before + 1
+    games.close()
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_workers_share_the_cores_among_their_threads() -> None:
+    found = []
+    for workers in (1, 2):
+        words = [
+            f"engine.workers={workers}",
+            "engine.mode=async",
+            "engine.envs=4",
+            "algo.rollout=4",
+            "algo.minibatch=8",
+        ]
+        experiment = load("atari:pong", words).experiment
+        engine: Any = make_engine(experiment, probe(experiment.env, base=BASE), BASE)
+        engine.step()
+        found.append(threads_of(engine.pool.members[0].pid))
+        engine.close()
+    cores = usable_cores()
+    assert found[0] - found[1] == min(4, cores) - min(2, cores // 2)

@@ -235,7 +235,8 @@ def started(*words: str) -> "subprocess.Popen[str]":
 
 def workers_of(pid: int) -> list[int]:
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(word) for word in listed if b"evaluation.workers" in Path(f"/proc/{word}/cmdline").read_bytes()]
     except FileNotFoundError:
         return []
 
@@ -270,7 +271,8 @@ def test_an_evaluation_that_is_told_to_end_takes_its_workers_along(
     child = started()
     workers = workers_of(child.pid)
     wait_until(lambda: all(importing_torch(worker) for worker in workers))
-    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)  # ^C reaches all processes of a terminal
+    assert [os.getsid(worker) for worker in workers] == workers, "none has the parent's terminal"
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)  # ^C reaches all of a terminal's processes
     _, errors = child.communicate(timeout=100)
     assert child.returncode == code and "Traceback" not in errors
     assert not any(is_there(worker) for worker in workers)

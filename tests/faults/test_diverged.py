@@ -101,4 +101,4 @@ def test_a_loss_that_explodes_is_named(tiltyard: Command, runs: Path, tmp_path: 
     assert checkpoint.newest_valid(run)[0] is not None
     batch = checkpoint.read_tree(run.folder / "bad_batch", "batch")
     assert batch["action"].shape[:2] == (1, 32)
-    assert isinstance(product.load_policy(run.folder).act([0.0, 0.0, 0.0, 0.0]), int | object)
+    assert product.load_policy(run.folder).act([0.0, 0.0, 0.0, 0.0]) in (0, 1)

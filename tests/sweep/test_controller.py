@@ -21,13 +21,15 @@ import pytest
 
 from tests.conftest import Command
 from tests.counts import LONG, count
+from tests.sweep.populace import ENV
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
-from tiltyard.run import disk
+from tiltyard.run import disk, metrics
+from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, list_runs, write_status
 from tiltyard.run.lock import Lock
-from tiltyard.sweep import prepare
+from tiltyard.sweep import prepare, search
 from tiltyard.sweep.controller import Controller
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.local import AT_WORK
@@ -367,9 +369,42 @@ def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Pa
     now = look(sweep)
     assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
     asked = tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
-    assert "to be started again: trial 1" in asked, "sooner, if somebody asks"
+    assert "to be started again: trial 1" in asked
     sweep.decide("failed", trial=1, attempt=2, reason="again")
     assert look(sweep).counts["failed"] == 1
+
+
+def test_a_retry_by_hand_does_not_wait_until_it_would_be_tried_again(runs: Path) -> None:
+    sweep, place, one = desk(retries=1, back_off=3600)
+    one.step(stop=False)
+    place.end(sweep, 1, "failed")
+    for _ in range(3):
+        one.step(stop=False)
+    assert place.started == [1, 2, 3]
+    place.end(sweep, 2, "finished")
+    sweep.decide("retry", trial=1)
+    one.step(stop=False)
+    assert place.started == [1, 2, 3, 1]
+
+
+def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -> None:
+    """Where trials are jobs nobody comes back who could ask for the next point."""
+    envs = ("one.py", "two.py")
+    for name in envs:
+        Path(name).write_text(ENV)
+    space = {"env.id": [f"{name}:Steady" for name in envs], "algo.lr": {"log": [1e-4, 1e-2]}}
+    made = {"name": "toy", "experiment": {**TINY, "env": "one.py:Steady"}, "space": space, "search": "tpe"}
+    Path("plan.yaml").write_text(dump_yaml({**made, "trials": 20}))
+    sweep, place = prepare.begin(prepare.prepare("plan.yaml")), Desk()
+    place.queues = True
+    gone = search.ask(sweep.plan(), [], 1)["env.id"].removesuffix(":Steady")
+    for folder in (Path(), sweep.folder / "plugins"):
+        (folder / gone).unlink()
+    Controller(sweep, sweep.plan(), place, print).turn(stop=False)
+    trials = sweep.trials()
+    assert trials[0].refused and gone in trials[0].refused
+    assert place.started == [trial.number for trial in trials if not trial.refused]
+    assert len(place.started) == 2, "as many as there is room for"
 
 
 def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> None:
@@ -454,7 +489,7 @@ TINY = {
     "name": "tiny",
     "engine": {"kind": "serial", "envs": 4},
     "algo": {"rollout": 16, "minibatch": 64, "epochs": 1},
-    "stop": {"env_steps": 2048},
+    "stop": {"env_steps": 4096},
     "eval": {"every": 1024, "episodes": 2},
     "save": {"env_steps": 256},
     "track": {"tensorboard": False},
@@ -470,25 +505,37 @@ def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs
     Path("plan.yaml").write_text(dump_yaml(plan))
     child = controller("start", "plan.yaml")
     total = 30 if LONG else 4
-    wait_until(lambda: sum(bool(list(each.glob("checkpoints/0*"))) for each in runs.glob("tiny/sweep-0001/0*")) > 1)
     if LONG:
         wait_until(lambda: sum(row["state"] == "finished" for row in list_runs(runs)) >= 15, 1000)
-    wait_until(lambda: any(row["state"] == "running" for row in list_runs(runs)))
+    wait_until(lambda: any(_is_early(row) for row in list_runs(runs)))
     sweep = find_sweep("tiny", runs)
     child.kill()
     child.wait()
     kill_trials(sweep)
-    killed = [row.trial.number for row in look(sweep).rows if row.state == "lost"]
+    wait_until(lambda: "running" not in look(sweep).counts)
+    killed = {row.trial.number for row in look(sweep).rows if row.state == "lost"}
+    assert killed
     child = controller("start", "plan.yaml")
     _, errors = child.communicate(timeout=2000 if LONG else 250)
     assert child.returncode == 0, errors
     rows = list_runs(runs)
     assert [row["state"] for row in rows] == ["finished"] * total
-    assert {row["env_steps"] for row in rows} == {2048}
+    assert {row["env_steps"] for row in rows} == {4096}
     report = look(sweep)
     assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
     assert all(row.value is not None for row in report.rows)
-    assert all(row.attempt == 2 for row in report.rows if row.trial.number in killed), "those that were killed went on"
+    assert {row.trial.number for row in report.rows if row.attempt != 1} == killed, "nobody else began again"
+    assert {row.attempt for row in report.rows if row.trial.number in killed} == {2}
+    records = {row.trial.number: metrics.read(sweep.place(row.trial.number)) for row in report.rows}
+    for each in records.values():
+        assert [record["env_steps"] for record in each] == list(range(64, 4097, 64)), "every update once"
+    assert any({record["attempt"] for record in records[number]} == {1, 2} for number in killed), "it went on"
+
+
+def _is_early(row: dict[str, Any]) -> bool:
+    """Whether a run is at work and has something to go on from, far from its end."""
+    saved = list_checkpoints(Run(Path(row["folder"])))
+    return row["state"] == "running" and bool(saved) and saved[-1].env_steps <= 1024
 
 
 # What a training would record, in no time: `x` a step, ten steps.

@@ -33,6 +33,8 @@ def test_grids_and_lists() -> None:
     assert list(ParamList([{"a": 1}, {"b": 2}]).generate_params()) == [{"a": 1}, {"b": 2}]
     with pytest.raises(UseError, match="one value for each"):
         list(ParamGrid([(("a", "b"), [[1]])]).generate_params())
+    with pytest.raises(UseError, match="no value for 'x'"):  # and not one combination without x
+        list(ParamGrid([("y", [1, 2]), ("x", [])]).generate_params())
 
 
 def test_trainings_become_plans_with_seeds() -> None:
@@ -54,6 +56,24 @@ def test_trainings_become_plans_with_seeds() -> None:
         RunDescription("s", [Experiment("e", "tiltyard train x.yaml", uneven)]).plans()
     with pytest.raises(UseError, match="no command of a sweep"):
         RunDescription("s", [Experiment("e", "tiltyard train x.yaml --on there")]).plans()
+
+
+def test_variables_of_an_experiment_are_added_to_those_of_all() -> None:
+    made = RunDescription(
+        "s",
+        [Experiment("e", "python x.py", env_vars={"A": "own", "B": "b"})],
+        settings={"environment": {"A": "a", "C": "c"}},
+    )
+    assert made.plans()[0]["environment"] == {"A": "own", "B": "b", "C": "c"}
+
+
+def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
+    Path("study.py").write_text(
+        "from tiltyard.sweep.description import Experiment, RunDescription\n"
+        "RUN_DESCRIPTION = RunDescription('s', [Experiment('e', 'python \"x.py')])\n"
+    )
+    told = tiltyard("sweep", "start", "study.py", expect=2).stderr
+    assert "is no command: No closing quotation" in told and "defect" not in told
 
 
 DESCRIPTION = """
@@ -218,6 +238,20 @@ def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: P
     tiltyard("sweep", "start", "study.py")
     best = tiltyard("sweep", "best", "s-a")
     assert "x=2" in best.stdout and f"tiltyard show s-a/sweep-0002/{find_sweep('s-a').place(2).name}" in best.stdout
+
+
+def test_a_program_that_vanished_is_named(tiltyard: Command, runs: Path) -> None:
+    """Trials are made while the sweep is carried out: by then it may be gone, and so may the folder it is run in."""
+    program = Path("mine.sh")
+    program.write_text("#!/bin/sh\nrm mine.sh\n")
+    program.chmod(0o755)
+    Path("plan.yaml").write_text(dump_yaml({"name": "gone", "program": ["./mine.sh"], "seeds": 2, "retries": 0}))
+    tiltyard("sweep", "start", "plan.yaml", expect=1)
+    reasons = [row.reason for row in look(find_sweep("gone")).rows]
+    assert reasons == [
+        "exit code 0",
+        "exit code 127: ./mine.sh could not be started: ./mine.sh: No such file or directory",
+    ]
 
 
 def test_a_sweep_may_be_renamed_and_is_deleted_as_a_whole(tiltyard: Command, runs: Path) -> None:

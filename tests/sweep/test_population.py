@@ -305,7 +305,10 @@ def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -
     told = json.loads(tiltyard("sweep", "lineage", "--json", "--member", "3").stdout)
     assert [each["from"] for each in told["schedules"]["3"]][:2] == [0, 64]
     assert "is a population" in tiltyard("sweep", "extend", "--trials", "1", expect=2).stderr
-    assert "3 members" not in tiltyard("sweep", "best").stdout
+    best = json.loads(tiltyard("sweep", "best", "--json").stdout)
+    ahead = max(look(sweep).rows, key=lambda row: row.value or 0.0)
+    assert (best["best"]["trial"], best["settings"]) == (ahead.trial.number, ahead.trial.settings)
+    assert best["values"] == [ahead.value], "members are no seeds of one point"
     pictures = tiltyard("sweep", "plot").stdout.split()
     assert [Path(each).name for each in pictures] == ["curves.png", "lineage.png"]
     assert "no member 9" in tiltyard("sweep", "lineage", "--member", "9", expect=2).stderr
@@ -324,6 +327,42 @@ def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None
     sweep.decide("retry", trial=2)
     assert carry_out(sweep) == 0
     assert look(sweep).counts == {"finished": 3}
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_who_failed_for_good_is_not_the_worst(failures: int, runs: Path) -> None:
+    """It would hold the only place for ever, and nobody would be replaced. Tried again, it is the worst as before."""
+    sweep = _after_one_period({1: 500.0, 2: 450.0, 3: 5.0, 4: 1.0}, replace=0.25)
+    for attempt in range(1, failures + 1):
+        sweep.decide("failed", trial=4, attempt=attempt, reason="the loss is not a number")
+    write_status(Run(sweep.place(4)), state="failed")
+    Population(sweep, sweep.plan()).set_up(1, [1, 2, 3])
+    assert [(line["trial"], line["source"]) for line in exploits(sweep)] == ([(3, 1)] if failures > 1 else [])
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("state", ["running", "queued"])
+def test_nobody_waits_for_a_member_that_was_killed_for_good_in_its_first_period(
+    state: str, failures: int, runs: Path
+) -> None:
+    """What is killed leaves behind what it was, and a job that never began says that it is queued."""
+    sweep = _after_one_period({1: 12.0, 2: None, 3: 4.0}, replace=0.5)
+    for attempt in range(1, failures + 1):
+        sweep.decide("failed", trial=2, attempt=attempt, reason="signal 9")
+    write_status(Run(sweep.place(2)), state=state)
+    Population(sweep, sweep.plan()).set_up(1, [1, 3])
+    assert [(line["trial"], line["source"]) for line in exploits(sweep)] == ([(3, 1)] if failures > 1 else [])
+
+
+def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
+    """A population of which all is said and nothing is trained; whoever has no score is in its first period."""
+    plan([float(number) for number in scores], retries=1, population={**RULES, **rules})
+    sweep = begun()
+    for trial in sweep.trials():
+        prepare.make_trial(sweep, sweep.plan(), trial)
+        if (score := scores[trial.number]) is not None:
+            sweep.decide("period", trial=trial.number, period=1, env_steps=64, score=score)
+    return sweep
 
 
 def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

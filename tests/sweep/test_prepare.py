@@ -62,6 +62,15 @@ def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
     assert not runs.exists()
 
 
+def test_a_rule_that_could_never_end_a_trial_is_refused(runs: Path) -> None:
+    stop = {"rule": "asha", "after": 16}
+    with pytest.raises(ConfigError) as error:
+        prepare.prepare(plan({"algo.lr": [1e-3, 1e-4]}, stop=stop))
+    assert "stop.after = 16: no trial goes on after that: stop.env_steps = 16" in error.value.details
+    assert not runs.exists()
+    prepare.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # one that is longer can be ended
+
+
 @pytest.mark.slow
 def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
     tiltyard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

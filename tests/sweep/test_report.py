@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.test_light import HEAVY, SPY
 from tests.conftest import Command
-from tests.sweep.fake import fake_sweep, status
+from tests.sweep.fake import SPACE, fake_sweep, status
 from tiltyard.config.plans import load_plan
 from tiltyard.run import disk
 from tiltyard.sweep import results
@@ -163,6 +163,16 @@ def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     sweep = fake_sweep(runs, 1, 1, records=0)
     assert "yet" in tiltyard("sweep", "plot", str(sweep.folder), expect=2).stderr
     assert "no trial has recorded any metric" in tiltyard("sweep", "best", str(sweep.folder), expect=2).stderr
+
+
+def test_a_dollar_in_a_picture_is_a_dollar(tiltyard: Command, runs: Path) -> None:
+    """matplotlib would read a formula between two of them, and fail."""
+    values = ["it's $x_{$", "$", "plain"]
+    sweep = fake_sweep(runs, 8, 2, space={**SPACE, "$text_{$": values}, metric="eval/$_{$return")
+    for number in range(1, 17):
+        records = sweep.place(number) / "metrics.jsonl"
+        records.write_text(records.read_text().replace("eval/return", "eval/$_{$return"))
+    assert len(tiltyard("sweep", "plot").stdout.split()) == 3
 
 
 @pytest.mark.parametrize("action", ["status", "watch", "best"])

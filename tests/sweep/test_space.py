@@ -1,6 +1,7 @@
 """What a line of `space` stands for: grids, draws, and what is refused."""
 
 import math
+import random
 from itertools import islice
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_draws_stay_inside_and_are_the_same_again() -> None:
 def test_draws_of_a_span_with_points_are_its_points() -> None:
     found = dimensions(plan({"a": {"log": [1e-4, 1e-2], "points": 3}}, search="random", trials=1))
     assert {point["a"] for point in islice(draws(found, 0), 50)} == {1e-4, 1e-3, 1e-2}
+
+
+def test_a_span_of_a_billion_values_is_counted_and_drawn_from_without_making_them() -> None:
+    """The same for a small step: a list of them would take all memory."""
+    space = {"a": {"int": [0, 10**15]}, "b": {"range": [0, 1], "step": 1e-12}}
+    assert grid_size(dimensions(plan(space))) == (10**15 + 1) * (10**12 + 1)
+    points = list(islice(draws(dimensions(plan(space, search="random", trials=1)), 0), 20))
+    assert all(type(p["a"]) is int and 0 <= p["a"] <= 10**15 and 0 <= p["b"] <= 1 for p in points)
+
+
+def test_a_drawn_step_is_that_of_a_choice_among_all_of_them() -> None:
+    """A random search that goes on, begun by an earlier version, draws what it drew then."""
+    found = dimensions(plan({"a": {"int": [1, 300]}, "b": {"range": [0, 2], "step": 0.1}}, search="random", trials=1))
+    for number in range(20):
+        a, b = random.Random(number), random.Random(number)
+        assert [each.draw(a) for each in found] == [b.choice(each.grid()) for each in found]
 
 
 def test_no_draw_comes_twice_while_there_are_others() -> None:

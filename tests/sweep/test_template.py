@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.sweep.populace import EXPERIMENT, plan
-from tests.sweep.talker import most_at_once, said, write_plan
+from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
 from tiltyard.config.yaml_door import parse_yaml
@@ -46,6 +46,8 @@ if words[:2] == ["batch", "run"]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
     (place / f"job-{number}").write_text(json.dumps({"pid": child.pid, **given}))
     print(json.dumps({"id": number, "jobStatus": {"status": "QUEUED"}}, indent=2))
+elif words[:2] == ["batch", "info"] and not (place / f"job-{words[2]}").exists():
+    sys.exit(f"unknown job {words[2]}")
 elif words[:2] == ["batch", "info"]:
     told = json.loads((place / f"job-{words[2]}").read_text())
     print(json.dumps({"status": "RUNNING" if alive(told["pid"]) else "FINISHED_SUCCESS"}))
@@ -180,6 +182,22 @@ def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, q
     assert "the queue is down" in watched.stderr and "2: 2 finished" in watched.stdout
 
 
+def test_the_last_job_waits_for_a_queue_that_is_down_for_a_while(tiltyard: Command, queue: Path) -> None:
+    """Nobody else is at work or looks: what it does not submit stays undone."""
+    write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=2, max_parallel=1)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: len(said("began")) == 1)
+    (queue / "down").touch()
+    Path("wait").unlink()
+    events = sweep.folder / "events.jsonl"
+    wait_until(lambda: "A turn could not be taken: trial 2 was refused" in events.read_text())
+    (queue / "down").unlink()
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 2} and len(said("began")) == 2
+
+
 def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=2, retries=1)
     Path("wait").touch()
@@ -199,6 +217,85 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     assert look(sweep).counts == {"finished": 3}
 
 
+def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=1, bad="1")
+    Path("program.py").write_text(PROGRAM.replace("while pathlib", 'while given["x"] == "2" and pathlib'))
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: len(said("began")) == 2)
+    tiltyard("sweep", "stop")
+    assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
+    Path("bad").write_text("")
+    tiltyard("sweep", "retry", "--failed")
+    wait_until(lambda: look(sweep).counts == {"finished": 2, "stopped": 1})
+    assert [line["given"]["x"] for line in said("began")] == ["1", "2", "1", "3"]
+    Path("wait").unlink()
+    tiltyard("sweep", "start", "toy")
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 3}
+
+
+# Records nothing. Ends as it is told to, and by itself when there is nothing to wait for.
+SILENT = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+pathlib.Path("ready").touch()
+while pathlib.Path("wait").exists():
+    time.sleep(0.05)
+"""
+
+
+def start_silent(tiltyard: Command) -> Sweep:
+    """A sweep of one such program, which waits."""
+    write_plan(space={"x": [1]})
+    Path("program.py").write_text(SILENT)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    return find_sweep("toy")
+
+
+def test_a_warning_before_the_time_limit_is_no_failure(tiltyard: Command, queue: Path) -> None:
+    sweep = start_silent(tiltyard)
+    for job in (1000, 1001):  # twice: a program that records nothing comes no further as far as anybody can see
+        wait_until(Path("ready").exists)
+        Path("ready").unlink()
+        if job == 1001:
+            (queue / "down").touch()  # what cannot be submitted at once is no failure either
+        os.kill(disk.read_json(queue / f"job-{job}")["pid"], signal.SIGUSR2)
+    wait_until(lambda: "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text())
+    (queue / "down").unlink()
+    wait_until(Path("ready").exists)
+    assert disk.read_json(sweep.place(1) / "job" / "counts.json")["requeues"] == 2
+    Path("wait").unlink()
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 1} and look(sweep).rows[0].attempt == 3
+    assert not [each for each in sweep.decisions() if each["kind"] == "failed"]
+
+
+def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command, queue: Path) -> None:
+    setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]  # so that its job cannot submit the next
+    write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
+    sweep = start_silent(tiltyard)
+    wait_until(Path("ready").exists)
+    os.kill(disk.read_json(queue / "job-1000")["pid"], signal.SIGUSR2)
+    wait_until(lambda: "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text())
+    tiltyard("sweep", "stop")
+    assert look(sweep).counts == {"stopped": 1} and look(sweep).state == "stopped"
+
+
+def test_a_job_that_is_told_to_end_leaves_its_trial_stopped(tiltyard: Command, queue: Path) -> None:
+    """Cancelled or preempted: only a person knows whether it is to go on."""
+    sweep = start_silent(tiltyard)
+    wait_until(Path("ready").exists)
+    os.kill(disk.read_json(queue / "job-1000")["pid"], signal.SIGTERM)
+    wait_until(lambda: look(sweep).state == "stopped")
+    Path("wait").unlink()
+    tiltyard("sweep", "start", "toy")
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 1}
+
+
 def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     (queue / "down").touch()
@@ -210,6 +307,27 @@ def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> No
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(sweep))
     assert len(said("began")) == 2
+
+
+def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: Command, queue: Path) -> None:
+    write_plan(space={"x": [1]}, retries=1)
+    Path("wait").touch()
+    tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
+    sweep = find_sweep("toy")
+    wait_until(lambda: said("began"))
+    os.killpg(disk.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
+    (queue / "job-1000").rename(queue / "forgotten")
+    wait_until(lambda: Run(sweep.place(1)).state == "lost")
+    assert "set template.gone" in tiltyard("sweep", "start", "toy", expect=1).stderr
+    write_site({**documented(), "template": {**documented()["template"], "gone": "unknown job"}})
+    (queue / "down").touch()
+    assert "gives no answer: the queue is down" in tiltyard("sweep", "start", "toy", expect=1).stderr
+    assert not [each for each in sweep.decisions() if each["kind"] == "failed"]
+    (queue / "down").unlink()
+    Path("wait").unlink()
+    tiltyard("sweep", "start", "toy")
+    wait_until(lambda: over(sweep))
+    assert look(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in disk.to_json(sweep.decisions())
 
 
 def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:
@@ -230,14 +348,20 @@ def test_names_stand_for_values_and_no_shell_reads_them() -> None:
     ]
 
 
+SENSIBLE = {"submit": "x {command}", "poll": "x {id}", "cancel": "x {id}"}
+
+
 @pytest.mark.parametrize(
     ("template", "wrong"),
     [
         (None, "template: is missing"),
-        ({"submit": "x {comand}", "poll": "x", "cancel": "x"}, "has {comand}, and knows command, name"),
-        ({"submit": "x 'y", "poll": "x", "cancel": "x"}, "is no command line"),
-        ({"submit": "x", "poll": "x", "cancel": "x", "alive": "("}, "is no regular expression"),
-        ({"submit": "x", "poll": "x"}, "template.cancel"),
+        ({**SENSIBLE, "submit": "x {comand}"}, "has {comand}, and knows command, name"),
+        ({**SENSIBLE, "submit": "x 'y"}, "is no command line"),
+        ({**SENSIBLE, "submit": "x {{command}}"}, "has no {command}; write it where"),
+        ({**SENSIBLE, "poll": "x"}, "has no {id}; write it where"),
+        ({**SENSIBLE, "cancel": "x {id} {name}"}, "has {name}, and knows id"),
+        ({**SENSIBLE, "alive": "("}, "is no regular expression"),
+        ({"submit": "x {command}", "poll": "x {id}"}, "template.cancel"),
     ],
 )
 def test_templates_that_make_no_sense(runs: Path, template: dict[str, str] | None, wrong: str) -> None:

@@ -6,8 +6,10 @@ import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import termios
 import textwrap
 
 import pytest
@@ -197,7 +199,7 @@ def test_characters_that_a_stream_cannot_write_are_replaced(tmp_path):
 
 
 CHILD = """
-import sys, time
+import os, sys, termios, time
 from tiltyard.config.experiment import Experiment
 from tiltyard.track.console import Console
 from tiltyard.types import Progress
@@ -208,13 +210,19 @@ for update in range(1, 21):
     if update == 10:
         console.say("a sentence")
         time.sleep(0.6)
+    if update == 15 and "END" in os.environ:  # as an env might, or what it starts
+        mode = termios.tcgetattr(2)
+        mode[3] &= ~termios.ECHO
+        termios.tcsetattr(2, termios.TCSANOW, mode)
+        os.kill(os.getpid(), int(os.environ["END"]))
 console.finish("finished", ["bye"])
 """
 
 
-def in_terminal(tmp_path, **environment):
-    """What a terminal receives from the child above."""
+def in_terminal(tmp_path, end=0, **environment):
+    """What a terminal receives from the child above until nobody has it open any more. Its mode is as it was then."""
     parent, child = pty.openpty()
+    mode = termios.tcgetattr(parent)
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
     env |= {"TERM": "xterm-256color", "PYTHONUTF8": "1", "COLUMNS": "100", "LINES": "30", **environment}
     process = subprocess.Popen(
@@ -227,8 +235,9 @@ def in_terminal(tmp_path, **environment):
             received += piece
     except OSError:  # the child closed the terminal
         pass
+    assert process.wait() == -end, received.decode()
+    assert termios.tcgetattr(parent) == mode
     os.close(parent)
-    assert process.wait() == 0, received.decode()
     return received.decode()
 
 
@@ -237,6 +246,13 @@ def test_a_terminal_gets_the_live_panel_and_its_cursor_back(tmp_path):
     assert "╭─" in received and "hello" in received and "a sentence" in received and "bye" in received
     assert received.count("\x1b[?25l") == received.count("\x1b[?25h") == 1
     assert re.search(r"\x1b\[[0-9;]*3[0-9]", received), "there are colours"
+
+
+@pytest.mark.parametrize("end", [0, signal.SIGSEGV, signal.SIGKILL])
+def test_the_terminal_is_given_back_on_every_exit(tmp_path, end):
+    """The signal of an env's crash and that of the kernel when memory runs out; 0 is none."""
+    received = in_terminal(tmp_path, end, END=str(int(end)))
+    assert received.count("\x1b[?25l") == received.count("\x1b[?25h") == 1
 
 
 def test_no_color_is_respected(tmp_path):

@@ -12,7 +12,7 @@ changes by with x. How those become the gradient of the weights is `backprop`; a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,9 @@ from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.returns import clipped_gae, gae, vtrace
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.algos.team import Alone, Team
+from tiltyard.algos.undo import Undo
 from tiltyard.config import algos as settings
+from tiltyard.config.dimensions import is_number
 from tiltyard.errors import DivergedError, UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Rollout, Tree
@@ -92,22 +94,33 @@ class Ppo:
             )
         self.adam = Adam(net, self.algo.adam_eps)
         self.backprop = Backprop(net, self.adam)
+        self.undo = Undo(net, self.adam)
         self.values = {
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
         }
         self.team: Team = Alone()
+        self.meanwhile: Callable[[], None] = lambda: None  # called after every gradient step: an update may take long
         self.env_steps = 0  # of the newest update: where the schedules stand
+        self.used: dict[str, float] = {}  # what the newest update learned with: none before the first
         self.shuffling = np.random.default_rng(seed)
 
     # ------------------------------------------------------------------------------------------ the update
 
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
-        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names."""
+        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names. Whatever it raises,
+        the policy is what it was."""
         self.env_steps = env_steps
         _check_finite(rollout)
-        with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
-            return self._update(rollout, self.settings_in_force())
+        now = self.settings_in_force()
+        self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
+        self.undo.remember()
+        try:
+            with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
+                return self._update(rollout, now)
+        except BaseException:
+            self.undo.restore()
+            raise
 
     def _update(self, rollout: Rollout, now: dict[str, float]) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
@@ -122,6 +135,7 @@ class Ppo:
             epoch = _Epoch()
             for chosen in self._minibatches(chunks):
                 self._gradient_step(chunks, chosen, now, epoch)
+                self.meanwhile()
             epochs += 1
             epoch.gather(self.team)
             if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:
@@ -281,11 +295,12 @@ class Ppo:
     # ------------------------------------------------------------------------------------------ state
 
     def settings_in_force(self) -> dict[str, float]:
-        """Every setting that can change while training, as it stands."""
-        return {name: value.at(self.env_steps) for name, value in self.values.items()}
+        """Every setting that is a number now, as it stands; those of CHANGEABLE can change while training."""
+        fixed = {name: value for name, value in self.algo if is_number(value)}
+        return fixed | {name: value.at(self.env_steps) for name, value in self.values.items()}
 
     def change(self, changes: dict[str, float]) -> None:
-        """Set some of `settings_in_force` to numbers, over their schedules."""
+        """Set some of CHANGEABLE to numbers, over their schedules."""
         for name, number in changes.items():
             if name not in self.values:
                 raise UseError(f"algo.{name} cannot change while training", did_you_mean(name, self.values))

@@ -13,9 +13,7 @@ All but start, retry and extend import nothing heavy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -34,15 +32,14 @@ if TYPE_CHECKING:
     from tiltyard.sweep.prepare import Prepared
     from tiltyard.sweep.report import Report
 
-STOPS = 60.0  # seconds that trials have to save and end
 HEARS = 2.0  # seconds after which who still carries a sweep out has heard of a decision; one about to end may not
 # action -> options that it has
 ACTIONS: dict[str, tuple[str, ...]] = {
-    "start": ("on", "yes", "dry_run", "new", "detach"),
+    "start": ("on", "yes", "dry_run", "new", "detach", "leave_stopped"),
     "status": ("json", "csv"),
     "watch": ("every",),
     "retry": ("failed", "detach", "dry_run"),
-    "extend": ("trials", "seeds", "detach", "dry_run"),
+    "extend": ("trials", "seeds", "yes", "detach", "dry_run"),
     "stop": ("wait", "dry_run"),
     "best": ("json",),
     "plot": ("out",),
@@ -62,8 +59,13 @@ def configure_sweep(parser: argparse.ArgumentParser) -> None:
         "another",
     )
     parser.add_argument("--on", metavar="PROFILE", help="start: profile of the site file to run with")
-    parser.add_argument("--yes", action="store_true", help="start: more than 10,000 trials are meant")
+    parser.add_argument("--yes", action="store_true", help="start, extend: more than 10,000 trials are meant")
     parser.add_argument("--new", action="store_true", help="start: another sweep, though this plan has one")
+    parser.add_argument(
+        "--leave-stopped",
+        action="store_true",
+        help="start: not those trials that somebody stopped, as retry and extend",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     parser.add_argument("--detach", action="store_true", help="carry it out in the background")
     parser.add_argument("--failed", action="store_true", help="retry: all trials that failed")
@@ -108,14 +110,14 @@ def _start(args: argparse.Namespace) -> int:
     found = [each for target in args.targets for each in _planned(target, args)]
     if args.dry_run:
         for each in found:
-            _dry(each)
+            _dry(each, leave_stopped=args.leave_stopped)
         return EXIT_DONE
     sweeps = [_begun(each) for each in found]
     if args.detach and len(sweeps) > 1 and all(sweep.launcher == "local" for sweep in sweeps):
-        return _in_background(sweeps)  # one after another there, too
+        return _in_background(sweeps, leave_stopped=args.leave_stopped)  # one after another there, too
     code = EXIT_DONE
     for sweep in sweeps:
-        result = _carry_out(sweep, args.detach)
+        result = _carry_out(sweep, args.detach, leave_stopped=args.leave_stopped)
         code = code or result
         if result == EXIT_RESUMABLE:
             break
@@ -172,11 +174,11 @@ def _plans(target: str) -> list[Any]:
     return []
 
 
-def _dry(each: Sweep | Prepared) -> None:
+def _dry(each: Sweep | Prepared, *, leave_stopped: bool) -> None:
     from tiltyard.sweep.prepare import Prepared
 
     if not isinstance(each, Prepared):
-        _say_dry(each)
+        _say_dry(each, leave_stopped=leave_stopped)
     elif each.launcher == "local":
         _say_trials(each)
     else:
@@ -201,26 +203,26 @@ def _say_trials(prepared: Prepared) -> None:
     sys.stderr.write(f"{_trials(prepared.count)} of {prepared.name} would be started; nothing was made\n")
 
 
-def _say_dry(sweep: Sweep) -> None:
+def _say_dry(sweep: Sweep, *, leave_stopped: bool) -> None:
     from tiltyard.sweep.report import look
 
-    left = [row for row in look(sweep).rows if not row.over]
+    left = [row for row in look(sweep).rows if not row.over and not (leave_stopped and row.state == "stopped")]
     lines = [f"trial {row.trial.number} ({row.state})\n" for row in left]
     sys.stdout.write("".join(lines))
     sys.stderr.write(f"{_trials(len(left))} of {sweep.id} would go on; nothing was started\n")
 
 
-def _carry_out(sweep: Sweep, detach: bool) -> int:
+def _carry_out(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
     """Carry a sweep out in this process, or in one that stays when this terminal is closed; jobs need neither."""
     if sweep.launcher != "local":
-        return sweep_jobs.submit(sweep, _say)
+        return sweep_jobs.submit(sweep, _say, leave_stopped=leave_stopped)
     if detach:
-        return _in_background([sweep])
+        return _in_background([sweep], leave_stopped=leave_stopped)
     from tiltyard.sweep.controller import carry_out
     from tiltyard.sweep.local import Local
     from tiltyard.sweep.report import look
 
-    code = carry_out(sweep, Local, _say)
+    code = carry_out(sweep, Local, _say, leave_stopped=leave_stopped)
     sys.stdout.write(summary(look(sweep)))
     return code
 
@@ -229,7 +231,7 @@ def _say(sentence: str) -> None:
     sys.stderr.write(text.clean(sentence) + "\n")
 
 
-def _in_background(sweeps: Sequence[Sweep]) -> int:
+def _in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
     """Carry sweeps out in a process of their own, one after another."""
     for busy in [sweep for sweep in sweeps if sweep.controlled]:
         sys.stderr.write(f"sweep {busy.id} is being carried out already\n")
@@ -238,6 +240,7 @@ def _in_background(sweeps: Sequence[Sweep]) -> int:
         return EXIT_DONE
     with (left[0].folder / "controller.log").open("ab") as file:
         command = [sys.executable, "-m", "tiltyard", "sweep", "start", *(str(sweep.folder) for sweep in left)]
+        command += ["--leave-stopped"] if leave_stopped else []
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     one_after = ", one after another" if len(left) > 1 else ""
     for sweep in left:
@@ -415,6 +418,9 @@ def _extend(args: argparse.Namespace) -> int:
     if seeds and plan.program and any("seed" in trial.settings for trial in sweep.trials()):
         hint = "write the new ones into the plan, and start that"
         raise UseError(f"seed is a parameter of {sweep.id} like any other: it cannot be given twice", hint)
+    from tiltyard.sweep.prepare import check_more
+
+    check_more(sweep, plan, points, seeds, many=args.yes)
     more = [f"{count} {what}{'s' * (count > 1)}" for count, what in ((points, "combination"), (seeds, "seed")) if count]
     sys.stderr.write(f"{sweep.id} {'would be' if args.dry_run else 'is'} extended by {' and '.join(more)}\n")
     if args.dry_run:
@@ -424,48 +430,17 @@ def _extend(args: argparse.Namespace) -> int:
 
 
 def _act(sweep: Sweep, detach: bool) -> int:
-    """Whoever carries the sweep out hears of the decision; nobody does: carry it out."""
+    """Whoever carries the sweep out hears of the decision; nobody does: carry it out, but for what somebody stopped."""
     until = time.monotonic() + HEARS
     while sweep.launcher == "local" and sweep.controlled:
         if time.monotonic() >= until:
             sys.stderr.write(f"sweep {sweep.id} is being carried out, and hears of it\n")
             return EXIT_DONE
         time.sleep(0.1)
-    return _carry_out(sweep, detach)
+    return _carry_out(sweep, detach, leave_stopped=True)
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from tiltyard.sweep.report import look
+    from tiltyard.cli import sweep_stop
 
-    sweep = _find(args.target)
-    found = look(sweep)
-    at_work = [row for row in found.rows if row.state in ("running", "queued")]
-    if args.dry_run or (not at_work and found.state != "running"):
-        sys.stderr.write(f"{len(at_work)} trials of {sweep.id} are at work\n")
-        return EXIT_DONE
-    disk.write_text(sweep.stop_file, f"{disk.now()}\n")
-    if sweep.launcher != "local":
-        from tiltyard.sweep import turn
-
-        turn.take(sweep, _say)
-    elif not sweep.controlled:
-        for row in at_work:
-            _ask(row.folder)
-    deadline = time.monotonic() + (STOPS if args.wait is None else args.wait)
-    while (now := look(sweep)).state == "running" or any(row.state == "running" for row in now.rows):
-        if time.monotonic() >= deadline:
-            sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")
-            return EXIT_FAILED
-        time.sleep(0.1)
-    sys.stderr.write(f"sweep {sweep.id} is stopped\nnext: tiltyard sweep start {sweep.typed}\n")
-    return EXIT_DONE
-
-
-def _ask(folder: Path | None) -> None:
-    """Ask a trial that nobody watches to save and end."""
-    from tiltyard.run.lock import life, read_owner
-
-    owner = read_owner(folder) if folder is not None else None
-    if owner is not None and life(owner) == "alive":
-        with contextlib.suppress(OSError):
-            os.kill(int(owner["pid"]), signal.SIGTERM)
+    return sweep_stop.stop(_find(args.target), args, _say)

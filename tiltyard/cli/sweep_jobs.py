@@ -27,12 +27,12 @@ def dry(prepared: Prepared) -> None:
     sys.stderr.write(f"{said}; nothing was made\n")
 
 
-def submit(sweep: Sweep, say: Callable[[str], None]) -> int:
+def submit(sweep: Sweep, say: Callable[[str], None], *, leave_stopped: bool) -> int:
     """A turn of the sweep, by a person: what is due is submitted."""
     from tiltyard.sweep import turn
     from tiltyard.sweep.report import look
 
-    turn.take(sweep, say, afresh=True)
+    turn.take(sweep, say, afresh=True, leave_stopped=leave_stopped)
     found = look(sweep)
     sys.stdout.write(summary(found))
     return EXIT_FAILED if found.state == "failed" else EXIT_DONE

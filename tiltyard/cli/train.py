@@ -142,7 +142,9 @@ def run_train(args: argparse.Namespace) -> int:
     jobs.check_words(args, profile, expectation)
     code = EXIT_DONE
     with data_stdout() as data:
-        prepared = preparation.prepare(args.target, args.overrides, profile=args.on, debug=args.debug)
+        prepared = preparation.prepare(
+            args.target, args.overrides, profile=args.on, debug=args.debug, as_job=profile is not None
+        )
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
@@ -212,10 +214,13 @@ def run_fork(args: argparse.Namespace) -> int:
     with data_stdout() as data:
         profile = None if args.here else jobs.profile_of(find(args.run))
         jobs.check_words(args, profile, expectation)
+        trusted, as_job = args.trust_code, profile is not None
         if args.replay is None:
-            prepared = preparation.prepare_fork(args.run, args.overrides, at=at, trust_code=args.trust_code)
+            prepared = preparation.prepare_fork(args.run, args.overrides, at=at, trust_code=trusted, as_job=as_job)
         else:
-            prepared = preparation.prepare_replay(args.run, args.replay, args.overrides, trust_code=args.trust_code)
+            prepared = preparation.prepare_replay(
+                args.run, args.replay, args.overrides, trust_code=trusted, as_job=as_job
+            )
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:

@@ -61,17 +61,25 @@ class Span:
         if self.points is not None:
             shares = [i / (self.points - 1) for i in range(self.points)]
             return list(dict.fromkeys(self.at(share) for share in shares))
-        if self.step is None:
-            return []
-        count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-        return [self._rounded(self.low + i * self.step) for i in range(count)]
+        return [self.after(i) for i in range(self.count())]
+
+    def count(self) -> int:
+        """How many values a grid has. Steps may be billions: nothing is made of them to count them."""
+        if self.points is not None:
+            return len(self.spread())
+        return 0 if self.step is None else math.floor((self.high - self.low) / self.step + 1e-9) + 1
 
     def draw(self, rng: random.Random) -> Point:
-        if self.step is not None or self.points is not None:
+        if self.points is not None:
             return {self.key: rng.choice(self.spread())}
-        if self.whole and not self.log:
-            return {self.key: rng.randint(int(self.low), int(self.high))}
+        if self.step is not None:
+            return {self.key: self.after(rng.randrange(self.count()))}
         return {self.key: self.at(rng.random())}
+
+    def after(self, steps: int) -> float:
+        """The value that many steps from the low end."""
+        assert self.step is not None
+        return self._rounded(self.low + steps * self.step)
 
     def at(self, share: float) -> float:
         """The value at a share of the way."""
@@ -99,7 +107,7 @@ def dimension(keys: tuple[str, ...], value: Any, as_grid: bool = False) -> Dimen
     if not isinstance(value, Mapping):
         raise ValueError("is neither choices nor a range", _FORMS)
     span = _span(keys[0], value)
-    if as_grid and not span.spread():
+    if as_grid and not span.count():
         raise ValueError("has no end of values, and this is a grid", "give points: 5 or a step, or set search: random")
     return span
 

@@ -13,7 +13,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w*)\}")
-PLACEHOLDERS = ("command", "name", "folder", "id", "nodes", "cpus", "gpus", "memory", "time")
+IN_SUBMIT = ("command", "name", "folder", "nodes", "cpus", "gpus", "memory", "time")
 _DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,6}(?::\d{1,2}){0,2})")
 _SIZE = re.compile(r"\d{1,12}[KMGT]?")
 _BEFORE_LIMIT = 120.0  # Slurm may signal up to a minute early, and saving takes its time
@@ -151,16 +152,20 @@ class Slurm(Settings):
     """Whether nodes that `tiltyard doctor --on` found bad are left out."""
 
 
-def _command(text: str) -> str:
+def _command(text: str, known: Sequence[str]) -> str:
+    """A command line in which names of values may stand; the first of those known has to."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"is no command line: {error}") from None
     if not words:
         raise ValueError("must be a command line")
-    unknown = [name for name in PLACEHOLDER.findall(text) if name and name not in PLACEHOLDERS]
+    found = PLACEHOLDER.findall(text)
+    unknown = [name for name in found if name and name not in known]
     if unknown:
-        raise ValueError(f"has {{{unknown[0]}}}, and knows {', '.join(PLACEHOLDERS)}; a plain brace is written twice")
+        raise ValueError(f"has {{{unknown[0]}}}, and knows {', '.join(known)}; a plain brace is written twice")
+    if known[0] not in found:
+        raise ValueError(f"has no {{{known[0]}}}; write it where the queue's command expects it")
     return text
 
 
@@ -172,23 +177,27 @@ def _pattern(text: str) -> str:
     return text
 
 
-CommandLine = Annotated[str, AfterValidator(_command)]
+Submit = Annotated[str, AfterValidator(partial(_command, known=IN_SUBMIT))]
+OfJob = Annotated[str, AfterValidator(partial(_command, known=("id",)))]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class Template(Settings):
     """Commands of any other queue. No shell reads them; {name} stands for a value, and {{ for a brace."""
 
-    submit: CommandLine
+    submit: Submit
     """Starts {command}, one word that a shell can read, as a job called {name}, and prints the job's id. {folder} is
     the trial's; {cpus}, {gpus}, {memory}, {time} and {nodes} are those of `resources`, empty where left out."""
     id: Pattern = r"(\S+)\s*$"
     """Which part of what `submit` prints is the id: the first group; the last word when left out."""
-    poll: CommandLine
+    poll: OfJob
     """Tells whether job {id} waits or runs."""
     alive: Pattern | None = None
     """It does if `poll` prints this; if `poll` exits with 0 when left out."""
-    cancel: CommandLine
+    gone: Pattern | None = None
+    """What `poll` prints of a job that the queue has forgotten, where it exits with another code than 0; any other such
+    exit is no answer. When left out, none is with `alive`, and without it each of them says that the job is gone."""
+    cancel: OfJob
     """Takes job {id} out of the queue."""
     setup: list[str] = []
     """Shell lines in the job before anything runs."""

@@ -67,7 +67,8 @@ class Acting(Protocol):
 
 
 class Collector:
-    """One group of envs, `group` being its number among all of the run; a row for each agent of each env."""
+    """One group of envs, `group` being its number among all of the run; a row for each agent of each env. `threads` are
+    those of a simulator that steps rows in its own: one per usable core when not said."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Collector:
         envs: int,
         group: int = 0,
         beats: Array | None = None,
+        threads: int | None = None,
     ) -> None:
         self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
         self.players = net if isinstance(net, Players) else None
@@ -97,6 +99,7 @@ class Collector:
                 previous=experiment.model.previous,
                 first_row=group * rows,
                 beats=beats,
+                threads=threads,
             )
         self.now: Step | None = None  # what the envs last answered; None before the first reset
         self.state = net.initial_state(rows)

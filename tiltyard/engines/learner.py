@@ -114,7 +114,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------ between steps
 
     def snapshot(self) -> PolicyState:
-        return PolicyState(self.net.arrays(), self.algo.save(), self.algo.settings_in_force())
+        return PolicyState(self.net.arrays(), self.algo.save(), self.algo.settings_in_force(), self.algo.used)
 
     def adopt(self, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         if state is not None:

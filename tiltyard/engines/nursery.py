@@ -25,16 +25,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from tiltyard import guard
 from tiltyard.children import die_with, leave_to_others
 from tiltyard.errors import TiltyardError
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
 _START = "import sys; sys.path.append({root!r}); from tiltyard.engines.nursery import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-MARK = "TILTYARD_WORKER"  # whose process it is, in the environment of whatever a worker starts
 NURSERY = "n"  # the role of a copy of the nursery itself
 PATIENCE = 10.0  # seconds that a nursery may take to end
-GRACE = 1.0  # seconds that the children of a dead worker have to end by themselves and tidy up
 
 
 class Nursery:
@@ -61,7 +60,7 @@ class Nursery:
         root = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
         # One thread until a worker asks for more: a pool of threads does not survive a fork.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**_environment(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -167,10 +166,15 @@ class _Early:
 
     @staticmethod
     def _here() -> tuple[object, ...]:
-        return os.getpid(), Path.cwd(), dict(os.environ)
+        return os.getpid(), Path.cwd(), _environment()
 
 
 early = _Early()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the guard's mark: a nursery ends by itself, and has things to end before."""
+    return {name: value for name, value in os.environ.items() if name != guard.MARK}
 
 
 # ------------------------------------------------------------------------------------------------ in the nursery
@@ -205,10 +209,10 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
         late = {pid for pid, due in dead.items() if now >= due}
         if late:
             found = _end_orphans(alive, late)  # what those leave in turn falls to us as well
-            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + GRACE)
+            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + guard.GRACE)
         if reader in ready:
             os.read(reader, 4096)
-            dead |= dict.fromkeys(_bury(channel, alive), now + GRACE)
+            dead |= dict.fromkeys(_bury(channel, alive), now + guard.GRACE)
         if fd in ready:
             try:
                 word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
@@ -237,7 +241,7 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:
         os.waitpid(pid, 0)
-    until = time.monotonic() + GRACE
+    until = time.monotonic() + guard.GRACE
     while _orphans(()) and time.monotonic() < until:
         time.sleep(0.01)
     while _end_orphans((), None):
@@ -257,18 +261,10 @@ def _orphans(alive: Collection[int]) -> dict[int, int]:
                 if state == "Z":
                     os.waitpid(pid, os.WNOHANG)
                 else:
-                    found[pid] = _marked(stat.parent) or int(session)
+                    # The worker that a program was started in; of a mere fork, whose environment is older, the session.
+                    mark = guard.mark_of(pid, guard.WORKER)
+                    found[pid] = int(mark if mark.isdecimal() else session)
     return found
-
-
-def _marked(process: Path) -> int:
-    """The worker that a program was started in, as its environment says; 0 where it does not, as in a mere fork."""
-    mark = f"{MARK}=".encode()
-    with contextlib.suppress(OSError, ValueError):  # not ours to read
-        for word in (process / "environ").read_bytes().split(b"\0"):
-            if word.startswith(mark):
-                return int(word.removeprefix(mark))
-    return 0
 
 
 def _end_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[int]:
@@ -285,7 +281,7 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
     code = 1
     try:
         os.setsid()
-        os.environ[MARK] = str(os.getpid())
+        os.environ[guard.WORKER] = str(os.getpid())
         die_with(nursery)
         name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)

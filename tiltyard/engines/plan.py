@@ -9,10 +9,8 @@ two of them per core, so that one steps its envs while the other waits for its d
 from __future__ import annotations
 
 import copy
-import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -21,14 +19,14 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.candidates import sharing
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native import has_stepper
-from tiltyard.machine import usable_cores
+from tiltyard.machine import free_cores, usable_cores
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import EnvSpec
 
 CHEAP = 100e-6  # seconds: an env step that costs less than acting does is not worth a process
-LOOK = 0.1  # seconds that the machine is watched for
 SMALL = 3e-3  # seconds: a gradient step that is over sooner gains nothing from a second thread
 GAIN = 1.15  # how much faster two threads must be than one
+FREE = 0.3  # of a core: as much of it must be free for a worker, and all but as much for a thread
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,20 @@ class Topology:
     """of the learner, where a checkpoint says so: results continue to the bit only with as many"""
 
 
-def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None, threads: int | None = None) -> Topology:
+def topology(
+    experiment: Experiment,
+    spec: EnvSpec,
+    groups: int | None = None,
+    threads: int | None = None,
+    *,
+    usable: int | None = None,
+    free: float | None = None,
+) -> Topology:
     """What engine.workers and engine.inference mean here. With as many `groups` of envs and `threads` as a checkpoint
-    has, its episodes can go on and nothing is rounded otherwise."""
+    has, its episodes can go on and nothing is rounded otherwise. Cores that are `usable` and `free` are looked for when
+    not said."""
     batched = is_batched(experiment, device_named(experiment.engine.device))
-    found = _workers(experiment, spec, groups, 2 if batched else 1)
+    found = _workers(experiment, spec, groups, 2 if batched else 1, usable, free)
     return replace(found, batched=batched and found.workers > 0, threads=threads)
 
 
@@ -58,7 +65,9 @@ def is_batched(experiment: Experiment, device: torch.device) -> bool:
     return engine.kind == "local" and device.type != "cpu" and len(experiment.cast) == 1
 
 
-def _workers(experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int) -> Topology:
+def _workers(
+    experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int, usable: int | None, free: float | None
+) -> Topology:
     engine = experiment.engine
     asked = engine.inference == "batched"  # which means workers, also where there would be none
     if engine.workers != "auto":
@@ -72,32 +81,32 @@ def _workers(experiment: Experiment, spec: EnvSpec, groups: int | None, per_core
         return Topology(int(engine.mode == "async"), "the env steps all rows in one call")
     if spec.step_seconds < CHEAP and engine.mode == "sync" and not asked:
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
-    cores = usable_cores()
+    usable = usable or usable_cores()
+    cores = max(1, min(usable, int((free or free_cores()) + 1 - FREE)))
     most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
     workers = sharing(engine.envs, most)
     if workers == 1 and engine.mode == "sync" and not asked:
-        return Topology(0, f"{cores} core{'s' if cores > 1 else ''} to use")
-    more = f" by {per_core} workers each" if per_core > 1 else ""
-    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {cores} cores to use{more}")
+        return Topology(0, _in_words(usable, cores))
+    more = f", {per_core} workers for each" if per_core > 1 else ""
+    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {_in_words(usable, cores)}{more}")
 
 
-def free_cores() -> float:
-    """How many of them nobody else is using, watched for a moment."""
-
-    def idle() -> float:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        return (int(fields[3]) + int(fields[4])) / os.sysconf("SC_CLK_TCK")
-
-    try:
-        before, began = idle(), time.monotonic()
-        time.sleep(LOOK)
-        return min(usable_cores(), (idle() - before) / (time.monotonic() - began) + 1.0)
-    except (OSError, ValueError, IndexError):
-        return float(usable_cores())
+def _in_words(usable: int, free: int) -> str:
+    busy = f", {usable - free} of them busy" if free < usable else ""
+    return f"{usable} core{'s' if usable > 1 else ''} to use{busy}"
 
 
-def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, chosen: Topology) -> tuple[int, str]:
-    """Torch threads of each learner, for gradient steps and for acting in the driver's process, and why."""
+def learner_threads(
+    experiment: Experiment,
+    spec: EnvSpec,
+    net: PolicyNet,
+    chosen: Topology,
+    *,
+    usable: int | None = None,
+    free: float | None = None,
+) -> tuple[int, str]:
+    """Torch threads of each learner, for gradient steps and for acting in the driver's process, and why. Cores that are
+    `usable` and `free` are looked for when not said."""
     asked = experiment.engine.threads
     if asked != "auto":
         return asked, "as set"
@@ -105,7 +114,7 @@ def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, chose
         return 1, "as always"
     busy = chosen.workers if experiment.engine.mode == "async" else 0
     learners = experiment.engine.learners  # which all work at the same time
-    most = (usable_cores() - busy) // learners
+    most = ((usable or usable_cores()) - busy) // learners
     if chosen.threads is not None and chosen.threads <= max(1, most):
         return chosen.threads, "as before"
     if most < 2:
@@ -115,15 +124,15 @@ def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, chose
     one = _gradient_step(experiment, spec, net)
     if one < SMALL:
         return 1, f"a gradient step takes {one * 1e3:.1f} ms"
-    free = int(free_cores() + 0.3) // learners
-    if free < 2:
+    threads = min(most, (int((free or free_cores()) + FREE) - busy) // learners)
+    if threads < 2:
         return 1, "the other cores are busy"
-    torch.set_num_threads(min(most, free))
+    torch.set_num_threads(threads)
     many = _gradient_step(experiment, spec, net)
     torch.set_num_threads(1)
     if one / many < GAIN:
-        return 1, f"{min(most, free)} threads were measured {one / many:.2f} times as fast"
-    return min(most, free), f"measured {one / many:.2f} times as fast as one"
+        return 1, f"{threads} threads were measured {one / many:.2f} times as fast"
+    return threads, f"measured {one / many:.2f} times as fast as one"
 
 
 def _gradient_step(experiment: Experiment, spec: EnvSpec, net: PolicyNet) -> float:

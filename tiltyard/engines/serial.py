@@ -20,6 +20,7 @@ from tiltyard.engines.cast import Cast
 from tiltyard.engines.collect import Collector, empty_rollout
 from tiltyard.engines.plan import Topology, learner_threads
 from tiltyard.engines.state import groups_left_out, read_state
+from tiltyard.envs.watch import calling_envs
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 
@@ -55,11 +56,12 @@ class SerialEngine:
         started = perf_counter()
         spent = {"env": 0.0, "inference": 0.0, "learn": 0.0}
         frames = -sum(group.envs.frames_taken for group in self.groups)
-        episodes = [
-            end
-            for group, part in zip(self.groups, self.parts, strict=True)
-            for end in group.fill(part, self.version, spent)
-        ]
+        with calling_envs():
+            episodes = [
+                end
+                for group, part in zip(self.groups, self.parts, strict=True)
+                for end in group.fill(part, self.version, spent)
+            ]
         episodes = self.cast.own_returns(episodes)
         frames += sum(group.envs.frames_taken for group in self.groups)
         batch = int(self.rollout.valid.sum())
@@ -83,11 +85,11 @@ class SerialEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path) -> None:
-        parts = {"groups": len(self.groups), "threads": self.threads, "version": self.version}
+    def save(self, folder: Path, *, cut: bool = False) -> None:
+        parts = {"groups": len(self.groups), "cut": cut, "threads": self.threads, "version": self.version}
         tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
-        for group in self.groups:
+        for group in [] if cut else self.groups:
             group.save(folder / "engine")
 
     def load(self, folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Where engines put what they are, below a checkpoint's `engine` folder, so that one can go on where another stopped.
 
-state      progress, the learner's state, the version of its weights, how many groups of envs and threads there are
+state      progress, the learner's state, the version of its weights, how many groups of envs and threads there are, and
+           whether these were cut: of a step that failed there are none
 group-N    envs, memory and random streams of one group, written by whoever has it
 past-NAME  past versions of a policy, where there is a pool of them
 serial     all of that in one, as written before version 0.2
@@ -32,7 +33,7 @@ def read_group(folder: Path, group: int) -> Tree | None:
     """The tree of one group; None when the checkpoint has fewer, or those of an engine that keeps them otherwise."""
     if not _is_old(folder):
         state = read_state(folder)
-        continued = group < state["groups"] and state.get("engine") != "rllib"
+        continued = group < state["groups"] and not state.get("cut") and state.get("engine") != "rllib"
         return read_tree(folder / "engine", f"group-{group}") if continued else None
     old = read_tree(folder / "engine", "serial")
     parts = {"seed": old.get("seed"), "draws": old["random"]["draws"], "generators": old["random"]["global"]}

@@ -11,7 +11,6 @@ Seeding loads the game anew and costs 0.1 s, as much as 200 env steps; to go on 
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from gymnasium import spaces
 
 from tiltyard.envs.tally import row_seeds
 from tiltyard.errors import UseError, did_you_mean
+from tiltyard.machine import usable_cores
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
@@ -150,7 +150,7 @@ class Ataris:
         one = Atari(game, **options)
         self.observation_space: gymnasium.Space[Any] = one.observation_space
         self._planes = one.planes
-        self._all = one.many(rows, threads or min(rows, len(os.sched_getaffinity(0))))
+        self._all = one.many(rows, min(rows, threads or usable_cores()))
         self._waiting: dict[int, Array] = {}  # first observations of rows that nobody has begun yet
         self._seeded = False
         self._rows = rows

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tiltyard import guard
 from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.envs.away import Away, Room
@@ -45,7 +47,18 @@ def make_copies(
     told: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """`copies` of an env, the first of which can draw itself with `render`. Where they live apart, they are `Away`.
-    `told` is called whenever another one is there."""
+    `told` is called whenever another one is there. As long as they are, what is started here ends with this process."""
+    guard.begin()
+    try:
+        made = _made(env, base, copies, render, seed, told)
+    except BaseException:
+        guard.end()
+        raise
+    weakref.finalize(made[0], guard.end).atexit = False
+    return made
+
+
+def _made(env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, told: Callable[[], None]) -> list[Any]:
     made: list[Any] = []
     if env.isolate == "none":
         for copy in range(copies):

@@ -9,6 +9,7 @@ The landlord imports what envs need before it forks, so that ten envs start near
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -34,6 +35,8 @@ from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
 from tiltyard.machine import resident_memory
 from tiltyard.refs import user_traceback
+
+STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
 
 
 class Resident:
@@ -177,6 +180,8 @@ def _live(fd: int) -> None:
         parent = os.getppid()
         os.setsid()
         die_with(parent)
+        if hasattr(os, "memfd_create"):
+            faulthandler.register(signal.SIGUSR1, os.memfd_create(STACK, os.MFD_CLOEXEC), all_threads=True)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it prints is seen when it does
         _serve(Line(socket.socket(fileno=fd)), Resident(alone=True))
     except (EOFError, BrokenPipeError):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 IDLE, STEPPING, RESETTING = range(3)  # what a group is doing, for whoever watches its beats
+HERE = np.zeros(2, np.int64)  # beats of all groups in this process that were given none of their own
 
 
 class EnvGroup:
@@ -64,7 +65,7 @@ class EnvGroup:
         beats: Array | None = None,
     ) -> None:
         """In beats[0] env calls are counted and in beats[1] it is told what is going on: a reader can see a hang."""
-        self._beats = (np.zeros(2, np.int64) if beats is None else beats).data
+        self._beats = (HERE if beats is None else beats).data
         self.env, self.spec, self.rows, self.first_row = env, spec, rows, first_row
         self.agents = len(spec.agents)  # rows of one copy
         self.copies = rows // self.agents

@@ -41,12 +41,14 @@ from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
+from tiltyard.run.logs import last_error
 from tiltyard.run.status import write_status
 
 if TYPE_CHECKING:
     from tiltyard.launch.ray_nodes import RayNode
 
 TICK = 0.5  # seconds between looks at the clock
+ECHO = 2.0  # seconds until the trainer's last words are in the job's log
 NOTICE = 5.0  # seconds that Ray takes to see that a part of its head is gone
 STILL = 2  # jobs in a row without a new checkpoint after which going on is of no use
 Word = Literal["done", "requeue", "late", "stopped", "failed", "again"]
@@ -71,9 +73,9 @@ class End:
     asked: str | None
     stop: bool
     """whether somebody typed `tiltyard stop`"""
-    began: int
-    ended: int
-    """env steps of the newest checkpoint, at the start and at the end of the job"""
+    began: int | None
+    ended: int | None
+    """env steps of the newest checkpoint, at the start and at the end of the job; None where nobody knows"""
     tries_left: int
     lost: str = ""
     """how Ray's head was lost"""
@@ -101,7 +103,8 @@ def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word
         if end.tries_left > 0:
             return "again", f"{how}; it is started again inside the job", counts
         return "failed", f"{how}, and was started again often enough", counts
-    counts = replace(counts, still=counts.still + 1 if end.ended <= end.began else 0)
+    still = end.ended is not None and end.ended <= (end.began or 0)
+    counts = replace(counts, still=counts.still + 1 if still else 0)
     if counts.still >= STILL:
         return "failed", f"no progress: {counts.still} jobs in a row ended at env step {end.ended:,}", counts
     if counts.requeues >= requeues:
@@ -110,7 +113,8 @@ def judge(end: End, counts: Counts, requeues: int, retry: int = 0) -> tuple[Word
     times = f"({counts.requeues} of at most {requeues} times)"
     if ended:
         return "late", f"ended while it saved, near its time limit; if it was that, back into the queue {times}", counts
-    return "requeue", f"the time limit is near: saved at env step {end.ended:,}, back into the queue {times}", counts
+    at = "" if end.ended is None else f" at env step {end.ended:,}"
+    return "requeue", f"the time limit is near: saved{at}, back into the queue {times}", counts
 
 
 class Agent:
@@ -160,7 +164,7 @@ class Agent:
             self.ray.end()
 
     def _see_through(self, environment: Mapping[str, str]) -> int:
-        began, tries, code = _saved(self.run), int(self.task["retry"]), EXIT_FAILED
+        began, tries, code = self._saved(), int(self.task["retry"]), EXIT_FAILED
         while True:
             if self._stop_wanted() or self.asked == "SIGTERM":
                 code = EXIT_RESUMABLE  # before it began
@@ -168,7 +172,7 @@ class Agent:
                 code = self._train(environment)
                 if self.ray is not None and code not in (EXIT_DONE, EXIT_RESUMABLE) and not self._lost:
                     self._lost = self.ray.lost(patience=NOTICE)  # it may end the trainer before it ends itself
-            end = End(code, self.asked, self._stop_wanted(), began, _saved(self.run), tries, self._lost, self._near)
+            end = End(code, self.asked, self._stop_wanted(), began, self._saved(), tries, self._lost, self._near)
             word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]), int(self.task["retry"]))
             if word != "again":
                 break
@@ -201,6 +205,8 @@ class Agent:
             self._write_status(state="queued", reason="")
             self._tell("requeued", sentence)
         elif word == "failed" and state != "failed":
+            said = self._last_error()
+            sentence = f"{sentence}: {said}" if said else sentence
             self._write_status(state="failed", reason=f"{sentence}; see logs/job-{self.job}.out")
             self._tell("failed", sentence)
         elif word in ("late", "stopped") and (sentence or state != "stopped"):
@@ -208,6 +214,13 @@ class Agent:
             self._write_status(state="stopped", reason=said)
             self._tell("stopped", said)
         disk.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {word}\n")
+
+    def _last_error(self) -> str:
+        """What the trainer gave as its reason, which srun brings into the job's log a moment later."""
+        log, until = self.run.folder / "logs" / f"job-{self.job}.out", time.monotonic() + ECHO
+        while not (said := last_error(log)) and log.exists() and time.monotonic() < until:
+            time.sleep(TICK)
+        return said
 
     # -- the trainer
 
@@ -293,6 +306,12 @@ class Agent:
         except (OSError, ValueError, TypeError):
             return Counts()
 
+    def _saved(self) -> int | None:
+        """Env steps of the newest checkpoint; of another program, which need not record any, the last recorded."""
+        if self.task.get("program"):
+            return max((int(record["env_steps"]) for record in metrics.read(self.run)), default=None)
+        return max((each.env_steps for each in checkpoint.list_checkpoints(self.run)), default=0)
+
     def _stop_wanted(self) -> bool:
         return (self.folder / STOP).exists()
 
@@ -308,13 +327,6 @@ class Agent:
         log_event(self.run, kind, sentence, job=self.job, restart=self.restart)
         sys.stdout.write(f"{sentence}\n")
         sys.stdout.flush()
-
-
-def _saved(run: Run) -> int:
-    """Env steps of the newest checkpoint; of another program, the last that it recorded."""
-    if run.checkpoints.exists():
-        return max((each.env_steps for each in checkpoint.list_checkpoints(run)), default=0)
-    return max((int(record["env_steps"]) for record in metrics.read(run)), default=0)
 
 
 def _end_time(ask: str = "") -> float | None:

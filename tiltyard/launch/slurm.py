@@ -59,12 +59,12 @@ def submit(
     return number
 
 
-def make_folder(run: Run, told: Mapping[str, object]) -> None:
-    """The run's folder for a job to come, without what an earlier one left."""
+def make_folder(run: Run, told: Mapping[str, object], kept: Sequence[str] = ()) -> None:
+    """The run's folder for a job to come, without what an earlier one left but for what is `kept`."""
     folder = run.folder / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     (run.folder / "logs").mkdir(exist_ok=True)
-    for stale in (STOP, AGAIN, COUNTS, VERDICT):
+    for stale in {STOP, AGAIN, COUNTS, VERDICT}.difference(kept):
         (folder / stale).unlink(missing_ok=True)
     disk.write_json(folder / TASK, told)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "leaky_relu": F.leaky_relu,
 }
+# For what nobody else will look at: a third less memory to go through.
+IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {F.relu: F.relu_}
 ONE_HOT_MOST = 1024  # categories beyond this get a learned vector: a one-hot of them would be mostly zeros to multiply
 EMBEDDING = 64
 WORDS = 4096  # hashed word ids are 1..4095, 0 is padding
@@ -174,11 +177,11 @@ def as_numbers(x: Tensor) -> Tensor:
     return x.to(torch.float32).div_(255.0) if x.dtype is torch.uint8 else x
 
 
-def as_pictures(x: Tensor, channels_first: bool) -> Tensor:
-    """[N, image] -> [N, channels, height, width], bytes as 0..1, with channels innermost in memory: convolutions are a
-    third faster that way. Bytes are moved before they become four times as large."""
+def innermost(x: Tensor, channels_first: bool) -> Tensor:
+    """[N, image] -> [N, channels, height, width] with channels innermost in memory: convolutions are a third faster
+    that way. Bytes stay bytes: moved now, before they become four times as large."""
     x = x if channels_first else x.permute(0, 3, 1, 2)
-    return as_numbers(x.contiguous(memory_format=torch.channels_last))
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 class Convolutions(nn.Module):
@@ -198,7 +201,8 @@ class Convolutions(nn.Module):
         super().__init__()
         channels, height, width, self.channels_first = image_shape(spec, name, least)
         self.small = max(height, width) <= SMALL
-        self.activation = activation_named(activation)
+        named = activation_named(activation)
+        self.activation = IN_PLACE.get(named, named)
         self.layers = nn.ModuleList()
         for out, kernel, stride, padding in layers:
             layer = nn.Conv2d(channels, out, kernel, stride, padding)
@@ -211,15 +215,21 @@ class Convolutions(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
+        bytes_, rest = x.dtype is torch.uint8, self.layers[1:]
         if self.channels_first and self.small and not torch.is_grad_enabled():
             # Without a backward pass it is cheaper to move what the first convolution leaves than what it takes.
-            first = self.activation(self.layers[0](as_numbers(x)))
-            x, rest = first.contiguous(memory_format=torch.channels_last), self.layers[1:]
+            x = self._first(x.to(torch.float32), bytes_).contiguous(memory_format=torch.channels_last)
         else:
-            x, rest = as_pictures(x, self.channels_first), self.layers
+            x = self._first(innermost(x, self.channels_first).to(torch.float32), bytes_)
         for layer in rest:
             x = self.activation(layer(x))
         return self.activation(self.out(x.flatten(1)))
+
+    def _first(self, x: Tensor, bytes_: bool) -> Tensor:
+        """The first layer. Of bytes its weights are divided by 255, which are fewer than the pixels."""
+        layer = cast(nn.Conv2d, self.layers[0])
+        weight = layer.weight / 255.0 if bytes_ else layer.weight
+        return self.activation(F.conv2d(x, weight, layer.bias, layer.stride, layer.padding))
 
 
 def Simple(spec: ArraySpec, *, size: int = 256, activation: str = "relu") -> nn.Module:
@@ -263,7 +273,7 @@ class ResNet(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        x, act = as_pictures(x, self.channels_first), self.activation
+        x, act = as_numbers(innermost(x, self.channels_first)), self.activation
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
             enter, one, two, three, four = stage

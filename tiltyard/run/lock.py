@@ -234,7 +234,7 @@ class Lock:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         # The folder may have been moved to the trash by `remove`: then there is nothing to give back.
-        with contextlib.suppress(OSError, UseError), self._guard():
+        with contextlib.suppress(OSError, UseError), guard(self.run):
             if self._is_mine():
                 (self.run.folder / LOCK).unlink()
 
@@ -251,7 +251,7 @@ class Lock:
 
     def _try(self, given_up: Owner | None = None) -> Owner | None:
         """Take the lock, or return the owner elsewhere who must be watched first, or raise for one alive here."""
-        with self._guard():
+        with guard(self.run):
             owner = read_owner(self.run.folder)
             if owner is not None and not self._may_take(owner, given_up):
                 if life(owner) == "unknown":
@@ -300,7 +300,7 @@ class Lock:
     def _look(self) -> None:
         """See whether the run is still ours; if so move the heartbeat, else remember whose it is."""
         # A full or unreachable disk must not end the run: the next beat may succeed.
-        with contextlib.suppress(OSError, UseError), self._guard():
+        with contextlib.suppress(OSError, UseError), guard(self.run):
             if self._ended.is_set():
                 return
             if not self._is_mine():
@@ -310,27 +310,29 @@ class Lock:
             self._beat += 1
             self._write()
 
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        path = self.run.folder / GUARD
+
+@contextlib.contextmanager
+def guard(run: Run) -> Iterator[None]:
+    """What is done under it is done by one process at a time, on any machine."""
+    path = run.folder / GUARD
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UseError(
+            f"run {run.id} cannot be written: {run.folder}: {error.strerror}",
+            "check the folder's owner and permissions, or fork the run into a runs folder of your own",
+        ) from error
+    try:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             raise UseError(
-                f"run {self.run.id} cannot be written: {self.run.folder}: {error.strerror}",
-                "check the folder's owner and permissions, or fork the run into a runs folder of your own",
+                f"{path} cannot be locked: {error.strerror}",
+                "keep runs on a file system that supports flock (local disks and NFS 4 do)",
             ) from error
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            except OSError as error:
-                raise UseError(
-                    f"{path} cannot be locked: {error.strerror}",
-                    "keep runs on a file system that supports flock (local disks and NFS 4 do)",
-                ) from error
-            yield
-        finally:
-            os.close(handle)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _restarted(owner: Owner, me: Owner) -> bool:

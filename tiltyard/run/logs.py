@@ -26,3 +26,13 @@ def last_line(path: Path) -> str:
     """The last line of a text file, cut to what fits into a sentence; empty when it says nothing."""
     text = path.read_bytes()[-2000:].decode("utf-8", "replace").strip()
     return text.splitlines()[-1][:200] if text else ""
+
+
+def last_error(path: Path) -> str:
+    """What the last line that begins with `error:` says, of a command's output; empty where there is none."""
+    try:
+        text = path.read_bytes()[-20_000:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else ""

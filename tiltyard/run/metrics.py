@@ -189,7 +189,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("lag/mean", "updates", "How old the weights were that acted in this batch; asynchronous mode only."),
     Metric("lag/max", "updates", "Age of the oldest weights that acted in this batch."),
     Metric("lag/<updates>", "0 to 1", "Share of the batch whose weights were that many updates old."),
-    Metric("lag/discarded", "slots", "Rollouts thrown away in this attempt because they were older than max_lag."),
+    Metric("lag/discarded", "env steps", "Thrown away in this attempt because they were older than max_lag."),
     Metric(
         "policy/<name>/return",
         "reward",

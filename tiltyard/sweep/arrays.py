@@ -13,6 +13,7 @@ is forgotten, for good: a task that starts in spite of that ends at once.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,9 @@ def _parts(many: Sequence[Any], largest: int) -> list[Sequence[Any]]:
 
 
 def _silent() -> TiltyardError:
-    return TiltyardError("Slurm gives no answer about the sweep's jobs here", "type this where Slurm answers")
+    """What is missing stays so; what gives no answer may give one later."""
+    kind = TiltyardError if shutil.which("squeue") else UseError
+    return kind("Slurm gives no answer about the sweep's jobs here", "type this where Slurm answers")
 
 
 def most_tasks() -> int:

@@ -25,6 +25,7 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardErro
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.logs import last_error
 from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
@@ -58,8 +59,9 @@ class Backend(Protocol):
     def cancel(self, numbers: Iterable[int]) -> None: ...
 
 
-def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say) -> int:
-    """Run a sweep until nothing is left to do; the exit code: 0 all finished, 1 some failed, 75 stopped."""
+def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say, *, leave_stopped: bool = False) -> int:
+    """Run a sweep until nothing is left to do; the exit code: 0 all finished, 1 some failed, 75 stopped. With
+    `leave_stopped` that does not include trials that were stopped before."""
     try:
         lock = Lock.acquire(Run(sweep.folder))
     except UseError as error:
@@ -74,7 +76,7 @@ def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say)
         plan = sweep.plan()
         search.require_optuna(plan)
         sweep.stop_file.unlink(missing_ok=True)
-        controller = Controller(sweep, plan, backend(sweep, plan), say)
+        controller = Controller(sweep, plan, backend(sweep, plan), say, leave_stopped=leave_stopped)
         while not controller.over:
             lock.check()
             controller.step(stop=bool(signals.asked) or sweep.stop_file.exists())
@@ -85,8 +87,9 @@ def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say)
 class Controller:
     """One controller's life. What it remembers can be lost: the disk says the same."""
 
-    def __init__(self, sweep: Sweep, plan: Plan, backend: Backend, say: Say) -> None:
+    def __init__(self, sweep: Sweep, plan: Plan, backend: Backend, say: Say, *, leave_stopped: bool = False) -> None:
         self.sweep, self.plan, self.backend, self.say = sweep, plan, backend, say
+        self._leave_stopped = leave_stopped
         self.trials = {trial.number: trial for trial in sweep.trials()}
         self.rows: dict[int, Row] = {}
         self.due: dict[int, float] = {}  # trial -> time from which it may be started
@@ -167,8 +170,10 @@ class Controller:
 
     def _goes_on(self, row: Row) -> bool:
         """Whether a trial that somebody stopped does: a person has started the sweep since."""
+        if not self.backend.queues:
+            return not self._leave_stopped
         started = [str(each["time"]) for each in self.sweep.decisions() if each["kind"] == "start"]
-        return not self.backend.queues or row.updated <= max(started, default="")
+        return row.updated <= max(started, default="")
 
     def _look_at_failure(self, row: Row, reason: str) -> None:
         """One that failed when nobody looked is written down now, once."""
@@ -205,7 +210,7 @@ class Controller:
         for number, asked in again.items():
             # Who seems to be at work was tried again already, or has failed and nobody looked yet: see `_forgiven`.
             if number in self.rows and number not in at_work:
-                self.due.setdefault(number, 0.0)
+                self.due[number] = 0.0
                 self._forgave[number] = asked
 
     def _fill(self) -> None:
@@ -258,7 +263,9 @@ class Controller:
             ready = self.population.order(ready)
         if not ready and len(self.trials) < len(self.pairs) and self.backend.room(None):
             self._ask()
-            ready = [number for number in (len(self.trials),) if number in self.due]
+            ready = [len(self.trials)]
+            if ready[0] not in self.due:  # it makes no experiment, and there is room for the next one
+                return True
         # One that somebody is at still must not keep the others waiting.
         return any(self._start(number, ready) for number in ready if self.backend.room(number))
 
@@ -325,12 +332,8 @@ class Controller:
             self.due[number] = _moment(known[-1]["time"]) + wait if known else 0.0
 
     def _last_words(self, number: int) -> str:
-        try:
-            said = (self.sweep.folder / OUTPUT / f"{number:04d}.log").read_bytes()[-4000:].decode("utf-8", "replace")
-        except OSError:
-            return ""
-        errors = [line for line in said.splitlines() if line.startswith("error: ")]
-        return f": {errors[-1].removeprefix('error: ')}" if errors else ""
+        said = last_error(self.sweep.folder / OUTPUT / f"{number:04d}.log")
+        return f": {said}" if said else ""
 
     # -- ending
 

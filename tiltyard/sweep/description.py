@@ -64,7 +64,10 @@ class ParamGrid:
     def generate_params(self, randomize: bool = False) -> Iterator[Point]:
         """Every combination, the last parameter fastest, or in another order, which is always the same."""
         rows = []
-        for names, values in self.grid_tuples:
+        for names, given in self.grid_tuples:
+            values = list(given)
+            if not values:
+                raise UseError(f"the grid has no value for {names!r}", "give at least one, or leave the name out")
             if isinstance(names, str):
                 rows.append([{names: value} for value in values])
                 continue
@@ -111,8 +114,11 @@ class RunDescription:
 
     def _plan(self, experiment: Experiment) -> dict[str, Any]:
         name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", f"{self.run_name}-{experiment.name}").strip("-.")[:80]
-        plan = {"name": name, "environment": dict(experiment.env_vars), **self.settings}
-        words, points = shlex.split(experiment.command), experiment.points()
+        plan = {"name": name, **self.settings}
+        variables = self.settings.get("environment", {})
+        if isinstance(variables, Mapping):  # else whoever reads the plan says what is wrong with it
+            plan["environment"] = {**variables, **experiment.env_vars}
+        words, points = _words(experiment.command), experiment.points()
         target = _trained(words)
         if target is None:
             flags = {"flag": self.param_prefix, "name_flag": self.experiment_arg_name}
@@ -122,6 +128,13 @@ class RunDescription:
         changes = dict(parse_override(word) for word in target[1:])
         points, found = _without_seeds([{**changes, **point} for point in points])
         return {**plan, "experiment": target[0], "points": points, **({"seeds": found} if found else {})}
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise UseError(f"{command!r} is no command: {error}", "quote it as in a shell") from None
 
 
 def _trained(words: Sequence[str]) -> list[str] | None:

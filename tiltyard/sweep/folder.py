@@ -30,7 +30,8 @@ from tiltyard.config.place import runs_root
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
-from tiltyard.run.lock import seems_alive
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import guard, seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.status import RUN_FOLDER, SWEEP_FOLDER
 
@@ -109,8 +110,11 @@ class Sweep:
 
     def decide(self, kind: str, **facts: Any) -> None:
         """Write a decision down; only then is it acted upon. kinds: start, retry, extend, failed, ended early, and
-        those of a population (lineage.py): period, exploit, stays."""
-        disk.append_line(self.folder / DECISIONS, disk.to_json({"time": disk.now(), "kind": kind, **facts}))
+        those of a population (lineage.py): period, exploit, stays.
+
+        People and controllers decide on several machines at once, and NFS does not append in one step."""
+        with guard(Run(self.folder)):
+            disk.append_line(self.folder / DECISIONS, disk.to_json({"time": disk.now(), "kind": kind, **facts}))
 
     def add_to_manifest(self, trial: Trial) -> None:
         disk.append_line(self.folder / MANIFEST, disk.to_json(_line(trial)))
@@ -259,9 +263,10 @@ def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     """The sweep that `text` means: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 where that is the
     only one, cartpole (its newest) or last (the newest of all)."""
     root = runs_root() if root is None else root
-    given = os.fspath(text).rstrip("/")
-    path = Path(given).absolute()
-    for folder in (path, *path.parents):
+    given, path = os.fspath(text).rstrip("/"), disk.absolute(Path(text))
+    # A name is looked for below the root, wherever it is typed: also inside another sweep's folder.
+    into = path.exists() and ("/" in os.fspath(text) or given.startswith("."))
+    for folder in (path, *(path.parents if into else ())):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
             return Sweep(disk.absolute(folder))
     every = sweeps(root)

@@ -2,6 +2,7 @@
 
     submitted   status.json says `queued`, and which folder the job has: slurm/array-0001, template/job-0007
     at work     the queue says that it waits or runs, and the trial is not over yet
+    comes back  its agent saved near the job's time limit: due again, in a new job; Slurm's go back by themselves
     gone        the queue knows it no more, and the trial says nothing of its end: it has failed
 
 All of it is asked anew in every turn. The profile is kept with the sweep, as it was when a person last started it:
@@ -21,7 +22,7 @@ from typing import Any
 from tiltyard.config.plans import Plan
 from tiltyard.config.site import Profile, load_site, pick_profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import FOLDER, STOP, queue
+from tiltyard.launch import COUNTS, FOLDER, STOP, VERDICT, queue
 from tiltyard.launch.queue import Told
 from tiltyard.launch.slurm import make_folder, task, write_private
 from tiltyard.run import disk
@@ -76,6 +77,10 @@ class Jobs(ABC):
     def job_of(self, run: Run, status: dict[str, Any]) -> str | None:
         """The job that a trial was last submitted as."""
 
+    def comes_back(self, run: Run, status: Mapping[str, Any]) -> bool:
+        """Whether the last job of a trial ended so that another is to go on with it, which is no failure."""
+        return False
+
     @abstractmethod
     def withdraw(self, jobs: Mapping[int, str]) -> None:
         """Take jobs that wait out of the queue."""
@@ -103,13 +108,17 @@ class Jobs(ABC):
             if _is_over(status):
                 continue
             state, told = observed_state(self.sweep.place(number), status), answers.get(number)
+            run = Run(self.sweep.place(number))
+            back = self.comes_back(run, status)
             if number == self.own:
-                if state in SILENT:
+                if state in SILENT and not back:
                     self._gone[number] = f"its agent said nothing{_last_line(self.sweep.place(number))}"
             elif (told is not None and (told.waits or told.runs)) or (state == "running" and not self._in_job(number)):
                 self.work[number] = asked.get(number, "")
-            elif told is not None and state != "stopped":
+            elif told is not None and state != "stopped" and not back:
                 self._note_end(number, told, state)
+            if back and number not in self.work and self.sweep.stop_file.exists():
+                set_status(run, state="stopped", reason="asked to stop")
         return set(self.work)
 
     def _in_job(self, number: int) -> bool:
@@ -180,7 +189,7 @@ class Jobs(ABC):
         run = start.run
         with Lock.acquire(run):
             before = run.status()
-            make_folder(run, self.task())
+            make_folder(run, self.task(), (COUNTS, VERDICT) if self.comes_back(run, before) else ())
             launcher, name = self.profile.launcher, self.profile.name
             job = {"launcher": launcher, "profile": name, "array": place, "submitted": disk.now(), **more}
             write_status(run, state="queued", reason="", job=job)

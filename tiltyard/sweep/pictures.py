@@ -65,12 +65,17 @@ def _saved(figure: Any, out: Path) -> Path:
     return out
 
 
+def _plain(text: str) -> str:
+    """What matplotlib draws as it is: between two $ it would look for a formula."""
+    return text.replace("$", r"\$")
+
+
 def _figure(title: str, width: float = 8.0, height: float = 4.5) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", color=_INK, fontsize=12)
+    axes.set_title(_plain(title), loc="left", color=_INK, fontsize=12)
     axes.tick_params(colors=_SOFT, length=0)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
@@ -95,7 +100,7 @@ def _curves(report: Report, groups: list[Group]) -> Any:
         if report.plan.search == "population":  # whose settings were others before: lineage.png tells
             words = f"member {group.rows[0].trial.number}"
         marker = "o" if len(steps) == 1 else None
-        axes.plot(steps, middle, color=colour, linewidth=1.8, marker=marker, label=words or "the experiment")
+        axes.plot(steps, middle, color=colour, linewidth=1.8, marker=marker, label=_plain(words) or "the experiment")
         if len(found) > 1:
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     seeds = max(len(group.values) for group in best)
@@ -144,7 +149,7 @@ def _importance(report: Report, found: list[tuple[str, float]]) -> Any:
     figure, axes = _figure(
         f"what matters for {report.plan.metric.name}   {report.sweep.id}", height=1.3 + 0.4 * len(found)
     )
-    names = [name for name, _ in found][::-1]
+    names = [_plain(name) for name, _ in found][::-1]
     values = [100 * share for _, share in found][::-1]
     bars = axes.barh(names, values, color=_COLOURS[0], height=0.55)
     axes.bar_label(bars, labels=[f"{value:.0f} %" for value in values], padding=4, color=_INK, fontsize=9)
@@ -169,13 +174,14 @@ def _parallel(report: Report, groups: list[Group]) -> Any:
         good = height if report.plan.better > 0 else 1 - height
         line = [places[key][0](group.settings.get(key)) for key in keys] + [height]
         axes.plot(range(len(line)), line, color=colours(0.05 + 0.95 * good), linewidth=1.0 + 1.2 * good, alpha=0.8)
-    for x, key in enumerate([*keys, report.plan.metric.name]):
+    names = [*keys, report.plan.metric.name]
+    for x, key in enumerate(names):
         axes.axvline(x, color=_GRID, linewidth=1.2, zorder=0)
         marks = places[key][1] if key in places else [(0.0, f"{low:.4g}"), (1.0, f"{high:.4g}")]
         for y, word in marks:
             side = {"ha": "left", "xytext": (5, 0)} if x < len(keys) else {"ha": "left", "xytext": (6, 0)}
             axes.annotate(
-                word,
+                _plain(word),
                 (x, y),
                 textcoords="offset points",
                 va="center",
@@ -184,7 +190,7 @@ def _parallel(report: Report, groups: list[Group]) -> Any:
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
                 **side,
             )
-    axes.set_xticks(range(len(keys) + 1), [*keys, report.plan.metric.name], color=_INK, fontsize=9)
+    axes.set_xticks(range(len(names)), [_plain(name) for name in names], color=_INK, fontsize=9)
     axes.set_yticks([])
     axes.set_xlim(-0.15, len(keys) + 0.35)
     axes.set_ylim(-0.06, 1.06)
@@ -223,7 +229,7 @@ def _lineage(report: Report) -> Any:
     figure = Figure(figsize=(8.0, 3.6 + 1.5 * len(moved)), dpi=160, facecolor="white", layout="constrained")
     ratios = [2.4, *(1.0 for _ in moved)]
     panels = figure.subplots(1 + len(moved), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    panels[0].set_title(f"{metric}   {report.sweep.id}", loc="left", color=_INK, fontsize=12)
+    panels[0].set_title(_plain(f"{metric}   {report.sweep.id}"), loc="left", color=_INK, fontsize=12)
     for row in report.rows:
         colour = _COLOURS[(row.trial.number - 1) % len(_COLOURS)]
         for settings, found in _lives(story, row, metric):
@@ -238,7 +244,7 @@ def _lineage(report: Report) -> Any:
             panels[0].annotate("", *ends, arrowprops={"arrowstyle": "->", "color": colour, "linestyle": ":"})
     logged = {each.key for each in dimensions(report.plan) if isinstance(each, Span) and each.log}
     for panel, key in zip(panels[1:], moved, strict=True):
-        panel.set_title(key, loc="left", color=_SOFT, fontsize=9)
+        panel.set_title(_plain(key), loc="left", color=_SOFT, fontsize=9)
         panel.set_yscale("log" if key in logged else "linear")
     for panel in panels:
         panel.tick_params(colors=_SOFT, length=0)

@@ -27,7 +27,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.status import STATUS
 from tiltyard.run.stretches import PAUSED, Stretches
 from tiltyard.run.stretches import read as read_stretches
-from tiltyard.sweep import lineage
+from tiltyard.sweep import lineage, results
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.lineage import Copy, Lineage
 from tiltyard.sweep.members import dials, draws
@@ -100,9 +100,10 @@ class Population:
         if not story.undecided(number):
             return
         over = story.count(number)
-        rng = draws(self.plan, number, over)
-        source = rules.source_for(self.rules, story.members(), number, rng)
-        if source is None or self._awaited(story):
+        rng, failed = draws(self.plan, number, over), self._failed()
+        ranked = [each for each in story.members() if each.number not in failed]
+        source = rules.source_for(self.rules, ranked, number, rng)
+        if source is None or self._awaited(story, failed):
             self.sweep.decide("stays", trial=number, period=over)
             return
         own, theirs = story.periods[number][-1], story.periods[source][-1]
@@ -128,10 +129,18 @@ class Population:
             source_score=theirs.score,
         )
 
-    def _awaited(self, story: Lineage) -> bool:
+    def _failed(self) -> set[int]:
+        """Who failed once too often, whether it said so or was killed: nobody waits for it, and it holds no place among
+        the best or the worst. Whoever is tried again by itself is none of these."""
+        known = results.failures(self.sweep.decisions())
+        often = [trial for trial in self.sweep.trials() if len(known.get(trial.number, ())) > self.plan.retries]
+        return {row.trial.number for row in results.rows(self.sweep, self.plan, often) if row.state == "failed"}
+
+    def _awaited(self, story: Lineage, failed: set[int]) -> bool:
         """Whether somebody has not come to the end of a first period yet, and will: nobody is the worst before that."""
-        unknown = [Run(self.sweep.place(number)) for number, periods in story.periods.items() if not periods]
-        return any(not run.folder.exists() or run.status()["state"] not in ("finished", "failed") for run in unknown)
+        unknown = [number for number, periods in story.periods.items() if not periods and number not in failed]
+        runs = [Run(self.sweep.place(number)) for number in unknown]
+        return any(not run.folder.exists() or run.status()["state"] != "finished" for run in runs)
 
     def _score(self, run: Run, copy: Copy | None) -> float | None:
         """The newest value of the metric, of those that the member recorded since it is what it is."""

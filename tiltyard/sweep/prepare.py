@@ -91,6 +91,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     points = _points(plan, many)
     built = _build(plan, _tried(plan, found, points), base)
     _check_metric(plan, built)
+    _check_stop(plan, built)
     if plan.search == "population":
         from tiltyard.sweep.members import check
 
@@ -101,6 +102,18 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
         for experiment in built:
             slurm.check(chosen, experiment)
     return Prepared(name, plan, points, base, chosen, plugins, kept)
+
+
+def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool = False) -> None:
+    """What `prepare` checks, for so many more combinations and seeds of a sweep."""
+    before = wanted(plan, fixed_count(plan), sweep.decisions())
+    known, runs = max(point for point, _ in before), len({seed for _, seed in before})
+    count = len(before) + points * runs + seeds * (known + points)
+    if count > MANY and not many:
+        raise UseError(f"{sweep.id} would have {count:,} trials", "add --yes if all of them are meant")
+    if points and not plan.adaptive and plan.program is None:
+        base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
+        _try_out(_build(plan, fixed_points(plan, known + points)[known:], base), base)
 
 
 def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
@@ -277,6 +290,16 @@ def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
     if plan.metric.name.startswith("eval/") and not all(evaluates(each) for each in built):
         hint = "set eval.at_end: true in the experiment, or compare by train/return"
         raise UseError(f"metric = {plan.metric.name} needs evaluations, and a trial would make none", hint)
+
+
+def _check_stop(plan: Plan, built: Sequence[Experiment]) -> None:
+    """ConfigError for a rule that could never end anybody."""
+    ends = [each.stop.env_steps for each in built]
+    if plan.stop is None or any(end is None or end > plan.stop.after for end in ends):
+        return
+    message = f"no trial goes on after that: stop.env_steps = {max(filter(None, ends)):,} in the experiment"
+    hint = "judge trials earlier, or leave stop out"
+    raise ConfigError([Problem("stop.after", f"{plan.stop.after:,}", message, hint)], "the plan")
 
 
 def _try_out(

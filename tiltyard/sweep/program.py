@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiltyard import processes
 from tiltyard.children import die_with
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known
 GRACE = 60.0  # seconds that they have to save and end
 LOOK = 0.05
+NOT_STARTED = 127  # as a shell says it
 
 
 def check(plan: Plan) -> None:
@@ -120,30 +122,7 @@ def run(folder: Path) -> int:
         began = time.monotonic()
         _end(folder, 0.0)  # what an attempt left behind whose own process was killed
         with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
-            environment = {**os.environ, TRIAL: str(folder)}
-            first, *rest = told["command"]
-            words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
-            # Whoever finds this process gone may start the trial again: the program must not be at it still.
-            child = subprocess.Popen(
-                words,
-                stdout=log,
-                stderr=log,
-                cwd=told["folder"],
-                env=environment,
-                preexec_fn=partial(die_with, os.getpid()),
-                start_new_session=True,
-            )
-
-            def forward(number: int, frame: FrameType | None) -> None:
-                asked.append(number)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGTERM)  # a shell would not pass it on to what it runs
-
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-                signal.signal(number, forward)
-            code = child.wait()
-            if asked:
-                _end(folder, GRACE)
+            code = _perform(folder, told, log, asked)
         if code == 0:
             state, reason, result = "finished", "exit code 0", EXIT_DONE
         elif asked or code == EXIT_RESUMABLE:
@@ -159,6 +138,38 @@ def run(folder: Path) -> int:
         write_status(trial, state=state, reason=reason, progress=progress)
         log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
     return result
+
+
+def _perform(folder: Path, told: Mapping[str, Any], log: BinaryIO, asked: list[int]) -> int:
+    """The exit code of the program, once it has ended; signals that asked for its end are added to `asked`."""
+    first, *rest = told["command"]
+    words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
+    try:
+        # Whoever finds this process gone may start the trial again: the program must not be at it still.
+        child = subprocess.Popen(
+            words,
+            stdout=log,
+            stderr=log,
+            cwd=told["folder"],
+            env={**os.environ, TRIAL: str(folder)},
+            preexec_fn=partial(die_with, os.getpid()),
+            start_new_session=True,
+        )
+    except OSError as error:  # the program, or the folder that it is started in
+        log.write(f"{words[0]} could not be started: {error.filename}: {error.strerror}\n".encode())
+        return NOT_STARTED
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)  # a shell would not pass it on to what it runs
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, forward)
+    code = child.wait()
+    if asked:
+        _end(folder, GRACE)
+    return code
 
 
 def _end(folder: Path, grace: float) -> None:

@@ -92,7 +92,7 @@ def _distribution(each: Dimension) -> Any:
     if each.whole:
         return IntDistribution(int(each.low), int(each.high), log=each.log, step=int(each.step or 1))
     if each.step is not None:
-        return FloatDistribution(each.low, each.spread()[-1], step=each.step)
+        return FloatDistribution(each.low, each.after(each.count() - 1), step=each.step)
     return FloatDistribution(each.low, each.high, log=each.log)
 
 

@@ -64,7 +64,7 @@ def _reserved(keys: Mapping[str, str], plan: Plan) -> list[Problem]:
 
 
 def grid_size(found: Sequence[Dimension]) -> int:
-    return math.prod(len(each.values) if isinstance(each, Choices) else len(each.spread()) for each in found)
+    return math.prod(len(each.values) if isinstance(each, Choices) else each.count() for each in found)
 
 
 def grid(found: Sequence[Dimension]) -> list[Point]:

@@ -22,8 +22,8 @@ from typing import Any
 
 from tiltyard.config import site
 from tiltyard.config.site import ENTERED, PLACEHOLDER, Profile, Slurm
-from tiltyard.errors import TiltyardError
-from tiltyard.launch import JOB, NUMBER, SCRIPT, SECRETS
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.launch import FOLDER, JOB, NUMBER, SCRIPT, SECRETS, VERDICT
 from tiltyard.launch.commands import hear
 from tiltyard.launch.queue import Told
 from tiltyard.launch.script import GO_ON, set_up, turn
@@ -47,13 +47,15 @@ class Template(Jobs):
         return {number: self._poll(job) for number, job in jobs.items()}
 
     def _poll(self, job: str) -> Told:
-        command, alive = words(self.commands.poll, {"id": job}), self.commands.alive
+        """A command that fails may only have found no network: it tells nothing, unless the site file says so."""
+        command, alive, gone = words(self.commands.poll, {"id": job}), self.commands.alive, self.commands.gone
         done = run(command)
-        if alive is None:
-            return Told("RUNNING" if done.returncode == 0 else "GONE")
-        if done.returncode != 0:
-            raise TiltyardError(f"{shlex.join(command)} gives no answer: {_said(done)}", "try again later")
-        return Told("RUNNING" if re.search(alive, done.stdout) else _said(done)[:100])
+        if done.returncode == 0:
+            return Told("RUNNING" if alive is None or re.search(alive, done.stdout) else _said(done)[:100])
+        if not (alive is None if gone is None else re.search(gone, done.stdout + done.stderr)):
+            hint = "try again later; if that is what it says of a job that it has forgotten, set template.gone"
+            raise TiltyardError(f"{shlex.join(command)} gives no answer: {_said(done)}", hint)
+        return Told("GONE")
 
     def job_of(self, run: Run, status: dict[str, Any]) -> str | None:
         job = status.get("job")
@@ -63,6 +65,14 @@ class Template(Jobs):
             return (run.folder.parent / str(job["array"]) / NUMBER).read_text().strip()
         except OSError:
             return None
+
+    def comes_back(self, run: Run, status: Mapping[str, Any]) -> bool:
+        try:
+            of, _, word = (run.folder / FOLDER / VERDICT).read_text().split()
+        except (OSError, ValueError):
+            return False
+        job = status.get("job") or {}
+        return word == "requeue" and job.get("array") == f"{PLACE}/job-{of}"
 
     def withdraw(self, jobs: Mapping[int, str]) -> None:
         for job in jobs.values():
@@ -173,7 +183,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return hear(command)
     except FileNotFoundError as error:
-        raise TiltyardError(f"there is no {command[0]} here", "type this where it is") from error
+        raise UseError(f"there is no {command[0]} here", "type this where it is") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise TiltyardError(f"{command[0]} gives no answer: {error}", "try again later") from error
 

@@ -3,7 +3,8 @@
     take the lock -> see what the queue and the folders say -> write down what ended -> start what is due -> let go
 
 Whoever comes by takes it: every task at its end, and the commands that people type. Nobody stays. A turn that is lost,
-because it was killed or its node died, is taken by the next one, which finds everything on the disk.
+because it was killed or its node died, is taken by the next one, which finds everything on the disk. A task may be the
+last one, after which nobody comes by: where the queue gives no answer, it tries again for a while.
 
     --own RUN       the trial in whose job this is, which has ended; exit code 10 when it is due again in the same job
     --judge SECS    only look who falls behind, unless somebody did in so many seconds: needs no queue
@@ -22,6 +23,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.config.site import Profile
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.launch import FOLDER, JOB, STOP
+from tiltyard.launch.queue import Pace
 from tiltyard.launch.script import GO_ON
 from tiltyard.run import disk
 from tiltyard.run.events import log_event
@@ -37,13 +39,21 @@ from tiltyard.sweep.template import Template
 
 PATIENCE = 600.0  # seconds to wait for somebody else's turn
 AGAIN = 0.2  # seconds between two tries
+OUTAGE = 600.0  # seconds for which a task tries again where its queue gives no answer, as while that is restarted
 JUDGED = "judged"
 KINDS: dict[str, type[Jobs]] = {"slurm": Arrays, "template": Template}
 
 
-def take(sweep: Sweep, say: Callable[[str], None], *, own: str | None = None, afresh: bool = False) -> bool:
+def take(
+    sweep: Sweep,
+    say: Callable[[str], None],
+    *,
+    own: str | None = None,
+    afresh: bool = False,
+    leave_stopped: bool = False,
+) -> bool:
     """One turn. `own` is the folder of the trial in whose job it is taken, after its end. `afresh`: a person starts the
-    sweep, and what was stopped before goes on, now or in a later turn.
+    sweep, and what was stopped before goes on, now or in a later turn, unless `leave_stopped`.
 
     True when the own trial is due again, in the same job.
     """
@@ -52,7 +62,8 @@ def take(sweep: Sweep, say: Callable[[str], None], *, own: str | None = None, af
         search.require_optuna(plan)
         profile = kept_profile(sweep, afresh=afresh)
         if afresh:
-            sweep.decide("start")
+            if not leave_stopped:
+                sweep.decide("start")
             sweep.stop_file.unlink(missing_ok=True)
         jobs = KINDS[profile.launcher](sweep, plan, profile, own=_own(sweep, own))
         try:
@@ -117,6 +128,21 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
     return number if job.get("array") == os.environ.get(JOB, job.get("array")) else None
 
 
+def _take_at_end(sweep: Sweep, own: str) -> bool:
+    """The turn of a task at its end: again and again while the queue is silent."""
+    pace, deadline = Pace(), time.monotonic() + OUTAGE
+    while True:
+        try:
+            return take(sweep, _say, own=own)
+        except UseError:
+            raise
+        except TiltyardError as error:
+            if time.monotonic() >= deadline:
+                raise
+            _say(f"{error.message}; the turn is tried again")
+            time.sleep(pace.pause())
+
+
 def _say(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
     sys.stdout.flush()
@@ -134,7 +160,7 @@ def main() -> int:
         if args.judge is not None:
             end_early(sweep, args.judge)
             return EXIT_DONE
-        goes_on = take(sweep, _say, own=args.own)
+        goes_on = take(sweep, _say) if args.own is None else _take_at_end(sweep, args.own)
     except TiltyardError as error:
         sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
         return error.exit_code

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from tiltyard import guard
 from tiltyard.config.experiment import Experiment, Stop
 from tiltyard.run import bounds
 from tiltyard.run import metrics as metrics_file
@@ -137,6 +139,7 @@ class Console:
         self._gone = False
         self._rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
         self._screen: Live | None = None
+        self._terminal: _Terminal | None = None
 
     # ------------------------------------------------------------------------------------------ told by the loop
 
@@ -148,6 +151,8 @@ class Console:
         self._told = time.monotonic()
         if self.live and not self._gone:
             self._remember()
+            if self.stream.isatty():
+                self._guarded(self._hold_terminal)
             self._screen = Live(
                 get_renderable=self.render,
                 console=self._rich,
@@ -193,6 +198,9 @@ class Console:
         if self._screen is not None:
             screen, self._screen = self._screen, None
             self._guarded(screen.stop)
+        if self._terminal is not None:
+            terminal, self._terminal = self._terminal, None
+            self._guarded(terminal.close)
 
     def finish(self, state: str, lines: Sequence[str]) -> None:
         """Close the live screen and print how the run ended."""
@@ -206,6 +214,9 @@ class Console:
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
         for line in lines:
             self._write(line)
+
+    def _hold_terminal(self) -> None:
+        self._terminal = _Terminal(self.stream.fileno())
 
     def _remember(self) -> None:
         """The curve of earlier attempts, so that a resumed run shows all of it."""
@@ -365,8 +376,21 @@ class Console:
             return
         try:
             action()
-        except (OSError, ValueError):  # ValueError: the stream was closed
+        except (OSError, ValueError, termios.error):  # ValueError: the stream was closed
             self._gone = True
+
+
+class _Terminal:
+    """The mode that the terminal has now, for `close`, or for a guard when this process vanishes. Nothing here changes
+    it; an env may, or what an env starts."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._mode, self._guard = fd, guard.mode_of(fd), guard.Guard(terminal=fd)
+
+    def close(self) -> None:
+        self._guard.close()
+        if guard.mode_of(self._fd) != self._mode and guard.group_in_front(self._fd) in (0, os.getpgrp()):
+            guard.set_mode(self._fd, self._mode)
 
 
 def _is_live(stream: TextIO) -> bool:

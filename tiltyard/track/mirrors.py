@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tiltyard.config.experiment import Experiment, Track
+from tiltyard.guard import unmarked
 from tiltyard.track import wandb
 from tiltyard.track.tensorboard import TensorBoardMirror
 
@@ -65,7 +66,8 @@ class Mirrors:
         said: list[str] = []
         for name in names:
             try:
-                action(name)
+                with unmarked():  # what W&B starts has to finish its work when this process has gone
+                    action(name)
             except Exception as error:  # noqa: BLE001 -- whatever a tracker raises, training goes on
                 self._open.pop(name, None)
                 reason = " ".join(str(error).split()) or "no reason given"

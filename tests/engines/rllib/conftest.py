@@ -8,6 +8,7 @@ import pytest
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
+from tiltyard.guard import own_mark
 from tiltyard.types import Engine
 
 Make = Callable[..., Engine]
@@ -18,6 +19,7 @@ SMALL = ("algo.rollout=32", "algo.minibatch=64", "algo.epochs=2")
 def engine(tmp_path: Path) -> Iterator[Make]:
     """engine(ENV, "key=value", ..., continues=folder): closed at the end, in the order they were made."""
     made: list[Engine] = []
+    own_mark()  # its guard stays as long as this process does
 
     def make(target: str, *words: str, continues: Path | None = None) -> Engine:
         loaded = load(target, ["engine.kind=rllib", *words])

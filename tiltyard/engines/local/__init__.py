@@ -67,7 +67,7 @@ class LocalEngine:
         self.version = 0  # of what was published, with an update or a policy that was replaced
         self.replaced: list[int] = []  # versions of the latter kind, rising
         self.full: deque[Filled] = deque()
-        self.discarded = 0
+        self.discarded = 0  # env steps
         self.tally = np.zeros(2, np.int64)  # of the actor, when last looked at
         self.left = perf_counter()  # when the last step ended
         self._publish()
@@ -86,6 +86,8 @@ class LocalEngine:
             reset_timeout=experiment.env.reset_timeout,
             restarts=experiment.engine.restarts,
         )
+        for learner in self.cast.learners.values():
+            learner.algo.meanwhile = self.pool.attend
         self.idle = [(slot % workers, slot) for slot in range(slots)]  # (worker, slot) that nobody was asked to fill
 
     def describe(self) -> list[str]:
@@ -183,7 +185,7 @@ class LocalEngine:
         old = [filled for filled in self.full if self._age(filled.version) > most]
         for filled in old:
             self.full.remove(filled)
-            self.discarded += 1
+            self.discarded += int(self.slab.slots[filled.slot].valid.sum())
             self.pool.ask(filled.worker, do="fill", slot=filled.slot)
 
     def _age(self, version: Any) -> Any:
@@ -224,11 +226,11 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path) -> None:
-        parts = {"groups": self.workers, "threads": self.threads, "version": self.version}
+    def save(self, folder: Path, *, cut: bool = False) -> None:
+        parts = {"groups": self.workers, "cut": cut, "threads": self.threads, "version": self.version}
         tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
         write_tree(folder / "engine", "state", tree)
-        for refused in self._all("save", "saved", folder=str(folder / "engine")):
+        for refused in [] if cut else self._all("save", "saved", folder=str(folder / "engine")):
             if refused is not None:
                 raise OSError(*refused)
 

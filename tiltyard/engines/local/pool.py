@@ -26,11 +26,14 @@ from typing import Any
 from tiltyard.children import killed_by
 from tiltyard.engines import nursery
 from tiltyard.engines.local.slab import Slab, make_memory
+from tiltyard.envs.resident import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
+from tiltyard.processes import tree
 from tiltyard.run.checkpoint import read_tree
 
 LOOK = 0.5  # seconds between two looks at the heartbeats
+GLANCE = 0.05  # seconds between two looks for deaths while the driver learns
 SUSPENDED = 10 * LOOK  # seconds that a look takes when not we alone were held up
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
@@ -88,6 +91,7 @@ class Pool:
         self._selector.register(self._nursery, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]
         self._unborn: deque[_Member | _Actor] = deque()
+        self._attended = 0.0
         self._last_words: list[tuple[int, dict[str, Any]]] = []  # answers of workers that are gone
         self._actor = self._start_actor() if slab.batched else None
         for member in self.members:
@@ -124,6 +128,14 @@ class Pool:
             yield from found
             if found or (until is not None and time.monotonic() >= until):
                 return
+
+    def attend(self) -> None:
+        """Replace who died, for a driver that is busy with something else. Cheap: it may be called very often."""
+        now = time.monotonic()
+        if now - self._attended > GLANCE:
+            self._attended = now
+            if select.select([self._nursery], [], [], 0)[0]:
+                self._news()
 
     def _hear(self, member: _Member | None) -> list[tuple[int, dict[str, Any]]]:
         if member is None:
@@ -251,7 +263,8 @@ class Pool:
     def _given_up(self, member: _Member, cause: str) -> TiltyardError:
         told = member.confession
         if self._restarts_left < 0:
-            message, hint = f"worker {member.number} {cause}, and engine.restarts is used up", "raise engine.restarts"
+            message = f"worker {member.number} {cause}, and engine.restarts is used up"
+            hint = "`tiltyard fork` with a higher engine.restarts continues"
         elif told is not None:
             message, hint = told["error"], told["hint"]
         else:
@@ -288,20 +301,16 @@ class Pool:
             member.verdict = f"did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout){where}"
             os.kill(member.pid, signal.SIGKILL)
 
-    def _stack_of(self, member: _Member) -> str:
-        """The innermost frame that the hung worker wrote down, of a thread that does not wait for another."""
-        until, before = time.monotonic() + STACK_SECONDS, ""
-        while time.monotonic() < until:
-            text = os.pread(member.stack, STACK_BYTES, 0).decode(errors="replace")
-            for thread in text.split("(most recent call first):\n")[1:]:
-                innermost = thread.partition("\n")[0].strip()
-                if innermost.startswith("File ") and not any(place in innermost for place in WAITING):
-                    return innermost.removeprefix("File ")
-            if before.rstrip("\0") and text == before:  # all of it, and every thread waits
-                break
-            before = text
-            time.sleep(0.02)
-        return ""
+    @staticmethod
+    def _stack_of(member: _Member) -> str:
+        """The innermost frame that the hung worker wrote down, or one of its envs in a process of its own."""
+        assert member.pid is not None
+        if found := _innermost(member.stack):
+            return found
+        for stack in _stacks_below(member.pid):
+            found = found or _innermost(stack)
+            os.close(stack)
+        return found
 
     def close(self) -> None:
         """End every process and give back what was taken."""
@@ -331,3 +340,31 @@ class Pool:
             except TiltyardError:  # gone, and its workers with it
                 return
             waiting.discard(word.get("died"))
+
+
+def _stacks_below(pid: int) -> list[int]:
+    """Where the processes with an env below a worker say where they are, which they are asked for."""
+    found = []
+    for process in tree(pid):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                if STACK in link.readlink().name:
+                    found.append(os.open(link, os.O_RDONLY))
+                    os.kill(process.pid, signal.SIGUSR1)
+    return found
+
+
+def _innermost(stack: int) -> str:
+    """The innermost frame of a thread that does not wait for another, as soon as it is written."""
+    until, before = time.monotonic() + STACK_SECONDS, ""
+    while time.monotonic() < until:
+        text = os.pread(stack, STACK_BYTES, 0).decode(errors="replace")
+        for thread in text.split("(most recent call first):\n")[1:]:
+            innermost = thread.partition("\n")[0].strip()
+            if innermost.startswith("File ") and not any(place in innermost for place in WAITING):
+                return innermost.removeprefix("File ")
+        if before.rstrip("\0") and text == before:  # all of it, and every thread waits
+            break
+        before = text
+        time.sleep(0.02)
+    return ""

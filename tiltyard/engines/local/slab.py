@@ -12,6 +12,7 @@ are gone, however they went. It is taken from RAM, not from /dev/shm; where that
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -25,6 +26,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.past import Shelf
+from tiltyard.errors import TiltyardError
 from tiltyard.machine import CACHE_LINE
 from tiltyard.models import heads
 from tiltyard.models.net import PolicyNet
@@ -198,16 +200,26 @@ class _Nothing:
 def make_memory(size: int) -> int:
     """A file descriptor of `size` zeroed bytes that no name leads to."""
     if hasattr(os, "memfd_create"):
-        try:
-            fd = os.memfd_create("tiltyard", os.MFD_CLOEXEC)
-            os.posix_fallocate(fd, 0, size)
-        except OSError:  # no RAM to be had that way
-            pass
-        else:
-            return fd
-    with tempfile.TemporaryFile(prefix="tiltyard-") as file:
-        os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.truncate(size)
-        return os.dup(file.fileno())
+        with contextlib.suppress(OSError):  # no RAM to be had that way
+            return _allocated(os.memfd_create("tiltyard", os.MFD_CLOEXEC), size)
+    try:
+        with tempfile.TemporaryFile(prefix="tiltyard-") as file:
+            return _allocated(os.dup(file.fileno()), size)
+    except OSError as error:
+        raise TiltyardError(
+            f"{size / 2**20:,.0f} MiB that workers share cannot be had: neither memory, nor a file in "
+            f"{tempfile.gettempdir()} ({error.strerror})",
+            "set TMPDIR to a folder with more room, or lower engine.envs or algo.rollout",
+        ) from error
+
+
+def _allocated(fd: int, size: int) -> int:
+    try:
+        os.posix_fallocate(fd, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def gather(parts: Sequence[Rollout], into: Rollout) -> None:

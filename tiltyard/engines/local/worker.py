@@ -33,6 +33,7 @@ from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
+from tiltyard.machine import usable_cores
 from tiltyard.models.net import PolicyNet
 from tiltyard.run.checkpoint import write_tree
 
@@ -73,7 +74,8 @@ class _Worker:
             self.remote = Remote(self.nets[0], self.slab.exchange, self.number, door, self.beat)
         self.shelves = shelves(experiment, spec, base)
         actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base), self.shelves)
-        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number, self.beat)
+        share = max(1, usable_cores() // task["workers"])  # all step their envs at the same time
+        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number, self.beat, share)
         self.beat[1] = IDLE
         self.replaces = task["skip_episodes"] > 0
         if self.replaces:

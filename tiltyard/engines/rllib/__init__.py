@@ -187,8 +187,11 @@ class RllibEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, cut: bool = False) -> None:
         from tiltyard.engines.rllib.state import engine_state
+
+        if cut:  # a part of RLlib that is gone may be waited for without end
+            raise UseError("RLlib is asked for nothing after a step that failed", "`tiltyard resume` goes on before it")
 
         for name, net in self._fresh_nets().items():
             save_policy(folder / "policies", name, net, self.spec, self.experiment)

@@ -1,0 +1,131 @@
+"""How many workers and threads: by the env, by the cores that are free, and as before where a run goes on."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import load
+from tiltyard.engines import make_engine, nursery, plan
+from tiltyard.engines.plan import Topology, learner_threads, topology
+from tiltyard.envs.probe import probe
+from tiltyard.machine import free_cores, usable_cores
+from tiltyard.models.net import PolicyNet
+from tiltyard.preparation import try_out
+from tiltyard.types import EnvSpec
+
+
+def experiment(*words: str) -> Experiment:
+    small = ["env.native=false", "engine.envs=12", "algo.rollout=16", "algo.minibatch=32"]
+    return load("CartPole-v1", [*small, *words]).experiment
+
+
+@pytest.fixture(scope="module")
+def slow() -> EnvSpec:
+    """CartPole as if a step of it took a second."""
+    return replace(probe(experiment().env, base=()), step_seconds=1.0)
+
+
+@contextmanager
+def one_core_busy() -> Iterator[None]:
+    """By another process, until it is over; what was seen before is forgotten."""
+    words = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as spinner:
+        try:
+            assert spinner.stdout is not None
+            spinner.stdout.readline()
+            free_cores.cache_clear()
+            yield
+        finally:
+            spinner.kill()
+            free_cores.cache_clear()
+
+
+def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not_wait() -> None:
+    for mode, workers in (("sync", 0), ("async", 1)):
+        loaded = load("CartPole-v1", [f"engine.mode={mode}"]).experiment
+        assert topology(loaded, probe(loaded.env, base=(), previous=False)).workers == workers
+
+
+@pytest.mark.parametrize(
+    ("mode", "usable", "free", "workers", "said"),
+    [
+        ("sync", 4, 4.0, 4, "4 cores to use"),
+        ("sync", 4, 3.0, 3, "4 cores to use, 1 of them busy"),
+        ("sync", 4, 2.4, 3, "4 cores to use, 1 of them busy"),  # 40 % of a core are worth a worker
+        ("sync", 2, 1.0, 0, "2 cores to use, 1 of them busy"),
+        ("sync", 1, 1.0, 0, "1 core to use"),
+        ("async", 4, 3.0, 2, "4 cores to use, 1 of them busy"),  # one is the learner's
+        ("async", 2, 1.0, 1, "2 cores to use, 1 of them busy"),
+    ],
+)
+def test_a_worker_for_each_core_that_is_free(
+    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, said: str
+) -> None:
+    found = topology(experiment(f"engine.mode={mode}"), slow, usable=usable, free=free)
+    assert found.workers == workers and found.why.endswith(said)
+
+
+def test_a_run_that_goes_on_has_as_many_groups_as_before(slow: EnvSpec) -> None:
+    """Measured anew, a slow env might get another number, and running episodes would be cut."""
+    assert topology(experiment(), slow, 3, usable=2, free=1.0).workers == 3
+    assert topology(experiment(), slow, 1, usable=2, free=2.0).workers == 0
+    assert topology(experiment(), replace(slow, step_seconds=0.0), 1).workers == 0
+    assert topology(experiment(), slow, 5, usable=4, free=4.0).workers == 4, "twelve envs are no five equal groups"
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_a_core_that_another_process_uses_is_not_free(slow: EnvSpec) -> None:
+    with one_core_busy():
+        assert 1 <= free_cores() < usable_cores() - 0.5
+        assert "of them busy" in topology(experiment(), slow).why
+    assert free_cores() >= 1
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_cores_are_looked_at_before_the_nursery_makes_one_busy(slow: EnvSpec) -> None:
+    with one_core_busy():
+        free_cores()
+        try_out(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
+        nursery.early.end()
+        seen = free_cores.cache_info()
+        assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why
+        assert free_cores.cache_info().misses == seen.misses
+
+
+def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL", 0.0)  # every gradient step is worth a measurement,
+    monkeypatch.setattr(plan, "GAIN", 0.0)  # and every measurement is in favour of threads
+
+    def threads(*words: str, usable: int = 4, free: float = 4.0, workers: int = 0, before: int | None = None) -> Any:
+        settings = experiment(*words)
+        net = PolicyNet(slow, settings.model, (), seed=0)
+        return learner_threads(settings, slow, net, Topology(workers, "", threads=before), usable=usable, free=free)
+
+    assert threads()[0] == 4
+    assert threads(free=2.8)[0] == 3 and threads(free=2.4)[0] == 2
+    assert threads(free=1.0) == (1, "the other cores are busy")
+    assert threads("engine.learners=2")[0] == 2
+    assert threads("engine.mode=async", workers=1)[0] == 3
+    assert threads("engine.mode=async", workers=1, free=3.0)[0] == 2, "one of the three is the worker's"
+    assert threads(usable=1, free=1.0) == (1, "no other core to use")
+    assert threads("engine.threads=2") == (2, "as set")
+    assert threads(before=3, free=1.0) == (3, "as before")
+    assert threads(before=3, usable=2, free=2.0)[0] == 2, "three are no longer there"
+
+
+def test_a_resume_keeps_its_threads_and_a_fork_measures_anew(tmp_path: Path, slow: EnvSpec) -> None:
+    """Other threads round otherwise: what the first start measured, a resume does not measure again."""
+    engine: Any = make_engine(experiment("engine.workers=0", "engine.threads=3"), slow, ())
+    engine.save(tmp_path)
+    engine.close()
+    for same_run, kept in ((True, 3), (False, None)):
+        engine = make_engine(experiment("engine.workers=0"), slow, (), tmp_path, same_run=same_run)
+        assert engine.chosen.threads == kept
+        engine.close()

@@ -1,0 +1,24 @@
+"""The memory that driver and workers share."""
+
+import subprocess
+import sys
+
+CODE = """
+import os, resource
+from tiltyard.engines.local.slab import make_memory
+from tiltyard.errors import TiltyardError
+before = os.listdir("/proc/self/fd")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of a file, in memory or not
+os.close(make_memory(1 << 20))
+try:
+    make_memory(8 << 20)
+except TiltyardError as error:
+    print(error.message, error.hint)
+assert os.listdir("/proc/self/fd") == before, "nothing stays open"
+"""
+
+
+def test_memory_that_cannot_be_had_is_refused_with_a_way_out() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("8 MiB that workers share cannot be had") and "TMPDIR" in done.stdout

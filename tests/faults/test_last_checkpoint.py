@@ -1,0 +1,134 @@
+"""A training that fails ends with a checkpoint of the moment before, whatever failed; an env that hangs is a failure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Command, in_own_process
+from tiltyard.run import checkpoint
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run, find
+
+pytestmark = pytest.mark.slow
+# What a run saves and evaluates by itself: nothing in so short a time.
+SHORT = [
+    "engine.envs=2",
+    "algo.rollout=16",
+    "algo.minibatch=16",
+    "algo.epochs=2",
+    "eval.every=0",
+    "eval.at_end=false",
+    "track.tensorboard=false",
+]
+BREAKS = """
+import pathlib, torch
+from torch import nn
+class CustomModel(nn.Module):
+    def __init__(self, spec, outputs, *, after, well):
+        super().__init__()
+        self.body, self.value = nn.Linear(4, outputs), nn.Linear(4, 1)
+        self.left, self.well = after, pathlib.Path(well)
+    def forward(self, obs):
+        if torch.is_grad_enabled():
+            self.left -= 1
+            if self.left < 0 and not self.well.exists():
+                raise RuntimeError("the layer broke")
+        return self.body(obs["obs"]), self.value(obs["obs"]).squeeze(-1)
+"""
+HANGS = """
+import ctypes, os, time
+from gymnasium.envs.classic_control import CartPoleEnv
+class CustomEnv(CartPoleEnv):
+    def __init__(self, *, where, after=100, how="sleep", render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.where, self.left, self.how = where, after, how
+    def step(self, action):
+        place = "worker" if "TILTYARD_WORKER" in os.environ else "driver"
+        if self.where in (place, os.getpid()):
+            self.left -= 1
+            if self.left < 0:
+                self.hang()
+        return super().step(action)
+    def hang(self):
+        if self.how == "sleep":
+            time.sleep(1000)
+        libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(lock)
+"""
+
+
+def newest(run: Run) -> int:
+    found, complaints = checkpoint.newest_valid(run)
+    assert found is not None and complaints == []
+    return found.env_steps
+
+
+@pytest.mark.parametrize("processes", [["engine.workers=0"], ["engine.workers=1", "engine.mode=async"]])
+def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, processes: list[str]) -> None:
+    Path("breaks.py").write_text(BREAKS)
+    well = tmp_path / "well"
+    # Four gradient steps an update: it fails in the second one of the sixth update.
+    model = ["model.id=breaks.py", "model.options.after=21", f"model.options.well={well}"]
+    said = tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.env_steps=320", expect=1)
+    run = find("last", runs)
+    assert "the layer broke" in said.stderr and "the layer broke" in run.status()["reason"]
+    assert newest(run) == 160
+    if processes == ["engine.workers=0"]:  # the policy as it was before the update that failed, to the bit
+        tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.updates=5", "name=five")
+        weights, theirs = (
+            checkpoint.read_tree(checkpoint.newest_valid(each)[0].folder / "policies", "main")["weights"]  # type: ignore[union-attr]
+            for each in (run, find("five", runs))
+        )
+        assert all((theirs[name] == array).all() for name, array in weights.items())
+    well.touch()
+    said = tiltyard("resume", run.id)
+    assert "continues from the checkpoint at env step 160" in said.stderr and "begin new episodes" in said.stderr
+    assert run.state == "finished" and run.status()["progress"]["env_steps"] == 320
+
+
+def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
+    Path("hangs.py").write_text(HANGS)
+    env = ["env.options.where=worker", "env.step_timeout=1", "engine.workers=1"]
+    said = tiltyard("train", "hangs.py", *SHORT, *env, "engine.restarts=0", "stop.env_steps=1e6", expect=1)
+    run = find("last", runs)
+    assert "engine.restarts is used up" in said.stderr
+    assert newest(run) == 192, "six updates were whole"
+
+
+@pytest.mark.parametrize("isolate", ["none", "process"])
+def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path, isolate: str) -> None:
+    Path("hangs.py").write_text(HANGS)
+    env = ["env.options.where=driver", "env.step_timeout=1", f"env.isolate={isolate}"]
+    said = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
+    run = find("last", runs)
+    told = "it did not come back from step() within 1 s (env.step_timeout)"
+    assert told in said.stderr and told in run.status()["reason"]
+    assert isolate == "process" or "time.sleep(1000)" in said.stderr, "where it hangs is shown"
+    assert newest(run) == 192
+
+
+def test_an_env_that_hangs_in_an_evaluation(tiltyard: Command, runs: Path) -> None:
+    Path("hangs.py").write_text(HANGS)
+    here = [f"env.options.where={os.getpid()}", "env.options.after=5"]  # after five steps, but not where it is probed
+    evaluation = ["eval.at_end=true", "eval.episodes=2", "env.step_timeout=1", "stop.env_steps=96"]
+    said = tiltyard("train", "hangs.py", *SHORT, *here, *evaluation, "engine.workers=2", expect=1)
+    run = find("last", runs)
+    assert "it did not come back from step() within 1 s" in said.stderr and newest(run) == 96
+    said = in_own_process("resume", run.id)  # in another process nothing hangs
+    assert "begin new episodes" not in said.stderr, "training itself was not cut"
+    assert run.state == "finished" and run.status()["eval_return"] is not None
+
+
+def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:
+    Path("hangs.py").write_text(HANGS)
+    env = ["env.options.where=driver", "env.options.how=lock", "env.step_timeout=1"]
+    said = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
+    run = find("last", runs)
+    told = "an env hangs: it did not come back from step() within 1 s"
+    assert f"error: {told}" in said.stderr and "hangs.py, line" in run.status()["reason"]
+    assert run.state == "failed" and newest(run) == 192
+    assert [event["kind"] for event in read_events(run)][-2:] == ["saved", "failed"]
