@@ -17,7 +17,10 @@ from tests.conftest import Command
 from tests.sweep.fake import SPACE, fake_sweep, status
 from tiltyard.config.plans import load_plan
 from tiltyard.run import disk
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
 from tiltyard.sweep import results
+from tiltyard.sweep.folder import FACTS
 from tiltyard.sweep.pictures import bands
 from tiltyard.sweep.report import bootstrap, explained, importance, look
 from tiltyard.sweep.results import interquartile_mean
@@ -109,6 +112,20 @@ def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
     assert best["interval"][0] <= best["value"] <= best["interval"][1]
     assert best["best"]["value"] == max(best["values"])
     assert "algo.lr=" in tiltyard("sweep", "best").stdout
+
+
+@pytest.mark.parametrize(("launcher", "state"), [("local", "running"), ("template", "failed")])
+def test_a_last_turn_of_jobs_does_not_make_a_sweep_that_is_over_run(
+    tiltyard: Command, runs: Path, launcher: str, state: str
+) -> None:
+    sweep = fake_sweep(runs, 2, 1, retries=0)
+    disk.write_json(sweep.place(1) / "status.json", status(1, state="failed", reason="out of luck"))
+    sweep.decide("failed", trial=1, attempt=1, reason="out of luck")
+    disk.write_json(sweep.folder / FACTS, {**sweep.facts(), "launcher": launcher, "profile": "ngc"})
+    with Lock.acquire(Run(sweep.folder)):
+        found = tiltyard("sweep", "status", "--json", expect=int(state == "failed"))
+        assert json.loads(found.stdout)["state"] == state
+    assert json.loads(tiltyard("sweep", "status", "--json", expect=1).stdout)["state"] == "failed"
 
 
 def test_last_and_best_and_less_is_better(runs: Path) -> None:

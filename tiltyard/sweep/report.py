@@ -59,11 +59,16 @@ class Report:
 
     @property
     def state(self) -> str:
-        """running (somebody carries it out), finished, failed (over, and some trial failed) or stopped."""
-        if self.under_way or self.sweep.controlled:
+        """running (somebody carries it out), finished, failed (over, and some trial failed) or stopped.
+
+        Where trials are jobs, whoever takes a turn when all of them are over only finds out that they are.
+        """
+        over = len(self.rows) == self.total and all(row.over for row in self.rows)
+        last_turn = over and self.sweep.launcher != "local"
+        if self.under_way or (self.sweep.controlled and not last_turn):
             return "running"
-        if len(self.rows) == self.total and all(row.over for row in self.rows):
-            return "failed" if any(row.state == "failed" for row in self.rows) else "finished"
+        if over:
+            return "failed" if self.failed else "finished"
         return "stopped"
 
     @property
