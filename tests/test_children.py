@@ -11,10 +11,10 @@ def test_memory_is_blamed_only_where_the_kernel_counts_that_it_ran_out(tmp_path:
     assert OutOfMemory([nothing]).verdict() == "the kernel does that when memory runs out"  # nobody can know
     counter.write_text("low 0\noom 7\noom_kill 2\n")
     memory = OutOfMemory([nothing, counter])
-    assert memory.verdict() == "from outside: memory did not run out"
-    counter.write_text("low 0\noom 9\noom_kill 3\n")
-    assert memory.verdict() == "memory ran out"
-    assert memory.verdict() == "from outside: memory did not run out", "said once, of the one that it was"
+    assert memory.verdict() == "from outside: the kernel had memory left"
+    counter.write_text("low 0\noom 9\noom_kill 4\n")
+    assert [memory.verdict() for _ in range(2)] == ["memory ran out"] * 2, "there were two"
+    assert memory.verdict() == "from outside: the kernel had memory left"
 
 
 def test_signals_are_named() -> None:

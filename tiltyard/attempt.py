@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,8 @@ from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
+
+CLOSES = 300.0  # seconds that closing everything may take after a failure
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ def record(attempt: Attempt, found: dict[str, float]) -> None:
     attempt.screen.update(attempt.progress, found, split)
 
 
-def keep(attempt: Attempt, *, milestone: bool = False) -> None:
+def keep(attempt: Attempt, *, milestone: bool = False, drop: bool = True) -> None:
     """Commit a checkpoint and drop those that need not be kept.
 
     When there is one of this very moment, the new one takes its place with the score and ledger of now.
@@ -254,7 +258,8 @@ def keep(attempt: Attempt, *, milestone: bool = False) -> None:
 
     score = ledger.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)
-    checkpoint.prune(run, save)
+    if drop:
+        checkpoint.prune(run, save)
     said = "has the score of its evaluation" if same else ""
     log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,} {said}".rstrip(), score=score)
 
@@ -272,25 +277,43 @@ def write_progress(attempt: Attempt, **changes: str) -> None:
 
 
 def rescue(attempt: Attempt) -> None:
-    """A last checkpoint of a training that failed, of the moment before the step that did."""
+    """A last checkpoint of a training that failed, of the moment before the step that did. It drops no other: failing
+    again and again just behind it must not push out those from before there was anything wrong."""
     progress = attempt.progress
     if progress.updates == 0 or progress == attempt.ledger.saved:
         return
     try:
-        keep(attempt)
-    except Exception as error:  # noqa: BLE001 - what is broken may be anything, and what broke it is told in any case
+        keep(attempt, drop=False)
+    except BaseException as error:  # noqa: BLE001 - what is broken may be anything, and what broke it must be told
         why = error.message if isinstance(error, TiltyardError) else f"{type(error).__name__}: {error}"
-        attempt.say("warning", f"env step {progress.env_steps:,} could not be saved: {why}")
+        with suppress(OSError, TiltyardError):  # a full disk
+            attempt.say("warning", f"env step {progress.env_steps:,} could not be saved: {why}")
 
 
 def end_stuck(run: Run, attempt: Attempt, lock: Lock, sentence: str) -> None:
     """The end of a process whose main thread will do nothing more, from another one."""
     error = EnvError(sentence, "engine.workers=1 or more ends and replaces such envs")
-    if not lock.taken_over:
-        record_failure(run, attempt, error)
-    sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+    try:
+        if not lock.taken_over:
+            record_failure(run, attempt, error)
+    finally:
+        _end_process(error)
+
+
+def closing_deadline() -> threading.Timer:
+    """Ends this process unless it is cancelled in time: after a failure, an env that hung may hang in close() too."""
+    error = EnvError(f"closing takes more than {CLOSES:g} s: an env may hang in it", "`tiltyard show` says what failed")
+    timer = threading.Timer(CLOSES, _end_process, (error,))
+    timer.daemon = True
+    return timer
+
+
+def _end_process(error: TiltyardError) -> None:
+    try:
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(EXIT_FAILED)
 
 
 def record_failure(run: Run, attempt: Attempt | None, error: BaseException) -> None:

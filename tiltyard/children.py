@@ -149,11 +149,14 @@ class OutOfMemory:
         self._seen = self._kills()
 
     def verdict(self) -> str:
-        """Whether it has done so since the last time that this was asked."""
-        before, self._seen = self._seen, self._kills()
-        if before is None or self._seen is None:
+        """Of one process that was killed: whether the kernel has killed more than were asked about before."""
+        now = self._kills()
+        if self._seen is None or now is None:
             return "the kernel does that when memory runs out"
-        return "memory ran out" if self._seen > before else "from outside: memory did not run out"
+        if now <= self._seen:
+            return "from outside: the kernel had memory left"
+        self._seen += 1
+        return "memory ran out"
 
     def _kills(self) -> int | None:
         for place in self._places:

@@ -19,6 +19,7 @@ from tiltyard.attempt import (
     Attempt,
     Plan,
     begin,
+    closing_deadline,
     end_stuck,
     keep,
     measure,
@@ -77,6 +78,8 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
         if run.experiment() != plan.found:
             raise UseError(f"the settings of run {run.id} were changed by somebody else just now", "try again")
         attempt = None
+        deadline = closing_deadline()
+        closing.callback(deadline.cancel)
         try:
             number = begin(run, plan, screen)
             start = None if plan.afresh else starting_point(run, experiment)
@@ -99,6 +102,7 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
             told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
             if not lock.taken_over:  # else the folder is somebody else's now, and going well
                 record_failure(run, attempt, told)
+            deadline.start()
             if told is error:
                 raise
             raise told from error

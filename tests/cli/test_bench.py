@@ -32,7 +32,7 @@ def measured(tiltyard: Command, *words: str) -> dict[str, Any]:
 
 
 def test_two_processes_step_an_env_that_waits_faster_than_one(tiltyard: Command, env: str) -> None:
-    found = measured(tiltyard, env, "env.options.step=0.002", "engine.envs=4", "--seconds", "2.2", "--workers", "2")
+    found = measured(tiltyard, env, "env.options.step=0.02", "engine.envs=4", "--seconds", "2.2", "--workers", "2")
     one, two = found["sampled"]
     assert (one["processes"], two["processes"], two["envs"]) == (1, 2, 4)
     assert two["env_steps_per_second"] > 1.2 * one["env_steps_per_second"]

@@ -56,12 +56,7 @@ def simulators(kind: str, folder: Path) -> set[int]:
 
 def running(folder: Path) -> set[int]:
     """All that still run, whoever started them."""
-    found = set()
-    for pid in simulators("started", folder):
-        stat = Path(f"/proc/{pid}/stat")
-        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            found.add(pid)
-    return found
+    return {pid for pid in simulators("started", folder) if read(pid) is not None}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -45,6 +45,34 @@ def same(one: Arrays, two: Arrays) -> bool:
     return one.keys() == two.keys() and all(one[name].tobytes() == two[name].tobytes() for name in one)
 
 
+def test_an_update_that_fails_leaves_all_policies_as_they_were() -> None:
+    """Also the one that had learned already."""
+    engine: Any = build("pennies", TWO, "match={even: main, odd: rival}", "engine.kind=serial")
+    engine.step()
+    learners = engine.cast.learners
+
+    def now(name: str) -> tuple[Any, ...]:
+        adam = learners[name].algo.adam
+        moments = [each.numpy().tobytes() for each in (adam.first, adam.second)]
+        return engine.snapshot(name).weights, moments, adam.steps, learners[name].env_steps
+
+    before = {name: now(name) for name in learners}
+
+    def fails() -> None:
+        raise RuntimeError("after its first gradient step")
+
+    learners["rival"].algo.meanwhile = fails
+    with pytest.raises(RuntimeError):
+        engine.step()
+    for name, (weights, *rest) in before.items():
+        after, *others = now(name)
+        assert same(weights, after) and rest == others, name
+    learners["rival"].algo.meanwhile = lambda: None
+    engine.step()
+    assert not any(same(before[name][0], now(name)[0]) for name in learners)
+    engine.close()
+
+
 # ------------------------------------------------------------------------------------------------ who plays whom
 
 

@@ -26,6 +26,35 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore
     subprocess.run(["umount", str(place)], check=True)
 
 
+FILLS = """
+from pathlib import Path
+from gymnasium.envs.classic_control import CartPoleEnv
+class CustomEnv(CartPoleEnv):
+    def __init__(self, *, place, after=100, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.place, self.left = Path(place), after
+    def step(self, action):
+        self.left -= 1
+        if self.left == 0:
+            with self.place.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1024))
+                except OSError:
+                    raise RuntimeError("the joint broke") from None
+        return super().step(action)
+"""
+
+
+@pytest.mark.slow
+def test_what_failed_is_told_also_when_nothing_can_be_written_about_it(small_disk: Path) -> None:
+    Path("fills.py").write_text(FILLS)
+    words = [f"env.options.place={small_disk / 'ballast'}", "engine.envs=2", "algo.rollout=16", "algo.minibatch=32"]
+    off = ["engine.workers=0", "eval.every=0", "eval.at_end=false", "track.tensorboard=false"]
+    done = in_own_process("train", "fills.py", *words, *off, "stop.env_steps=1e6", expect=1)
+    assert "the joint broke" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> None:
     settings = [

@@ -59,6 +59,17 @@ class CustomEnv(CartPoleEnv):
         libc.pthread_mutex_lock(lock)
         libc.pthread_mutex_lock(lock)
 """
+SLOW = """
+import os, time
+from gymnasium.envs.classic_control import CartPoleEnv
+class CustomEnv(CartPoleEnv):
+    def __init__(self, *, where, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        if where == os.getpid():
+            time.sleep(2)
+    def close(self):
+        time.sleep(2)
+"""
 
 
 def newest(run: Run) -> int:
@@ -88,6 +99,15 @@ def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, pro
     said = tiltyard("resume", run.id)
     assert "continues from the checkpoint at env step 160" in said.stderr and "begin new episodes" in said.stderr
     assert run.state == "finished" and run.status()["progress"]["env_steps"] == 320
+
+
+def test_the_last_checkpoint_pushes_out_no_other(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    """What fails again and again just behind it would leave only checkpoints of a policy about to fail."""
+    Path("breaks.py").write_text(BREAKS)
+    model = ["model.id=breaks.py", "model.options.after=21", f"model.options.well={tmp_path / 'well'}"]
+    save = ["save.env_steps=64", "save.last=1", "save.best=0"]
+    tiltyard("train", "CartPole-v1", *SHORT, *model, *save, "engine.workers=0", "stop.env_steps=1e6", expect=1)
+    assert [each.env_steps for each in checkpoint.list_checkpoints(find("last", runs))] == [128, 160]
 
 
 def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
@@ -121,6 +141,13 @@ def test_an_env_that_hangs_in_an_evaluation(tiltyard: Command, runs: Path) -> No
     said = in_own_process("resume", run.id)  # in another process nothing hangs
     assert "begin new episodes" not in said.stderr, "training itself was not cut"
     assert run.state == "finished" and run.status()["eval_return"] is not None
+
+
+def test_envs_that_take_long_to_make_for_an_evaluation_do_not_hang(tiltyard: Command, runs: Path) -> None:
+    Path("slow.py").write_text(SLOW)
+    here = [f"env.options.where={os.getpid()}", "env.step_timeout=1", "engine.workers=2", "stop.env_steps=64"]
+    tiltyard("train", "slow.py", *SHORT, *here, "eval.at_end=true", "eval.episodes=1")
+    assert find("last", runs).status()["eval_return"] is not None
 
 
 def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:

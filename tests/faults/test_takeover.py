@@ -1,5 +1,6 @@
 """A process that stood still while its run was taken over writes nothing more; and one that is interrupted twice."""
 
+import fcntl
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import pytest
 from tests.faults.test_kill import SETTINGS, tiltyard, wait_until
 from tests.test_start import every_byte
 from tiltyard.run.folder import find
-from tiltyard.run.lock import UNSEEN_PERIODS, Lock
+from tiltyard.run.lock import GUARD, UNSEEN_PERIODS, Lock
 
 HOLDS = """
 import time
@@ -42,11 +43,25 @@ def holding(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     child.communicate()
 
 
+def suspend(pid: int, guard: Path) -> None:
+    """Stop the process, but not while it keeps everybody else from looking at the lock: that would be the test's end."""
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with guard.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(PERIOD / 5)
+
+
 def test_an_owner_that_was_taken_over_writes_nothing_more(
     holding, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = find("last", runs)
-    os.kill(holding.pid, signal.SIGSTOP)
+    suspend(holding.pid, run.folder / GUARD)
     time.sleep(2 * UNSEEN_PERIODS * PERIOD)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the same job, started anew: may take over at once
     with Lock.acquire(run, period=1000):
@@ -61,7 +76,7 @@ def test_an_owner_that_was_taken_over_writes_nothing_more(
 
 def test_a_second_interrupt_ends_at_once(holding, runs: Path) -> None:
     os.kill(holding.pid, signal.SIGINT)
-    time.sleep(0.3)  # two that come at the same moment are one
+    time.sleep(1)  # two that come at the same moment are one
     os.kill(holding.pid, signal.SIGINT)
     _, errors = holding.communicate(timeout=100)
     assert holding.returncode == 130, errors

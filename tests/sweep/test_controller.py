@@ -23,6 +23,7 @@ from tests.conftest import Command
 from tests.counts import LONG, count
 from tests.sweep.populace import ENV
 from tests.sweep.talker import PROGRAM, said, write_plan
+from tiltyard import processes
 from tiltyard.config.load import dump_yaml
 from tiltyard.run import disk, metrics
 from tiltyard.run.checkpoint import list_checkpoints
@@ -238,11 +239,11 @@ def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
     child = controller("start", "plan.yaml")
     wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
     (mine,) = runs.glob("toy/sweep-0001/0*/mine")
-    program = Path("/proc", mine.read_text())
+    program = int(mine.read_text())
     child.kill()
     child.wait()
     os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
-    wait_until(lambda: not program.exists() or ") Z " in (program / "stat").read_text())
+    wait_until(lambda: processes.read(program) is None)
 
 
 @pytest.mark.parametrize("way", ["stopped", "killed"])
@@ -253,12 +254,12 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
     child = controller("start", "plan.yaml")
     wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
     (mine,) = runs.glob("toy/sweep-0001/0*/mine")
-    inner = Path("/proc", mine.read_text())
+    inner = int(mine.read_text())
     if way == "stopped":
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=100)
         assert child.returncode == 75
-        assert not inner.exists() or ") Z " in (inner / "stat").read_text()
+        assert processes.read(inner) is None
         return
     child.kill()
     child.wait()
@@ -266,7 +267,7 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
     child = controller("start", "plan.yaml")
     wait_until(lambda: len(said("began")) == 2)
     assert said("overlap") == []
-    assert not inner.exists() or ") Z " in (inner / "stat").read_text()
+    assert processes.read(inner) is None
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=100)
 

@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import Command
 from tests.sweep.populace import EXPERIMENT, plan
 from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
+from tiltyard import processes
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
 from tiltyard.config.yaml_door import parse_yaml
@@ -95,16 +96,21 @@ def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
         time.sleep(0.05)
 
 
+def gone(queue: Path, job: int) -> bool:
+    """Whether all of a job has ended, its turn included."""
+    return processes.read(disk.read_json(queue / f"job-{job}")["pid"]) is None
+
+
 def over(sweep: Sweep) -> bool:
     return look(sweep).state in ("finished", "failed")
 
 
 def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) -> None:
-    write_plan(space={"x": [1, 2, 3]}, max_parallel=3, pause_between=2.0)
+    write_plan(space={"x": [1, 2, 3]}, max_parallel=3, pause_between=3.0)
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(find_sweep("toy")))
     began = sorted(line["time"] for line in said("began"))
-    assert len(began) == 3 and began[2] - began[0] > 2, "four seconds, and what starting a program takes more or less"
+    assert len(began) == 3 and began[2] - began[0] > 2, "six seconds, and what starting a program takes more or less"
 
 
 def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -> None:
@@ -159,7 +165,8 @@ def test_where_jobs_cannot_submit_whoever_watches_does(
     sweep = find_sweep("toy")
     events = sweep.folder / "events.jsonl"
     wait_until(lambda: "A turn could not be taken: there is no ngc here" in events.read_text())
-    assert len(said("done")) == 1 and look(sweep).state == "stopped"
+    wait_until(lambda: look(sweep).state == "stopped")  # whose turn it was has said so before it let go of the lock
+    assert len(said("done")) == 1
     assert "3: 3 finished" in tiltyard("sweep", "watch", "--every", "0.3").stdout
     assert len(said("began")) == 3
 
@@ -173,11 +180,14 @@ def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, q
     wait_until(lambda: len(said("began")) == 1)
     (queue / "down").touch()
 
+    events = find_sweep("toy").folder / "events.jsonl"
+
     def up_again() -> None:
+        wait_until(lambda: "A turn could not be taken" in events.read_text())
         Path("wait").unlink()
         (queue / "down").unlink()
 
-    threading.Timer(2.0, up_again).start()
+    threading.Thread(target=up_again).start()
     watched = tiltyard("sweep", "watch", "--every", "0.3")
     assert "the queue is down" in watched.stderr and "2: 2 finished" in watched.stdout
 
@@ -207,7 +217,8 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     os.killpg(disk.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     tiltyard("sweep", "stop")
-    assert look(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1} and look(sweep).state == "stopped"
+    assert look(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1}
+    wait_until(lambda: look(sweep).state == "stopped")  # the job that was stopped takes its turn
     assert [each["reason"] for each in sweep.decisions() if each["kind"] == "failed"] == [
         'job 1000 ended: {"status": "FINISHED_SUCCESS"}'
     ]
@@ -226,6 +237,7 @@ def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Pa
     wait_until(lambda: len(said("began")) == 2)
     tiltyard("sweep", "stop")
     assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
+    wait_until(lambda: gone(queue, 1001))  # else it still has the only place
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
     wait_until(lambda: look(sweep).counts == {"finished": 2, "stopped": 1})
@@ -279,7 +291,8 @@ def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command,
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
     os.kill(disk.read_json(queue / "job-1000")["pid"], signal.SIGUSR2)
-    wait_until(lambda: "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text())
+    wait_until(lambda: gone(queue, 1000))
+    assert "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text()
     tiltyard("sweep", "stop")
     assert look(sweep).counts == {"stopped": 1} and look(sweep).state == "stopped"
 

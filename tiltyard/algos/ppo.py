@@ -26,7 +26,6 @@ from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.returns import clipped_gae, gae, vtrace
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.algos.team import Alone, Team
-from tiltyard.algos.undo import Undo
 from tiltyard.config import algos as settings
 from tiltyard.config.dimensions import is_number
 from tiltyard.errors import DivergedError, UseError, did_you_mean
@@ -94,7 +93,6 @@ class Ppo:
             )
         self.adam = Adam(net, self.algo.adam_eps)
         self.backprop = Backprop(net, self.adam)
-        self.undo = Undo(net, self.adam)
         self.values = {
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
@@ -108,19 +106,13 @@ class Ppo:
     # ------------------------------------------------------------------------------------------ the update
 
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
-        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names. Whatever it raises,
-        the policy is what it was."""
+        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names."""
         self.env_steps = env_steps
         _check_finite(rollout)
         now = self.settings_in_force()
         self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
-        self.undo.remember()
-        try:
-            with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
-                return self._update(rollout, now)
-        except BaseException:
-            self.undo.restore()
-            raise
+        with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
+            return self._update(rollout, now)
 
     def _update(self, rollout: Rollout, now: dict[str, float]) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])

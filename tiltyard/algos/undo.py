@@ -1,7 +1,7 @@
-"""What an update changes, as it was before: an update that fails half-way leaves the policy that began it.
+"""What an update changes, as it was before: an update that fails half-way leaves the policies that began it.
 
-Owns copies of the parameters, Adam's moments and the net's statistics. Not schedules and random streams, which an
-update that failed has hardly moved.
+Owns copies of a policy's parameters, Adam's moments and the net's statistics. Not schedules and random streams, which
+an update that failed has hardly moved.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ class Undo:
     """`remember`, and then maybe `restore`."""
 
     def __init__(self, net: nn.Module, adam: Adam) -> None:
-        self._adam = adam
-        self._live = [adam.vector, adam.first, adam.second, *net.buffers()]
-        self._kept = [torch.empty_like(each) for each in self._live]
+        self._net, self._adam = net, adam
+        self._kept = [torch.empty_like(each) for each in self._live()]
         self._steps = 0
+
+    def _live(self) -> list[torch.Tensor]:
+        """Looked up each time: a model may put another tensor in the place of a buffer."""
+        return [self._adam.vector, self._adam.first, self._adam.second, *self._net.buffers()]
 
     def remember(self) -> None:
         """A copy of some megabytes at most, in one call."""
-        torch._foreach_copy_(self._kept, self._live)
+        torch._foreach_copy_(self._kept, self._live())
         self._steps = self._adam.steps
 
     def restore(self) -> None:
-        torch._foreach_copy_(self._live, self._kept)
+        torch._foreach_copy_(self._live(), self._kept)
         self._adam.steps = self._steps

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import sweep_jobs, text
 from tiltyard.cli.sweep_summary import summary
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError, did_you_mean
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
 from tiltyard.run import disk
 
 if TYPE_CHECKING:
@@ -273,30 +273,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    """Look again and again until nobody carries it out and no trial runs. Ending this ends nothing else."""
-    from tiltyard.sweep.report import look
+    from tiltyard.cli import sweep_watch
 
-    sweep, before = _find(args.target), ""
-    every = args.every if args.every is not None else 2.0 if sweep.launcher == "local" else 10.0
-    while True:
-        if sweep.launcher == "template":  # whose jobs may not be able to submit others
-            from tiltyard.sweep import turn
-
-            try:
-                turn.take(sweep, _say)
-            except UseError:
-                raise
-            except TiltyardError as error:  # the queue gave no answer; it is asked again at the next look
-                _say(error.message)
-        found = look(sweep)
-        said = summary(found)
-        if said != before:
-            sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + said)
-            sys.stdout.flush()
-            before = said
-        if found.state != "running" and not found.counts.get("running"):
-            return {"finished": EXIT_DONE, "failed": EXIT_FAILED}.get(found.state, EXIT_RESUMABLE)
-        time.sleep(max(0.1, every))
+    return sweep_watch.watch(_find(args.target), args.every, _say)
 
 
 def _best(args: argparse.Namespace) -> int:

@@ -16,7 +16,8 @@ from tiltyard.types import Arrays, Engine, EnvSpec
 
 # For each learner:
 LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
-WEIGHT_COPIES = 6  # weights, gradients, two moments of Adam, the evaluator's weights, and those on their way to disk
+# Weights, gradients, two moments of Adam; weights and moments before an update; the evaluator's, those going to disk.
+WEIGHT_COPIES = 9
 VERSION_COPIES = 4  # of each past version: the driver's, the shared one, a worker's and the evaluator's
 
 

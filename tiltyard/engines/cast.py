@@ -75,7 +75,18 @@ class Cast:
         return f"learns with {', '.join(changes)}" if changes else "learns"
 
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
-        """Let every policy learn from what it decided. `env_steps` are those before it."""
+        """Let every policy learn from what it decided. `env_steps` are those before it. Whatever is raised, all of them
+        are what they were."""
+        for learner in self.learners.values():
+            learner.remember()
+        try:
+            return self._update(rollout, env_steps)
+        except BaseException:
+            for learner in self.learners.values():
+                learner.restore()
+            raise
+
+    def _update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
         if not self.several:
             return self.first.update(rollout, env_steps)
         found: dict[str, float] = {}

@@ -12,6 +12,7 @@ import torch
 
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.randomness import Generators
+from tiltyard.algos.undo import Undo
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, INIT, LEARN, stream_seed
@@ -48,6 +49,7 @@ class Learner:
             seed=stream_seed(seed, LEARN, self.place),
         )
         self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER + self.place))
+        self._undo, self._env_steps_before = Undo(self.net, self.algo.adam), 0
         self.env_steps = 0
         """own ones: those that it has learned from"""
         self.since = 0
@@ -77,6 +79,15 @@ class Learner:
         self.env_steps += int(own.valid.sum())
         with self.generators.in_place(), self._beside(own, env_steps):
             return self.algo.update(own, env_steps)
+
+    def remember(self) -> None:
+        """What `restore` will bring back: the policy as it is now."""
+        self._undo.remember()
+        self._env_steps_before = self.env_steps
+
+    def restore(self) -> None:
+        self._undo.restore()
+        self.env_steps = self._env_steps_before
 
     def _beside(self, rollout: Rollout, env_steps: int) -> AbstractContextManager[None]:
         """The other learners at the same update, if there are any; they are started for the first one."""

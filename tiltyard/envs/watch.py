@@ -4,7 +4,8 @@
     Watch         has beats[0] stood still for env.step_timeout or env.reset_timeout?  ->  TimeoutError over there
 
 A signal brings it there, so that it ends sleeping and waiting, too. Who is in a library that never comes back to Python
-does not hear it; then `stuck` is called with the reason, and is to end this process.
+does not hear it; then `stuck` is called with the reason, and is to end this process. A library that keeps the
+interpreter's lock meanwhile cannot be helped: no thread of this process does anything any more.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ DOING = {STEPPING: "step", RESETTING: "reset"}
 
 
 @contextmanager
-def calling_envs() -> Iterator[None]:
+def calling_envs(doing: int = STEPPING) -> Iterator[None]:
     """While entered, the envs in this process are at work: one that does not come back is a hang."""
-    before, HERE[1] = HERE[1], STEPPING
+    before, HERE[1] = HERE[1], doing
     try:
         yield
     finally:
@@ -59,20 +60,22 @@ class Watch:
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
-            signal.signal(signal.SIGUSR1, self._before)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL if self._before is None else self._before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._heard.set()
-        if self._sentence:  # else it is somebody else's signal, and means nothing here
+        if self._sentence:
             sentence, self._sentence = self._sentence, ""
             raise TimeoutError(sentence)
+        if callable(self._before):  # it is somebody else's signal
+            self._before(number, frame)
 
     def _look(self) -> None:
         beat, since, last = -1, time.monotonic(), time.monotonic()
         while not self._ended.wait(LOOK):
             now = time.monotonic()
             count, phase = HERE.tolist()
-            if count != beat or phase == IDLE or now - last > SUSPENDED:
+            if count != beat or phase == IDLE or now - last > SUSPENDED or _debugged():
                 beat, since = count, now
             elif now - since > self._seconds[phase]:
                 self._end_hang(DOING[phase], self._seconds[phase])
@@ -88,3 +91,13 @@ class Watch:
         if not self._heard.wait(DEAF) and not self._ended.is_set():
             where = traceback.extract_stack(sys._current_frames()[main.ident])[-1]
             self._stuck(f"an env hangs: {sentence}, in {where.filename}, line {where.lineno}")
+
+
+def _debugged() -> bool:
+    """Whether the main thread is in a debugger, as by `breakpoint()` in an env: then a person takes the time."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("pdb", "bdb"):
+            return True
+        frame = frame.f_back
+    return False

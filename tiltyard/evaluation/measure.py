@@ -23,7 +23,6 @@ from tiltyard.engines.freeze import frozen_nets
 from tiltyard.engines.past import fill_shelves, read_versions, shelves
 from tiltyard.engines.players import Players, acting
 from tiltyard.envs.probe import probe
-from tiltyard.envs.watch import calling_envs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import hand_written, trained
 from tiltyard.evaluation.numbers import summarise
@@ -83,7 +82,7 @@ class Evaluator:
         for name, net in self.nets.items():
             net.load_arrays(weights[name])
         fill_shelves(self.shelves, past)
-        with Generators(settings.seed).in_place(), calling_envs():
+        with Generators(settings.seed).in_place():
             played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
 

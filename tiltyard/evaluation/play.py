@@ -22,7 +22,8 @@ from tiltyard.engines.players import Players
 from tiltyard.envs.native import make_group
 from tiltyard.envs.parallel_rows import group_class
 from tiltyard.envs.tally import episode_seed
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import RESETTING, EnvGroup
+from tiltyard.envs.watch import calling_envs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import Begin
 from tiltyard.types import Arrays, EnvSpec, Episode, EpisodeEnd, Step
@@ -136,17 +137,19 @@ def play(
         return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
 
     how: dict[str, Any] = {"base": base, "role": "eval", "previous": previous, "seeds": seeds}
-    if video is None and keep is None:
-        group = make_group(env, spec, envs * agents, seed, exact=True, **how)
-    else:  # what is drawn or kept needs the single envs
-        group = group_class(spec)(env, spec, envs * agents, seed, render=video is not None, **how)
+    with calling_envs(RESETTING):  # making envs may take what their resets may
+        if video is None and keep is None:
+            group = make_group(env, spec, envs * agents, seed, exact=True, **how)
+        else:  # what is drawn or kept needs the single envs
+            group = group_class(spec)(env, spec, envs * agents, seed, render=video is not None, **how)
     film = _Film(video[0], group, video[1]) if video is not None else None
     group.at_end = film.end if film is not None else None
     played: list[Played] = []
     taken = 0
     try:
         choose = begin(group)
-        now = group.reset()
+        with calling_envs(RESETTING):
+            now = group.reset()
         while any(slot.playing is not None for slot in table):
             if cancelled():
                 raise Cancelled
@@ -159,7 +162,8 @@ def play(
             began = list(group.tally.seeds)
             if keep is not None:
                 _note_before(records, rows, now.obs, group.codec.inside(action))
-            now = group.step(action)
+            with calling_envs():
+                now = group.step(action)
             if keep is not None:
                 _note_after(records, rows, group.raw_reward, group.infos)
                 for row in [row for row in rows if now.terminated[row] or now.truncated[row]]:
@@ -175,7 +179,8 @@ def play(
                 played.append(Played(slot.playing, end.seed, total, end.length, {**end.metrics, **returns}))
                 slot.playing = next(slot.queue, None) if steps is None or taken < steps else None
     finally:
-        group.close()
+        with calling_envs(RESETTING):
+            group.close()
         if film is not None:
             film.discard()
     return sorted(played, key=lambda one: one.index)

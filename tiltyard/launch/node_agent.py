@@ -178,6 +178,9 @@ class Agent:
                 break
             tries -= 1
             self._tell("warning", sentence)
+        if word == "failed" and code > 0 and not end.lost and self.run.status()["state"] != "failed":
+            said = self._last_error()
+            sentence = f"{sentence}: {said}" if said else sentence
         self._conclude(word, sentence, counts)
         if word in ("done", "requeue"):
             return EXIT_DONE
@@ -205,8 +208,6 @@ class Agent:
             self._write_status(state="queued", reason="")
             self._tell("requeued", sentence)
         elif word == "failed" and state != "failed":
-            said = self._last_error()
-            sentence = f"{sentence}: {said}" if said else sentence
             self._write_status(state="failed", reason=f"{sentence}; see logs/job-{self.job}.out")
             self._tell("failed", sentence)
         elif word in ("late", "stopped") and (sentence or state != "stopped"):

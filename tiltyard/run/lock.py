@@ -209,17 +209,18 @@ class Lock:
 
     @property
     def taken_over(self) -> bool:
-        """Whether somebody else holds the run now."""
-        return self._successor is not None
-
-    def check(self) -> None:
-        """Raise when somebody took the run over: whoever writes calls this before writing what lasts.
+        """Whether somebody else holds the run now.
 
         Costs nothing, unless this process stood still for so long that the heartbeat cannot have looked: then it looks.
         """
         if self._successor is None and time.monotonic() - self._seen > UNSEEN_PERIODS * self.period:
             self._look()
-        if self._successor is not None:
+        return self._successor is not None
+
+    def check(self) -> None:
+        """Raise when somebody took the run over: whoever writes calls this before writing what lasts."""
+        if self.taken_over:
+            assert self._successor is not None
             raise TiltyardError(
                 f"run {self.run.id} was taken over by {_whom(self._successor)} while this process stood still",
                 f"nothing more is written here; follow the run with: tiltyard logs -f {self.run.typed}",

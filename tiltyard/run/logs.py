@@ -28,10 +28,10 @@ def last_line(path: Path) -> str:
     return text.splitlines()[-1][:200] if text else ""
 
 
-def last_error(path: Path) -> str:
-    """What the last line that begins with `error:` says, of a command's output; empty where there is none."""
+def last_error(path: Path, since: int = 0) -> str:
+    """What the last line that begins with `error:` says, of a command's output from a byte on; empty if none does."""
     try:
-        text = path.read_bytes()[-20_000:].decode("utf-8", "replace")
+        text = path.read_bytes()[since:][-20_000:].decode("utf-8", "replace")
     except OSError:
         return ""
     errors = [line for line in text.splitlines() if line.startswith("error: ")]

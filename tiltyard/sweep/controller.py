@@ -25,11 +25,9 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardErro
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
-from tiltyard.run.logs import last_error
 from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
-from tiltyard.sweep.local import OUTPUT
 from tiltyard.sweep.population import Population
 from tiltyard.sweep.prepare import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
@@ -283,7 +281,7 @@ class Controller:
             return True
         if not self.backend.submit(number, folder, wait):
             return False
-        self._last_start = now
+        self._last_start = time.time()  # making its folder may have taken a while
         del self.due[number]
         if not self.backend.queues:
             self._tell("started", f"Trial {number} was started: {folder.name}.")
@@ -304,7 +302,7 @@ class Controller:
         elif self._forgiven(row):
             self.due[number] = 0.0
         else:
-            self._failed(number, row.reason if row.state == "failed" else f"{how}{self._last_words(number)}")
+            self._failed(number, row.reason if row.state == "failed" else how)
 
     def _came_to_its_end(self, row: Row) -> None:
         results.keep(self.sweep, row)
@@ -330,10 +328,6 @@ class Controller:
         else:
             wait = self.plan.back_off * 2 ** (len(known) - 1) if known else 0.0
             self.due[number] = _moment(known[-1]["time"]) + wait if known else 0.0
-
-    def _last_words(self, number: int) -> str:
-        said = last_error(self.sweep.folder / OUTPUT / f"{number:04d}.log")
-        return f": {said}" if said else ""
 
     # -- ending
 

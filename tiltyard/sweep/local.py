@@ -23,6 +23,7 @@ from tiltyard.config.plans import Plan
 from tiltyard.config.site import ENTERED, return_to_profile
 from tiltyard.errors import UseError
 from tiltyard.run.lock import read_owner
+from tiltyard.run.logs import last_error
 from tiltyard.sweep.folder import Sweep
 
 AT_WORK, OUTPUT = "at-work", "output"
@@ -35,6 +36,8 @@ class Work:
     slot: int
     gpu: str | None
     process: subprocess.Popen[bytes] | None = None
+    said_before: int = 0
+    """bytes that earlier processes of the trial have written"""
 
 
 class Local:
@@ -92,7 +95,8 @@ class Local:
             cores, gpu = self.shares[slot % len(self.shares)], self._gpu()
             told = {"slot": slot, "gpu": gpu, "cores": cores}
             _write(handle, told)
-            with (self.sweep.folder / OUTPUT / f"{number:04d}.log").open("ab") as log, pinned(cores):
+            with self._output(number).open("ab") as log, pinned(cores):
+                said_before = log.tell()
                 process = subprocess.Popen(
                     command(self.plan, folder),
                     stdin=subprocess.DEVNULL,
@@ -105,8 +109,11 @@ class Local:
             _write(handle, {**told, "pid": process.pid})
         finally:
             os.close(handle)
-        self.work[number] = Work(slot, gpu, process)
+        self.work[number] = Work(slot, gpu, process, said_before)
         return True
+
+    def _output(self, number: int) -> Path:
+        return self.sweep.folder / OUTPUT / f"{number:04d}.log"
 
     def send(self) -> list[str]:
         return []
@@ -119,7 +126,9 @@ class Local:
                 if not self._busy(number):
                     ended[number] = "its process is gone"
             elif (code := work.process.poll()) is not None:
+                said = last_error(self._output(number), work.said_before)
                 ended[number] = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+                ended[number] += f": {said}" if said else ""
         for number in ended:
             del self.work[number]
         return ended

@@ -78,7 +78,7 @@ class Template(Jobs):
         for job in jobs.values():
             command = words(self.commands.cancel, {"id": job})
             done = run(command)
-            if done.returncode != 0:
+            if done.returncode != 0 and self._poll(job).runs:  # else it has ended by itself meanwhile
                 raise TiltyardError(f"job {job} could not be cancelled: {_said(done)}", shlex.join(command))
 
     def send(self) -> list[str]:

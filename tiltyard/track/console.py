@@ -17,6 +17,7 @@ import termios
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -152,7 +153,8 @@ class Console:
         if self.live and not self._gone:
             self._remember()
             if self.stream.isatty():
-                self._guarded(self._hold_terminal)
+                with suppress(OSError, ValueError, termios.error):  # then nobody restores it after a kill -9
+                    self._terminal = _Terminal(self.stream.fileno())
             self._screen = Live(
                 get_renderable=self.render,
                 console=self._rich,
@@ -214,9 +216,6 @@ class Console:
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
         for line in lines:
             self._write(line)
-
-    def _hold_terminal(self) -> None:
-        self._terminal = _Terminal(self.stream.fileno())
 
     def _remember(self) -> None:
         """The curve of earlier attempts, so that a resumed run shows all of it."""

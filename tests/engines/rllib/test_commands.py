@@ -112,7 +112,11 @@ def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_
         "        x = self.body(obs['obs'])\n"
         "        return self.pi(x), self.vf(x).squeeze(-1)\n"
     )
-    end = ["eval.every=10000", "stop.return=150", "stop.env_steps=300000"] if LONG else ["stop.updates=2", "save.updates=1"]
+    end = (
+        ["eval.every=10000", "stop.return=150", "stop.env_steps=300000"]
+        if LONG
+        else ["stop.updates=2", "save.updates=1"]
+    )
     run = trained(
         "CarPass-v0",
         "env.wrappers=[{id: discrete_steps, options: {steps: 21}}]",

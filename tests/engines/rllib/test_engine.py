@@ -18,7 +18,7 @@ from tests.counts import only_when_long
 from tests.engines.rllib.conftest import SMALL, Make, children
 from tiltyard.errors import ConfigError, UseError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_progress_grows_and_nothing_is_left(engine: Make) -> None:
