@@ -6,6 +6,7 @@ Imports point down or stay on their floor, inside functions and under TYPE_CHECK
 """
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -327,3 +328,15 @@ def test_every_module_says_what_it_owns(path):
     assert not {"utils", "common", "helpers", "misc", "manager"} & set(path.relative_to(PACKAGE).with_suffix("").parts)
     source = path.read_text(encoding="utf-8")
     assert not source or ast.get_docstring(ast.parse(source)), "a module opens with a docstring"
+
+
+# ------------------------------------------------------------------------------------------------ tests
+
+
+@pytest.mark.xdist_group("house")
+def test_groups_of_tests_are_heeded(request: pytest.FixtureRequest) -> None:
+    """There are versions of pytest and pytest-xdist that ignore them together, and nobody would notice: what tests of a
+    group share is then made once in each process."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests are in one process here: -n 2 has groups")
+    assert request.node.nodeid.endswith("@house")

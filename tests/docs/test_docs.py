@@ -36,7 +36,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
 NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
-IN_THE_LONG_RUN = ("tiltyard train cartpole.yaml --on many",)  # Ray on three nodes: tests/slurm/test_ray.py has it, too
+IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/slurm/test_ray.py and tests/engines/rllib have in every run
+    "tiltyard train cartpole.yaml --on many",
+    "tiltyard train far.yaml engine.nodes=2",
+)
 ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
