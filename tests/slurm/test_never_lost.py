@@ -161,7 +161,7 @@ def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     cluster = own_cluster(
         "--nodes", "1", "--cpus", "1",
         conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
-        "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP\nKillWait=30\n",
+        "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP\nKillWait=10\n",
     )  # fmt: skip
     profile()
     run, job = submitted(tiltyard)
