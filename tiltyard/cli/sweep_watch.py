@@ -19,14 +19,15 @@ EVERY, POLITE = 2.0, 10.0  # seconds between two looks, at folders and at a queu
 def watch(sweep: Sweep, every: float | None, say: Callable[[str], None]) -> int:
     from tiltyard.sweep.report import look
 
-    before, counts = "", dict[str, int]()
-    usual = EVERY if sweep.launcher == "local" else POLITE
+    before, counts, launcher = "", dict[str, int](), sweep.launcher
+    usual = EVERY if launcher == "local" else POLITE
     pause = usual if every is None else max(0.1, every)
+    turns = launcher == "template"  # taken here, too: its jobs may not be able to submit others
     while True:
-        settled = sweep.launcher != "template" or _take_turn(sweep, say)
+        taken = turns and _take_turn(sweep, say)
         found = look(sweep)
-        if sweep.launcher == "template":  # a trial that ended since the turn has left room for the next turn to use
-            settled, counts = settled and found.counts == counts, found.counts
+        # A trial that ended since the turn has left room for the next turn to use.
+        settled, counts = not turns or (taken and found.counts == counts), found.counts
         said = summary(found)
         if said != before:
             sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + said)
@@ -40,7 +41,7 @@ def watch(sweep: Sweep, every: float | None, say: Callable[[str], None]) -> int:
 
 
 def _take_turn(sweep: Sweep, say: Callable[[str], None]) -> bool:
-    """For jobs that may not be able to submit others; False when the queue gave no answer, which it may do later."""
+    """False when the queue gave no answer, which it may do later."""
     from tiltyard.sweep import turn
 
     try:

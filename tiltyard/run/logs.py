@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +25,22 @@ def new_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
 
 def last_line(path: Path) -> str:
     """The last line of a text file, cut to what fits into a sentence; empty when it says nothing."""
-    text = path.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+    text = _end_of(path, 2_000).strip()
     return text.splitlines()[-1][:200] if text else ""
 
 
 def last_error(path: Path, since: int = 0) -> str:
     """What the last line that begins with `error:` says, of a command's output from a byte on; empty if none does."""
     try:
-        text = path.read_bytes()[since:][-20_000:].decode("utf-8", "replace")
+        text = _end_of(path, 20_000, since)
     except OSError:
         return ""
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if errors else ""
+
+
+def _end_of(path: Path, most: int, since: int = 0) -> str:
+    """The last bytes from one on, as text: a log may be larger than memory."""
+    with path.open("rb") as file:
+        file.seek(max(since, file.seek(0, os.SEEK_END) - most))
+        return file.read().decode("utf-8", "replace")
