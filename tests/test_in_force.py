@@ -9,7 +9,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
-from tiltyard.in_force import check_learned, check_restored
+from tiltyard.training.settings_check import check_learned, check_restored
 from tiltyard.types import Engine, Report
 
 ALGO = {"value_clip": 3.0, "kl_stop": 0.9, "rollout": 16, "minibatch": 32}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tiltyard.config.experiment import Save
-from tiltyard.ledger import Ledger
+from tiltyard.training.loop_state import Ledger
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])

@@ -11,11 +11,11 @@ import pytest
 import tiltyard as product
 from tests.cli.test_train import QUICK
 from tests.conftest import Command, in_own_process
+from tiltyard.api import begin
 from tiltyard.errors import UseError
-from tiltyard.preparation import prepare
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, find
-from tiltyard.start import begin
+from tiltyard.training.preflight import prepare
 
 SHORT = [*QUICK, "eval.at_end=false"]
 ENV = """

@@ -20,21 +20,21 @@ _WHERE = {
     "Run": "tiltyard.run.folder",
     "TiltyardError": "tiltyard.errors",
     "evaluate": "tiltyard.evaluation.measure",
-    "fork": "tiltyard.start",
+    "fork": "tiltyard.api",
     "load_policy": "tiltyard.models.policy",
     "read_episodes": "tiltyard.data.episodes",
-    "resume": "tiltyard.start",
-    "train": "tiltyard.start",
+    "resume": "tiltyard.api",
+    "train": "tiltyard.api",
 }
 
 if TYPE_CHECKING:
+    from tiltyard.api import fork, resume, train
     from tiltyard.config.experiment import Experiment
     from tiltyard.data.episodes import read_episodes
     from tiltyard.errors import TiltyardError
     from tiltyard.evaluation.measure import evaluate
     from tiltyard.models.policy import load_policy
     from tiltyard.run.folder import Run
-    from tiltyard.start import fork, resume, train
 
 __all__ = [
     "Experiment",

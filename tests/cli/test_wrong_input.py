@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from tiltyard import start
+from tiltyard import api
 from tiltyard.config.combinations import RLLIBS
 from tiltyard.config.load import describe, load
 from tiltyard.errors import UseError
@@ -72,8 +72,8 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILTYARD_RUNS", str(root / "runs"))
         patch.chdir(root)
-        start.train("CartPole-v1", ["name=cart", *TINY])
-        start.train("parts.py:Corridor", ["name=own", *parts, *TINY])
+        api.train("CartPole-v1", ["name=cart", *TINY])
+        api.train("parts.py:Corridor", ["name=own", *parts, *TINY])
     return root / "runs"
 
 

@@ -17,7 +17,7 @@ from tiltyard.engines.plan import Topology, learner_threads, topology
 from tiltyard.envs.probe import probe
 from tiltyard.machine import free_cores, usable_cores
 from tiltyard.models.net import PolicyNet
-from tiltyard.preparation import try_out
+from tiltyard.training.preflight import try_out
 from tiltyard.types import EnvSpec
 
 

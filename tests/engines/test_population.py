@@ -25,7 +25,7 @@ from tiltyard.run import metrics
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
-from tiltyard.standing import lineage, standing_of
+from tiltyard.training.pbt_state import lineage, standing_of
 
 SMALL: dict[str, Any] = {
     "env": "identity",

@@ -17,11 +17,12 @@ import pytest
 
 from tests.conftest import Command, in_own_process
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tiltyard import preparation, start
+from tiltyard import api
 from tiltyard.cli.nodes import drawn
 from tiltyard.launch import usage
 from tiltyard.run.folder import find
 from tiltyard.run.status import write_status
+from tiltyard.training import preflight
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 LONG = ["CartPole-v1", "engine.envs=4", "algo.rollout=64", "eval.at_end=false", "stop.env_steps=1e9"]
@@ -127,7 +128,7 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
 
 def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
     """A job of two groups that sleeps, for a run: `top` looks at both, `shell` goes to the one that is named."""
-    run = start.begin(preparation.prepare("CartPole-v1"))
+    run = api.begin(preflight.prepare("CartPole-v1"))
     groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
     srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
     Path("het.sh").write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tiltyard import preparation, resumption, start
+from tiltyard import api
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import dump_yaml
 from tiltyard.envs.probe import probe
@@ -15,6 +15,7 @@ from tiltyard.run.folder import Run
 from tiltyard.sweep import controller, prepare
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.local import Local
+from tiltyard.training import preflight, resume
 from tiltyard.types import Arrays, EnvSpec
 
 # Each step brings `level`, whatever is done; what it is really worth is another thing.
@@ -99,9 +100,9 @@ def probe_once(env: Env, **more: Any) -> EnvSpec:
 
 def train(folder: Path) -> None:
     try:
-        with patch.object(preparation, "probe", probe_once):
-            run, made = resumption.plan_resume(Run(folder))
-            start.carry_out(run, made, live=False)
+        with patch.object(preflight, "probe", probe_once):
+            run, made = resume.plan_resume(Run(folder))
+            api.carry_out(run, made, live=False)
     except TiltyardError as error:
         print(f"{error.message}\n{error.details}")
 
@@ -112,7 +113,7 @@ def carry_out(sweep: Sweep) -> int:
 
 def begun() -> Sweep:
     """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
-    with patch.object(preparation, "probe", probe_once):
+    with patch.object(preflight, "probe", probe_once):
         return prepare.begin(prepare.prepare("plan.yaml"))
 
 

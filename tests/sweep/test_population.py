@@ -24,7 +24,7 @@ from tests.counts import only_when_long
 from tests.sweep import populace
 from tests.sweep.populace import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
 from tests.sweep.test_controller import kill_trials
-from tiltyard import resumption, start
+from tiltyard import api
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
@@ -35,6 +35,7 @@ from tiltyard.sweep import lineage, prepare, replay
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.population import Population
 from tiltyard.sweep.report import look
+from tiltyard.training import resume
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +115,15 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     """And where settings change on the way, the run goes on by itself, whatever it was told before."""
     plan([1.0, 2.0])
     whole, paused, changing = (_run(stretches) for stretches in (None, Stretches([(0, {})], 100, 1), CHANGES))
-    outcome = [start.carry_out(run, resumption.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
+    outcome = [api.carry_out(run, resume.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
     assert [each.exit_code for each in outcome] == [0, 75, 0]
     assert paused.status()["state"] == "stopped"
     assert paused.status()["progress"]["env_steps"] == 112, "the first update beyond 100"
     assert "paused at env step 100" in paused.status()["reason"]
-    start.resume(paused, live=False)
+    api.resume(paused, live=False)
     assert paused.status()["progress"]["env_steps"] == 112
     Stretches([(0, {})], None, 2).write(paused.folder)
-    start.resume(paused, live=False)
+    api.resume(paused, live=False)
     assert same(weights(whole), weights(paused))
     assert _curve(whole) == _curve(paused)
 
@@ -131,7 +132,7 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     assert used == {**dict.fromkeys(range(16, 81, 16), 0.01), **dict.fromkeys(range(96, 257, 16), 0.02)}
     assert changing.experiment().algo.lr == 0.02
     with pytest.raises(TiltyardError, match=r"cannot change algo\.lr"):
-        resumption.plan_resume(changing, ["algo.lr=0.5"])
+        resume.plan_resume(changing, ["algo.lr=0.5"])
 
 
 CHANGES = Stretches([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
@@ -156,12 +157,12 @@ def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, m
 
     monkeypatch.setattr(ScheduledValue, "load", restore)
     with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the restored engine has 0.01"):
-        start.resume(run, live=False)
+        api.resume(run, live=False)
     assert "0.02" in run.status()["reason"]
 
-    monkeypatch.setattr("tiltyard.training.check_restored", lambda *_: None)
+    monkeypatch.setattr("tiltyard.training.loop.check_restored", lambda *_: None)
     with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the first update used 0.01"):
-        start.resume(run, live=False)
+        api.resume(run, live=False)
 
 
 # ------------------------------------------------------------------------------------------------ kills
@@ -443,7 +444,7 @@ def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: S
         time.sleep(0.01)
     child.kill()
     assert child.wait() == -signal.SIGKILL, "it was over before it could be killed"
-    start.resume(run, live=False)
+    api.resume(run, live=False)
     assert run.status()["state"] == "finished"
     assert same(weights(run), weights(sweep.place(member)))
     alone = [run.experiment().algo.lr, run.experiment().seed, run.experiment().env.options]

@@ -101,7 +101,7 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
 
 def run_tune(args: argparse.Namespace) -> int:
     from tiltyard.engines.tuning import SECONDS, tune
-    from tiltyard.preparation import prepare
+    from tiltyard.training.preflight import prepare
 
     with data_stdout() as data:
         prepared = prepare(args.target, [*args.overrides, "engine.tune=false"])

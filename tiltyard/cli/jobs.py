@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiltyard.cli.train import Expectation
     from tiltyard.config.experiment import Experiment
     from tiltyard.config.site import Profile
-    from tiltyard.preparation import Prepared
+    from tiltyard.training.preflight import Prepared
 
 EXIT = {"finished": EXIT_DONE, "stopped": EXIT_RESUMABLE}
 LOOK = 0.5  # seconds between questions while a job is being stopped
@@ -79,7 +79,7 @@ def train(
     data: TextIO,
 ) -> int:
     """One job per seed: all submitted, then followed one after another."""
-    from tiltyard import start
+    from tiltyard import api
     from tiltyard.launch import slurm
     from tiltyard.launch.script import Job, script
 
@@ -92,7 +92,7 @@ def train(
         return EXIT_DONE
     code, runs = EXIT_DONE, []
     for seed in seeds:
-        run = start.begin(prepared, seed=seed)
+        run = api.begin(prepared, seed=seed)
         try:
             _submit(run, profile, (), args)
             runs.append(run)

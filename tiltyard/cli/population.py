@@ -46,11 +46,12 @@ def replay(sweep: Sweep, args: argparse.Namespace) -> int:
     sys.stdout.write(_schedule(replaying.schedule_of(sweep, member)))
     if args.dry_run:
         return EXIT_DONE
-    from tiltyard import resumption, start
+    from tiltyard import api
+    from tiltyard.training import resume
 
     run = replaying.make(sweep, member, [Path(sys.argv[0]).name, *sys.argv[1:]])
     sys.stderr.write(f"run {run.id} repeats what made member {member} of {sweep.id}\n")
-    return start.carry_out(run, resumption.plan_resume(run)[1]).exit_code
+    return api.carry_out(run, resume.plan_resume(run)[1]).exit_code
 
 
 def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:

@@ -1,4 +1,4 @@
-"""`train`, `resume` and `fork`: thin faces of tiltyard.start and its checks, plus seeds, expectations and the debugger.
+"""`train`, `resume` and `fork`: thin faces of tiltyard.api and its checks, plus seeds, expectations and the debugger.
 
 A profile whose launcher is slurm makes a job of the run; what happens then is in jobs.py.
 """
@@ -20,10 +20,10 @@ from tiltyard.cli import data_to, report
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 
 if TYPE_CHECKING:
-    from tiltyard.attempt import Plan
     from tiltyard.config.experiment import Experiment
     from tiltyard.run.folder import Run
-    from tiltyard.training import Outcome
+    from tiltyard.training.attempt import Plan
+    from tiltyard.training.loop import Outcome
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -58,7 +58,7 @@ class Expectation:
 
     def check(self, experiment: Experiment) -> None:
         """UseError when nothing that is about to be trained can meet it: its metric will not be recorded."""
-        from tiltyard.preparation import evaluates, require_metric
+        from tiltyard.training.preflight import evaluates, require_metric
 
         require_metric(self.metric, f"--expect {self.text!r}: {self.metric}", also=[*SHORT])
         if self.metric.startswith("eval/") and not evaluates(experiment):
@@ -135,14 +135,15 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     seeds = parse_seeds(args.seeds) if args.seeds else [None]
-    from tiltyard import preparation, start
+    from tiltyard import api
     from tiltyard.cli import jobs
+    from tiltyard.training import preflight
 
     profile = jobs.job_profile(args.on)
     jobs.check_words(args, profile, expectation)
     code = EXIT_DONE
     with data_stdout() as data:
-        prepared = preparation.prepare(
+        prepared = preflight.prepare(
             args.target, args.overrides, profile=args.on, debug=args.debug, as_job=profile is not None
         )
         if expectation is not None:
@@ -150,9 +151,9 @@ def run_train(args: argparse.Namespace) -> int:
         if profile is not None:
             return jobs.train(prepared, profile, seeds, args, expectation, data)
         for seed in seeds:
-            run = start.begin(prepared, seed=seed)
+            run = api.begin(prepared, seed=seed)
             try:
-                result = _train_here(run, start.as_it_is(run, prepared.spec), args, expectation, data)
+                result = _train_here(run, api.as_it_is(run, prepared.spec), args, expectation, data)
             except TiltyardError as error:
                 if len(seeds) == 1:
                     raise
@@ -173,17 +174,17 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
-    from tiltyard import resumption
     from tiltyard.cli import jobs
     from tiltyard.launch.queue import refuse_queued
     from tiltyard.run.folder import find
+    from tiltyard.training import resume
 
     with data_stdout() as data:
         meant = find(args.run)
         refuse_queued(meant)
         profile = None if args.here else jobs.profile_of(meant)
         jobs.check_words(args, profile, expectation)
-        run, plan = resumption.plan_resume(meant, args.overrides, trust_code=args.trust_code)
+        run, plan = resume.plan_resume(meant, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(plan.settings)
         if profile is not None:
@@ -207,26 +208,27 @@ def run_fork(args: argparse.Namespace) -> int:
     at = parse_at(args.at)
     if args.replay is not None and at is not None:
         raise UseError("--replay starts from scratch, and --at chooses a checkpoint", "give one of them")
-    from tiltyard import preparation, resumption, start
+    from tiltyard import api
     from tiltyard.cli import jobs
     from tiltyard.run.folder import find
+    from tiltyard.training import preflight, resume
 
     with data_stdout() as data:
         profile = None if args.here else jobs.profile_of(find(args.run))
         jobs.check_words(args, profile, expectation)
         trusted, as_job = args.trust_code, profile is not None
         if args.replay is None:
-            prepared = preparation.prepare_fork(args.run, args.overrides, at=at, trust_code=trusted, as_job=as_job)
+            prepared = preflight.prepare_fork(args.run, args.overrides, at=at, trust_code=trusted, as_job=as_job)
         else:
-            prepared = preparation.prepare_replay(
+            prepared = preflight.prepare_replay(
                 args.run, args.replay, args.overrides, trust_code=trusted, as_job=as_job
             )
         if expectation is not None:
             expectation.check(prepared.experiment)
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
-        run = start.begin(prepared)
-        plan = start.as_it_is(run, prepared.spec) if args.replay is None else resumption.plan_resume(run)[1]
+        run = api.begin(prepared)
+        plan = api.as_it_is(run, prepared.spec) if args.replay is None else resume.plan_resume(run)[1]
         return _train_here(run, plan, args, expectation, data)
 
 
@@ -249,10 +251,10 @@ def parse_at(text: str | None) -> int | str | None:
 
 
 def _train_here(run: Run, plan: Plan, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
-    from tiltyard import start
+    from tiltyard import api
 
     try:
-        outcome = start.carry_out(run, plan, live=False if args.plain else None)
+        outcome = api.carry_out(run, plan, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # whatever an env, a model or torch raises is told the same way

@@ -25,13 +25,13 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardErro
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
-from tiltyard.signals import StopSignals
 from tiltyard.sweep import halving, results, search
 from tiltyard.sweep.folder import Sweep, Trial, wanted
 from tiltyard.sweep.population import Population
 from tiltyard.sweep.prepare import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
 from tiltyard.sweep.space import fixed_count, fixed_points
+from tiltyard.training.signals import StopSignals
 
 PERIOD = 0.2  # seconds between two looks
 JUDGE_PERIOD = 2.0  # seconds between two looks at curves

@@ -215,14 +215,14 @@ def _found(experiment: Experiment, root: Path) -> Experiment:
     """The experiment with the runs that it takes weights from as folders."""
     if experiment.model.init is None and experiment.resume in ("auto", "never"):
         return experiment
-    from tiltyard.preparation import with_found_sources
+    from tiltyard.training.preflight import with_found_sources
 
     return with_found_sources(experiment, root)
 
 
 def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
     """Runs that weights come from, as folders: `newest run of cartpole` would be another one once trials are made."""
-    from tiltyard.preparation import source_folder
+    from tiltyard.training.preflight import source_folder
 
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("init"), str):
@@ -284,7 +284,7 @@ def _in_point(problem: Problem, point: Point, count: int) -> Problem:
 
 
 def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
-    from tiltyard.preparation import evaluates, require_metric
+    from tiltyard.training.preflight import evaluates, require_metric
 
     require_metric(plan.metric.name, f"metric = {plan.metric.name}")
     if plan.metric.name.startswith("eval/") and not all(evaluates(each) for each in built):
@@ -307,7 +307,7 @@ def _try_out(
 ) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
     """Every kind of env, model and engine among the trials tried out once; copies of all plug-ins that they name."""
     from tiltyard.engines import nursery
-    from tiltyard.preparation import check_copies
+    from tiltyard.training.preflight import check_copies
 
     kinds = {_kind(experiment): experiment for experiment in built}
     if len(kinds) > 1:

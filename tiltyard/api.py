@@ -17,17 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiltyard.attempt import Plan
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import load_site, pick_profile
 from tiltyard.errors import UseError
-from tiltyard.preparation import Prepared, prepare, prepare_fork
-from tiltyard.resumption import plan_resume
 from tiltyard.run import checkpoint
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create
 from tiltyard.track.screen import Screen
-from tiltyard.training import Outcome, train_run
+from tiltyard.training.attempt import Plan
+from tiltyard.training.loop import Outcome, train_run
+from tiltyard.training.preflight import Prepared, prepare, prepare_fork
+from tiltyard.training.resume import plan_resume
 from tiltyard.types import EnvSpec
 
 

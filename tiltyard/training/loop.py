@@ -15,7 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from tiltyard.attempt import (
+from tiltyard.config.experiment import Experiment, Save, Stop
+from tiltyard.engines import make_engine
+from tiltyard.envs.watch import Watch
+from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
+from tiltyard.evaluation.measure import Evaluator
+from tiltyard.evaluation.play import can_be_filmed
+from tiltyard.refs import user_traceback
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.stretches import PAUSED, Stretch
+from tiltyard.track.mirrors import Mirrors
+from tiltyard.track.screen import Screen
+from tiltyard.training.attempt import (
     Attempt,
     Plan,
     begin,
@@ -30,23 +43,10 @@ from tiltyard.attempt import (
     starting_point,
     write_progress,
 )
-from tiltyard.config.experiment import Experiment, Save, Stop
-from tiltyard.engines import make_engine
-from tiltyard.envs.watch import Watch
-from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
-from tiltyard.evaluation.measure import Evaluator
-from tiltyard.evaluation.play import can_be_filmed
-from tiltyard.in_force import check_learned, check_restored
-from tiltyard.ledger import Ledger, Stopwatch
-from tiltyard.refs import user_traceback
-from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run
-from tiltyard.run.lock import Lock
-from tiltyard.run.stretches import PAUSED, Stretch
-from tiltyard.selection import selection_of
-from tiltyard.signals import StopSignals
-from tiltyard.track.mirrors import Mirrors
-from tiltyard.track.screen import Screen
+from tiltyard.training.loop_state import Ledger, Stopwatch
+from tiltyard.training.pbt import selection_of
+from tiltyard.training.settings_check import check_learned, check_restored
+from tiltyard.training.signals import StopSignals
 from tiltyard.types import Progress
 
 STATUS_SECONDS = 1.0  # status.json is written at most this often while training

@@ -26,7 +26,6 @@ from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError, UseError
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import Cancelled
-from tiltyard.ledger import Ledger, terms
 from tiltyard.models.policy import saved_policies
 from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
@@ -36,6 +35,7 @@ from tiltyard.run.status import write_status
 from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
+from tiltyard.training.loop_state import Ledger, terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 
 CLOSES = 300.0  # seconds that closing everything may take after a failure

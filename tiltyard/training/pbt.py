@@ -27,12 +27,12 @@ from tiltyard.algos.population import (
     rules_of,
     spread,
 )
-from tiltyard.attempt import Attempt
 from tiltyard.config.algos import KlAdaptive
 from tiltyard.config.populations import Population
 from tiltyard.errors import TiltyardError
 from tiltyard.run.events import log_event
-from tiltyard.standing import KEPT, Standing
+from tiltyard.training.attempt import Attempt
+from tiltyard.training.pbt_state import KEPT, Standing
 
 DECISIONS = 7  # their role in the run's seed tree
 

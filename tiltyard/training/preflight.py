@@ -31,15 +31,15 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
 from tiltyard.frozen import MAX_DATA, Copies, copy_plugins
-from tiltyard.ledger import terms
 from tiltyard.machine import free_cores
 from tiltyard.refs import short
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
 from tiltyard.run.masking import mask_command
 from tiltyard.run.stretches import Stretches
-from tiltyard.standing import schedule_of, standing_of
 from tiltyard.track import mirrors
+from tiltyard.training.loop_state import terms
+from tiltyard.training.pbt_state import schedule_of, standing_of
 from tiltyard.types import Checkpoint, EnvSpec
 
 

@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiltyard.attempt import Plan, starting_point
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load, parse_override, refuse_presets, texts
 from tiltyard.config.load import words as words_of
 from tiltyard.config.reference import flat
 from tiltyard.errors import UseError
-from tiltyard.preparation import check_metric, run_meant, try_out
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_live
 from tiltyard.run.masking import mask_command
 from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.run.stretches import read as read_stretches
 from tiltyard.track import mirrors
+from tiltyard.training.attempt import Plan, starting_point
+from tiltyard.training.preflight import check_metric, run_meant, try_out
 
 # What a run is: changing one of these makes another run, which is what `fork` is for.
 IDENTITY = ("env", "model", "policies", "match", "seed", "name", "engine")
