@@ -29,8 +29,8 @@ from tiltyard.engines.plan import topology
 from tiltyard.engines.tuning import kept_settings, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
-from tiltyard.frozen import copy_plugins
 from tiltyard.machine import usable_cores
+from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.types import EnvSpec
 
 BENCH = Path(__file__).resolve().parent

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.test_refs import file_at, loaded
-from tiltyard import frozen, refs
 from tiltyard.config.load import load as load_experiment
 from tiltyard.errors import UseError
+from tiltyard.plugins import resolve, snapshot
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def here(tmp_path, monkeypatch):
 
 
 def freeze(before, base, into: Path):
-    return frozen.copy_plugins(before, base, into).named_in(before)
+    return snapshot.copy_plugins(before, base, into).named_in(before)
 
 
 def files_below(folder: Path) -> list[str]:
@@ -207,11 +207,11 @@ def test_the_owner_of_each_copied_module_is_asked_about(here):
         pytest.skip("only root can give files to another user")
     write_lab(here / "plugins")
     named = [("env.id", "env", "plugins/lab.envs.push:Push")]
-    refs.refuse_foreign_code(named, [here], [here])
+    resolve.refuse_foreign_code(named, [here], [here])
     for name in ("plugins/lab/scale.py", "plugins/beside.py", "plugins/lab/envs"):
         os.chown(here / name, 4321, 4321)
         with pytest.raises(UseError, match=f"^{name} belongs to another user"):
-            refs.refuse_foreign_code(named, [here], [here])
+            resolve.refuse_foreign_code(named, [here], [here])
         os.chown(here / name, os.getuid(), os.getgid())
 
 
@@ -231,9 +231,9 @@ def test_data_files_that_the_text_names_are_copied(here, tmp_path_factory):
     file_at(here / "parts.py", "NAME = 'parts.json'\n")
     for name in ("map.txt", "maps/small/1.txt", "maps/2.txt", "maps/3.txt", "parts.json", "unnamed.txt", ".secret"):
         file_at(here / name, name)
-    (here / "weights.bin").write_bytes(bytes(frozen.MAX_DATA + 1))
+    (here / "weights.bin").write_bytes(bytes(snapshot.MAX_DATA + 1))
     before, base = experiment(here, "env: env.py\n")
-    copies = frozen.copy_plugins(before, base, into)
+    copies = snapshot.copy_plugins(before, base, into)
     expected = ["env.py", "map.txt", "maps/2.txt", "maps/small/1.txt", "parts.json", "parts.py"]
     assert files_below(into / "plugins") == expected
     assert copies.notes == ("env.py: not copied into the run folder, being larger than 1 MiB: weights.bin",)

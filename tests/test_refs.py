@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiltyard import refs
 from tiltyard.errors import UseError
+from tiltyard.plugins import resolve
 
 BUILTINS = {"mlp": "collections:OrderedDict", "nature": "pathlib:Path"}
 
@@ -25,7 +25,7 @@ def file_at(path: Path, text: str) -> Path:
 
 
 def loaded(text: str, base: Path, conventional: str = "CustomModel"):
-    return refs.load(refs.parse(text, {}, conventional, [base]))
+    return resolve.load(resolve.parse(text, {}, conventional, [base]))
 
 
 # ------------------------------------------------------------------------------------------------ parse
@@ -33,11 +33,15 @@ def loaded(text: str, base: Path, conventional: str = "CustomModel"):
 
 def test_three_kinds(here):
     path = file_at(here / "nets" / "net.py", "raise SystemExit('parse executes nothing')")
-    assert refs.parse("mlp", BUILTINS, None, [here]) == refs.Ref("mlp", "builtin", None, "collections", "OrderedDict")
-    assert refs.parse("a.b:C.d", {}, None, [here]) == refs.Ref("a.b:C.d", "module", None, "a.b", "C.d")
-    assert refs.parse("nets/net.py:Net", {}, None, [here]) == refs.Ref("nets/net.py:Net", "file", path, None, "Net")
-    assert refs.parse("nets/net.py", {}, "CustomModel", [here]).attribute == "CustomModel"
-    assert refs.parse(str(path), {}, "CustomModel", []).path == path
+    assert resolve.parse("mlp", BUILTINS, None, [here]) == resolve.Ref(
+        "mlp", "builtin", None, "collections", "OrderedDict"
+    )
+    assert resolve.parse("a.b:C.d", {}, None, [here]) == resolve.Ref("a.b:C.d", "module", None, "a.b", "C.d")
+    assert resolve.parse("nets/net.py:Net", {}, None, [here]) == resolve.Ref(
+        "nets/net.py:Net", "file", path, None, "Net"
+    )
+    assert resolve.parse("nets/net.py", {}, "CustomModel", [here]).attribute == "CustomModel"
+    assert resolve.parse(str(path), {}, "CustomModel", []).path == path
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_three_kinds(here):
     ],
 )
 def test_kind_by_shape(text, kind):
-    assert refs.kind_of(text, BUILTINS) == kind
+    assert resolve.kind_of(text, BUILTINS) == kind
 
 
 def test_files_are_looked_for_in_order(here):
@@ -61,8 +65,8 @@ def test_files_are_looked_for_in_order(here):
     file_at(here / "two" / "net.py", "")
     file_at(here / "two" / "only.py", "")
     base = [here / "one", here / "two"]
-    assert refs.parse("net.py:A", {}, None, base).path == first
-    assert refs.parse("only.py:A", {}, None, base).path == here / "two" / "only.py"
+    assert resolve.parse("net.py:A", {}, None, base).path == first
+    assert resolve.parse("only.py:A", {}, None, base).path == here / "two" / "only.py"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_files_are_looked_for_in_order(here):
 def test_names_that_mean_nothing(here, text, words):
     file_at(here / "nets" / "net.py", "")
     with pytest.raises(UseError) as caught:
-        refs.parse(text, BUILTINS, "CustomModel", [here])
+        resolve.parse(text, BUILTINS, "CustomModel", [here])
     assert words.format(here=here) in caught.value.message
     assert caught.value.hint
     if text.endswith("nett.py"):
@@ -95,21 +99,21 @@ def test_modules_of_the_project_are_found_without_running_them(here):
     file_at(here / "lab" / "net.py", "raise SystemExit('parse executes nothing')")
     file_at(here / "plugins" / "lab" / "net.py", "class Net: pass")
     file_at(here / "site-packages" / "lab" / "net.py", "")
-    assert refs.parse("lab.net:Net", {}, None, [here / "none", here]).path == here
-    assert refs.parse("plugins/lab.net:Net", {}, None, [here]).path == here / "plugins"
-    assert refs.parse("lab.other:Net", {}, None, [here]).path is None
-    assert refs.parse("lab.net:Net", {}, None, [here / "site-packages"]).path is None, "installed"
-    assert refs.parse("lab", {"lab": "lab.net:Net"}, None, [here]).path is None, "a built-in is Tiltyard's"
+    assert resolve.parse("lab.net:Net", {}, None, [here / "none", here]).path == here
+    assert resolve.parse("plugins/lab.net:Net", {}, None, [here]).path == here / "plugins"
+    assert resolve.parse("lab.other:Net", {}, None, [here]).path is None
+    assert resolve.parse("lab.net:Net", {}, None, [here / "site-packages"]).path is None, "installed"
+    assert resolve.parse("lab", {"lab": "lab.net:Net"}, None, [here]).path is None, "a built-in is Tiltyard's"
     file_at(here / "tiltyard" / "refs.py", "class Ref: pass")
-    assert loaded("tiltyard.refs:Ref", here) is refs.Ref
+    assert loaded("tiltyard.plugins.resolve:Ref", here) is resolve.Ref
     with pytest.raises(UseError, match=r"there is no module 'net' in lab/") as caught:
-        refs.parse("lab/net:Net", {}, None, [here.parent])
+        resolve.parse("lab/net:Net", {}, None, [here.parent])
     assert "lab/net.py:Net" in caught.value.hint
 
 
 def test_a_typo_of_a_builtin_is_answered():
     with pytest.raises(UseError) as caught:
-        refs.parse("natur", BUILTINS, None, [])
+        resolve.parse("natur", BUILTINS, None, [])
     assert caught.value.hint == "did you mean 'nature'?"
 
 
@@ -127,9 +131,9 @@ def test_plugin_code_really_runs_and_only_once(here):
 
 
 def test_builtins_and_modules(here):
-    assert refs.load(refs.parse("nature", BUILTINS, None, [])) is Path
+    assert resolve.load(resolve.parse("nature", BUILTINS, None, [])) is Path
     file_at(here / "own_package_of_a_test.py", "class Outer:\n    class Inner: pass\n")
-    assert refs.load(refs.parse("own_package_of_a_test:Outer.Inner", {}, None, [])).__name__ == "Inner"
+    assert resolve.load(resolve.parse("own_package_of_a_test:Outer.Inner", {}, None, [])).__name__ == "Inner"
 
 
 def test_an_edited_file_is_another_module(here):
@@ -218,24 +222,24 @@ class TakesAll:
 
 
 def test_options_against_a_signature():
-    problems = refs.check_options(Takes, {"widht": 3, "gate": True, "spec": 1}, 2, "model.options")
+    problems = resolve.check_options(Takes, {"widht": 3, "gate": True, "spec": 1}, 2, "model.options")
     assert [str(problem) for problem in problems] == [
         "model.options.widht = 3: Takes takes no option 'widht'\n   hint: did you mean 'width'?",
         "model.options.spec = 1: Takes is given 'spec' by Tiltyard\n   hint: leave it out",
         "model.options.width: is missing: Takes needs it\n   hint: set model.options.width=...",
     ]
-    assert refs.check_options(Takes, {"width": 1, "gate": 0}, 2, "model.options") == []
-    assert refs.check_options(TakesAll, {"anything": 1}, 1, "x") == []
+    assert resolve.check_options(Takes, {"width": 1, "gate": 0}, 2, "model.options") == []
+    assert resolve.check_options(TakesAll, {"anything": 1}, 1, "x") == []
 
 
 def test_options_of_functions_and_of_what_has_no_signature():
-    assert refs.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it takes no options"
-    assert refs.check_options(dict, {"a": 1}, 0, "x") == []
+    assert resolve.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it takes no options"
+    assert resolve.check_options(dict, {"a": 1}, 0, "x") == []
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "null"), (True, "true"), ("a", "'a'"), (10**50, "about 1e50"), (1e-5, "1e-05")]
 )
 def test_short_values(value, text):
-    assert refs.short(value) == text
-    assert len(refs.short("x" * 1000)) == 60
+    assert resolve.short(value) == text
+    assert len(resolve.short("x" * 1000)) == 60

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.test_refs import file_at, loaded
-from tiltyard import rooms
 from tiltyard.errors import UseError
+from tiltyard.plugins import rooms
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.envs.walk import Walk
-from tiltyard.frozen import copy_plugins
 from tiltyard.machine import resident_memory, usable_cores
+from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run import bounds
 from tiltyard.types import Array, EnvSpec, Step
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
@@ -21,6 +20,7 @@ from tiltyard.envs.tally import episode_seed, row_seeds
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.machine import usable_cores
+from tiltyard.plugins import resolve
 from tiltyard.types import EnvSpec
 
 BASE = [Path(__file__).parent]
@@ -67,8 +67,8 @@ def test_without_ale_the_command_that_installs_it_is_told(monkeypatch: pytest.Mo
 def test_a_family_is_no_import_string(tmp_path: Path) -> None:
     (tmp_path / "atari.py").write_text("class pong: ...")
     experiment = load("atari:pong", base=[tmp_path]).experiment
-    assert "env.id" not in {name for name, _, _ in refs.named_plugins(experiment)}
-    refs.refuse_foreign_code(refs.named_plugins(experiment), [tmp_path], [Path("/")])
+    assert "env.id" not in {name for name, _, _ in resolve.named_plugins(experiment)}
+    resolve.refuse_foreign_code(resolve.named_plugins(experiment), [tmp_path], [Path("/")])
 
 
 def test_frames_are_counted_apart_from_env_steps() -> None:

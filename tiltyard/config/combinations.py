@@ -14,7 +14,7 @@ from tiltyard.config.dimensions import Choices, Dimension, dimension
 from tiltyard.config.experiment import NAME, Experiment, Model, Stop
 from tiltyard.config.problems import validate
 from tiltyard.errors import Problem, did_you_mean
-from tiltyard.refs import kind_of, short
+from tiltyard.plugins.resolve import kind_of, short
 
 MOST_THREADS = 1024
 

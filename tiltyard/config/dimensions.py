@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 Point = dict[str, Any]
 

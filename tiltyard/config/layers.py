@@ -16,7 +16,7 @@ from typing import Any
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.shape import Free, Section, inside, split_key
 from tiltyard.errors import Problem
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 ROOT = Section((Experiment,))
 MAX_LEVELS = 50

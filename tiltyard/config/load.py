@@ -26,7 +26,7 @@ from tiltyard.config.shape import Section, fields
 from tiltyard.config.site import Profile, Site, load_site
 from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
-from tiltyard.refs import CONVENTIONAL, kind_of, named_plugins, parse, short
+from tiltyard.plugins.resolve import CONVENTIONAL, kind_of, named_plugins, parse, short
 
 __all__ = [
     "Loaded",

@@ -23,7 +23,7 @@ from tiltyard.config.problems import validate
 from tiltyard.config.site import check_names
 from tiltyard.config.yaml_door import read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 MOST_SEEDS = 1000
 _GOALS = {"maximize": "maximise", "max": "maximise", "minimize": "minimise", "min": "minimise"}

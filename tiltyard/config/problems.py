@@ -19,7 +19,7 @@ from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.fields import Settings
 from tiltyard.config.shape import Free, Section, fields, inside
 from tiltyard.errors import Problem, did_you_mean
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 Keys = tuple[str, ...]
 Found = list[tuple[Keys, Problem]]

@@ -25,7 +25,7 @@ from tiltyard.config.place import FILE, find_site
 from tiltyard.config.problems import validate
 from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 ENTERED = "TILTYARD_PROFILE"  # the profile whose variables are set
 _SETTABLE = ("engine", "save", "track")

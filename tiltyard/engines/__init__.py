@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiltyard import refs
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.machine import free_memory
+from tiltyard.plugins import resolve
 from tiltyard.types import Arrays, Engine, EnvSpec
 
 # For each learner:
@@ -119,7 +119,7 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
 
     from tiltyard.models.net import PolicyNet
 
-    if any(refs.kind_of(text) for _, _, text in refs.model_plugins(experiment.model)):
+    if any(resolve.kind_of(text) for _, _, text in resolve.model_plugins(experiment.model)):
         return
     with torch.device("meta"):
         count = PolicyNet(spec, experiment.model, base, seed=0).parameter_count

@@ -19,10 +19,10 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.frozen import Copies
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy, saved_policies
-from tiltyard.refs import model_plugins, own_ref, short
+from tiltyard.plugins.resolve import model_plugins, own_ref, short
+from tiltyard.plugins.snapshot import Copies
 from tiltyard.run import disk
 from tiltyard.run.checkpoint import MANIFEST, select
 from tiltyard.run.folder import find

@@ -26,8 +26,8 @@ from tiltyard.engines import check_engine, make_engine, nursery
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
 from tiltyard.engines.plan import topology
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.frozen import Copies
 from tiltyard.machine import usable_cores
+from tiltyard.plugins.snapshot import Copies
 from tiltyard.track.verdict import verdict
 from tiltyard.types import Engine, EnvSpec, Report
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiltyard import refs
 from tiltyard.envs.buffers import FaultyObs
 from tiltyard.errors import DivergedError, EnvError, TiltyardError, raised
+from tiltyard.plugins import resolve
 
 # modules that call an env and take its answers apart
 _UNPACKING = ("tiltyard.envs.vector", "tiltyard.envs.walk", "tiltyard.envs.resident", "tiltyard.envs.actions")
@@ -24,7 +24,9 @@ def blamed(error: BaseException, where: str, doing: str) -> TiltyardError:
     if _raised_here(error):  # unpacking or storing its answer, not the env's own code
         hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
         return EnvError(f"{where}: {doing}() answered in a wrong form: {error}", hint)
-    return EnvError(f"{where}: {doing}() {raised(error)}", "the traceback is the env's own", refs.user_traceback(error))
+    return EnvError(
+        f"{where}: {doing}() {raised(error)}", "the traceback is the env's own", resolve.user_traceback(error)
+    )
 
 
 def diverged(what: str, where: str, batch: dict[str, object]) -> DivergedError:

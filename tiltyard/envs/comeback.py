@@ -18,7 +18,7 @@ import numpy as np
 from tiltyard.envs.away import Away
 from tiltyard.envs.parallel import Parallel
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 from tiltyard.types import Tree
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from gymnasium import spaces
 from tiltyard.envs.tally import row_seeds
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.machine import usable_cores
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 if TYPE_CHECKING:
     from tiltyard.types import Array

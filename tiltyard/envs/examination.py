@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.contract import mask_fault, mask_in, obs_fault, reset_fault, step_fault, structure_fault
 from tiltyard.envs.parallel import Parallel
 from tiltyard.envs.spaces import encode_leaf, observation_leaves, pick
 from tiltyard.errors import UseError, raised
+from tiltyard.plugins import resolve
 from tiltyard.types import ActionSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Examination:
             return call()
         except BaseException as error:
             text = f"env {self._env.id}: {what} {raised(error)}"
-            raise UseError(text, "the traceback is the env's own", refs.user_traceback(error)) from error
+            raise UseError(text, "the traceback is the env's own", resolve.user_traceback(error)) from error
 
     def _listen(self, what: str) -> None:
         """Refuse an env that prints while it is used: in training that is every step, and stdout is for data."""

@@ -30,7 +30,7 @@ from tiltyard.envs.parcels import Line
 from tiltyard.envs.resident import Resident
 from tiltyard.envs.tally import episode_seed
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 
 _START = "import sys; sys.path.append({root!r}); from tiltyard.envs.resident import main; main({owner}, {news}, {fds})"
 _CLOSING = 5.0  # seconds that an env has to close itself

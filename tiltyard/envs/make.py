@@ -25,12 +25,12 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec as Registered
 from gymnasium.envs.registration import load_env_creator
 
-from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import is_folder
 from tiltyard.envs.parallel import Parallel, is_parallel
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
-from tiltyard.rooms import is_own
+from tiltyard.plugins import resolve
+from tiltyard.plugins.rooms import is_own
 
 BUILTIN_ENVS: Mapping[str, str] = {
     "identity": "tiltyard.envs.toy:Identity",
@@ -101,9 +101,9 @@ def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
     made = _make_bare(env, base, render)
     for index, plugin in enumerate(env.wrappers):
         setting = f"env.wrappers.{index}"
-        ref = refs.parse(plugin.id, BUILTIN_WRAPPERS, refs.CONVENTIONAL["wrapper"], base)
-        wrapper = _callable(refs.load(ref), f"{setting}.id", plugin.id)
-        _refuse(refs.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
+        ref = resolve.parse(plugin.id, BUILTIN_WRAPPERS, resolve.CONVENTIONAL["wrapper"], base)
+        wrapper = _callable(resolve.load(ref), f"{setting}.id", plugin.id)
+        _refuse(resolve.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
         made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
         if not isinstance(made, gymnasium.Env) and not is_parallel(made):
             raise UseError(
@@ -116,7 +116,7 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
     if _is_registered(env.id):
         return _make_registered(env, base, render)
     creator, names = _creator(env, base)
-    _refuse(refs.check_options(creator, env.options, len(names), "env.options"))
+    _refuse(resolve.check_options(creator, env.options, len(names), "env.options"))
     options = dict(env.options)
     if render and _takes(creator, "render_mode"):
         options["render_mode"] = RENDER_MODE
@@ -133,18 +133,18 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
 
 def _is_registered(env_id: str) -> bool:
     """Whether an id is one of Gymnasium's registry, not a class that is named here."""
-    return refs.family_of(env_id) is None and refs.kind_of(env_id, BUILTIN_ENVS) is None
+    return resolve.family_of(env_id) is None and resolve.kind_of(env_id, BUILTIN_ENVS) is None
 
 
 def _creator(env: Env, base: Sequence[Path]) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """The class of an env that is not registered, and what it is given first: the name, when it makes a family."""
-    family = refs.family_of(env.id)
+    family = resolve.family_of(env.id)
     if family is not None:
-        return refs.load_family(family[0]), family[1:]
+        return resolve.load_family(family[0]), family[1:]
     if env.id.startswith("pettingzoo.") and importlib.util.find_spec("pettingzoo") is None:
         hint = "pip install 'tiltyard[pettingzoo]'"
         raise UseError(f"env {env.id} needs the package 'pettingzoo', which is not installed", hint)
-    found = refs.load(refs.parse(env.id, BUILTIN_ENVS, refs.CONVENTIONAL["env"], base))
+    found = resolve.load(resolve.parse(env.id, BUILTIN_ENVS, resolve.CONVENTIONAL["env"], base))
     return _callable(found, "env.id", env.id), ()
 
 
@@ -161,7 +161,7 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
     else:
         creator = registered.entry_point
     own = {name: value for name, value in env.options.items() if name != "render_mode"}
-    _refuse(refs.check_options(creator, {**registered.kwargs, **own}, 0, "env.options"))
+    _refuse(resolve.check_options(creator, {**registered.kwargs, **own}, 0, "env.options"))
     options = dict(env.options)
     if render:
         options["render_mode"] = RENDER_MODE
@@ -174,7 +174,7 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
 def _registered(name: str, base: Sequence[Path]) -> Registered:
     """Gymnasium's own entry for an id, also `module:Id-v0`, which imports the module that registers it."""
     try:
-        ref = refs.parse_registering(name, base)
+        ref = resolve.parse_registering(name, base)
         if ref is not None:
             name = ref.attribute
             if ref.path is not None:
@@ -196,16 +196,16 @@ def _registered(name: str, base: Sequence[Path]) -> Registered:
         raise UseError(f"env.id = {shown} is no env that is known here", hint or fallback) from error
 
 
-def _registered_by_own(ref: refs.Ref, folder: Path) -> Registered:
+def _registered_by_own(ref: resolve.Ref, folder: Path) -> Registered:
     """The entry of an id that a module of the project registers, with the class from that module's own room."""
-    module = refs.load_own(folder, str(ref.module), ref.text)
+    module = resolve.load_own(folder, str(ref.module), ref.text)
     key = (module.__name__, ref.attribute)
     if key not in _of_rooms:
         entry = copy.deepcopy(gymnasium.spec(ref.attribute))
         if isinstance(entry.entry_point, str):
             place, _, name = entry.entry_point.partition(":")
             if is_own(folder, place):
-                entry.entry_point = refs.load(refs.Ref(entry.entry_point, "module", folder, place, name))
+                entry.entry_point = resolve.load(resolve.Ref(entry.entry_point, "module", folder, place, name))
         _of_rooms[key] = entry
     return _of_rooms[key]
 
@@ -289,7 +289,7 @@ def _construct(build: Callable[[], Any], what: str) -> Any:
         raise UseError(
             f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}",
             "the traceback is the env's own; check env.options",
-            refs.user_traceback(error),
+            resolve.user_traceback(error),
         ) from error
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.utils import seeding
 
-from tiltyard import refs
 from tiltyard.config.experiment import Env
 from tiltyard.envs.parallel_rows import group_class
 from tiltyard.envs.spaces import MASK
 from tiltyard.envs.vector import EnvGroup
+from tiltyard.plugins import resolve
 from tiltyard.types import EnvSpec, Tree
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ def stepper_for(env: Env, rows: int, threads: int | None = None) -> Stepper | No
 
     `threads` is for simulators that step rows in threads of their own: one per usable core when not said.
     """
-    key, name = refs.family_of(env.id) or (env.id, env.id)
+    key, name = resolve.family_of(env.id) or (env.id, env.id)
     return STEPPERS[key](name, rows, dict(env.options), threads) if has_stepper(env) else None
 
 
 def has_stepper(env: Env) -> bool:
     """Whether all rows will be stepped in one call."""
     plain = not env.wrappers and env.frameskip == 1 and env.frame_stack == 1 and env.isolate == "none"
-    key, _ = refs.family_of(env.id) or (env.id, env.id)
+    key, _ = resolve.family_of(env.id) or (env.id, env.id)
     return env.native and plain and key in STEPPERS
 
 

@@ -24,7 +24,7 @@ from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.errors import ConfigError, Problem, UseError, raised
 from tiltyard.machine import resident_memory
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 from tiltyard.types import EnvSpec
 
 STEPS = 16

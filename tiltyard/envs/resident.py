@@ -34,7 +34,7 @@ from tiltyard.envs.parcels import Line, Loose, space_parts
 from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
 from tiltyard.machine import resident_memory
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 
 STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
 

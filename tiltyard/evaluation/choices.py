@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tiltyard import refs
 from tiltyard.engines.players import Players
 from tiltyard.envs.actions import ActionCodec, random_action
 from tiltyard.envs.tally import episode_seed
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.net import PolicyNet
+from tiltyard.plugins import resolve
 from tiltyard.types import Array, Arrays, EnvSpec
 
 BUILTIN_POLICIES = {"random": "tiltyard.evaluation.choices:RandomPolicy"}
@@ -71,7 +71,7 @@ def trained(net: PolicyNet | Players, greedy: bool, seed: int) -> Begin:
 
 def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
     """Acts as the class named by `text` does, one object per slot."""
-    maker = refs.load(refs.parse(text, BUILTIN_POLICIES, refs.CONVENTIONAL["policy"], base))
+    maker = resolve.load(resolve.parse(text, BUILTIN_POLICIES, resolve.CONVENTIONAL["policy"], base))
 
     def begin(group: EnvGroup) -> Choose:
         hands: list[HandWritten] = [_blaming(text, lambda: maker(spec)) for _ in range(group.rows)]
@@ -112,5 +112,5 @@ def _blaming(text: str, action: Callable[[], Any]) -> Any:
         raise TiltyardError(
             f"policy {text} {raised(error)}",
             "it is built with the env's spec and needs reset(seed) and act(obs, mask)",
-            refs.user_traceback(error),
+            resolve.user_traceback(error),
         ) from error

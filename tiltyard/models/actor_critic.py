@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiltyard import refs
 from tiltyard.config.experiment import Model
 from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError, did_you_mean, raised
 from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp, as_numbers
 from tiltyard.models.memory import Core, State
+from tiltyard.plugins import resolve
 from tiltyard.types import ArraySpec, EnvSpec
 
 POLICY_GAIN = 0.01  # nearly uniform first actions
@@ -33,7 +33,7 @@ def build_module(
     plugin: Plugin | Model, target: Any, given: tuple[Any, ...], setting: str, id_setting: str
 ) -> nn.Module:
     """target(*given, **options) with the options checked first; what goes wrong in it is told as the plug-in's."""
-    problems = refs.check_options(target, plugin.options, len(given), f"{setting}.options")
+    problems = resolve.check_options(target, plugin.options, len(given), f"{setting}.options")
     if problems:
         raise ConfigError(problems)
     try:
@@ -44,7 +44,7 @@ def build_module(
         raise UseError(
             f"{id_setting} = {plugin.id}: its constructor {raised(error)}",
             f"check {setting}.options and the constructor",
-            refs.user_traceback(error),
+            resolve.user_traceback(error),
         ) from None
     if not isinstance(module, nn.Module):
         raise UseError(f"{id_setting} = {plugin.id} makes no torch.nn.Module", "derive the class from nn.Module")
@@ -53,7 +53,7 @@ def build_module(
 
 def build_encoder(plugin: Plugin, spec: ArraySpec, base: Sequence[Path], setting: str) -> nn.Module:
     """The encoder that a setting names."""
-    target = refs.load(refs.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
+    target = resolve.load(resolve.parse(plugin.id, BUILTIN_ENCODERS, "CustomEncoder", base))
     encoder = build_module(plugin, target, (spec,), setting, setting)
     if not isinstance(getattr(encoder, "size", None), int):
         raise UseError(f"{setting} = {plugin.id} has no `size`", "set self.size to the width of what forward returns")

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tiltyard import refs
 from tiltyard.config.experiment import Model
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
 from tiltyard.models import heads
@@ -29,6 +28,7 @@ from tiltyard.models.actor_critic import ActorCritic, build_module
 from tiltyard.models.dense import Dense, Layers, is_plain
 from tiltyard.models.encoders import as_numbers
 from tiltyard.models.memory import State
+from tiltyard.plugins import resolve
 from tiltyard.types import ArraySpec, EnvSpec
 
 BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
@@ -105,7 +105,7 @@ class RunningStats(nn.Module):
 
 def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: int) -> nn.Module:
     """The built-in model, or the user's, its options checked against the constructor."""
-    target = refs.load(refs.parse(settings.id, BUILTIN_MODELS, "CustomModel", base))
+    target = resolve.load(resolve.parse(settings.id, BUILTIN_MODELS, "CustomModel", base))
     if target is ActorCritic:
         if settings.options:
             problem = Problem(
@@ -294,10 +294,10 @@ class PolicyNet(nn.Module):
 
     def _blamed(self, error: BaseException) -> TiltyardError:
         """What a model raised in the midst of acting or learning, told as its own."""
-        own = [text for _, _, text in refs.model_plugins(self.settings) if refs.kind_of(text)]
+        own = [text for _, _, text in resolve.model_plugins(self.settings) if resolve.kind_of(text)]
         hint = "the traceback is the model's own" if own else "it is a built-in one: device memory is the usual reason"
         return TiltyardError(
-            f"model {', '.join(own) or self.settings.id} {raised(error)}", hint, refs.user_traceback(error)
+            f"model {', '.join(own) or self.settings.id} {raised(error)}", hint, resolve.user_traceback(error)
         )
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ class PolicyNet(nn.Module):
             raise UseError(
                 f"model.id = {self.settings.id}: when tried out, {name} {raised(error)}",
                 "forward gets {name: [N, ...]}; shapes are in the spec given to the constructor",
-                refs.user_traceback(error),
+                resolve.user_traceback(error),
             ) from None
         wanted = [(rows, outputs), (rows,)]
         parts = list(given) if isinstance(given, tuple) else [given]

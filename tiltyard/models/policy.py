@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import tiltyard
-from tiltyard import refs
 from tiltyard.config.experiment import Experiment, Model
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.spaces import (
@@ -34,6 +33,7 @@ from tiltyard.envs.spaces import (
 )
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
+from tiltyard.plugins import resolve
 from tiltyard.run import disk
 from tiltyard.run.checkpoint import read_tree, select, write_tree
 from tiltyard.run.folder import Run, find
@@ -114,8 +114,8 @@ def load_policy(
     model = Model.model_validate(tree["model"])
     places = tuple(base) if base is not None else (folder.absolute().parent.parent,)
     if not trust_code:
-        named = refs.model_plugins(model)
-        refs.refuse_foreign_code(named, places, (folder, folder / "policies", folder / "policies" / f"{name}.json"))
+        named = resolve.model_plugins(model)
+        resolve.refuse_foreign_code(named, places, (folder, folder / "policies", folder / "policies" / f"{name}.json"))
     net = PolicyNet(spec, model, places, seed=0, squashed=tree.get("squashed", False))
     net.load_arrays(tree["weights"])
     env = tree["env"]

@@ -41,7 +41,7 @@ from tiltyard.run.status import (
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
-    from tiltyard.frozen import Copies
+    from tiltyard.plugins.snapshot import Copies
     from tiltyard.run.stretches import Stretches
 
 __all__ = [
@@ -129,7 +129,7 @@ class Run:
 
     def require_own_code(self, trust_code: bool) -> None:
         """UseError when going on would run code that another user chose; asked before each use of a run's plug-ins."""
-        from tiltyard.refs import named_plugins, refuse_foreign_code
+        from tiltyard.plugins.resolve import named_plugins, refuse_foreign_code
 
         if not trust_code:
             refuse_foreign_code(named_plugins(self.experiment()), self.base, (self.folder, self.experiment_file))
@@ -242,7 +242,7 @@ def _fill(
     profile: str | None,
 ) -> None:
     from tiltyard.config.load import resolved_yaml
-    from tiltyard.frozen import copy_plugins
+    from tiltyard.plugins.snapshot import copy_plugins
     from tiltyard.run import provenance
 
     if copies is None:

@@ -31,7 +31,7 @@ from typing import Any
 from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import parse_override
 from tiltyard.errors import TiltyardError, UseError, raised
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 
 NAME = "RUN_DESCRIPTION"
 

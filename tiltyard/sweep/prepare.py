@@ -28,8 +28,8 @@ from tiltyard.config.place import runs_root
 from tiltyard.config.plans import Plan, load_plan
 from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
 from tiltyard.errors import ConfigError, Problem, UseError
-from tiltyard.frozen import copy_plugins
 from tiltyard.launch import slurm
+from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run.folder import Run, create
 from tiltyard.run.stretches import Stretches
 from tiltyard.sweep import program

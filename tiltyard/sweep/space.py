@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tiltyard.config.dimensions import Choices, Dimension, Point, dimension, fingerprint
 from tiltyard.config.plans import Plan
 from tiltyard.errors import ConfigError, Problem
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 WEIGHTS = {"weights": True}  # in a population's space: the numbers of that mapping, which are multiplied
 _TRIES = 100  # redraws before a random draw that was there already is taken

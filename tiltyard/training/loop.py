@@ -21,7 +21,7 @@ from tiltyard.envs.watch import Watch
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed
-from tiltyard.refs import user_traceback
+from tiltyard.plugins.resolve import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock

@@ -30,9 +30,9 @@ from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
-from tiltyard.frozen import MAX_DATA, Copies, copy_plugins
 from tiltyard.machine import free_cores
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
+from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
 from tiltyard.run.masking import mask_command

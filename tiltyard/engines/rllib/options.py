@@ -11,7 +11,7 @@ from tiltyard.config.algos import Named
 from tiltyard.engines.rllib.build import CONFIGS, configured, rllibs_name
 from tiltyard.engines.rllib.task import Task
 from tiltyard.errors import Problem, did_you_mean
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 
 LENGTH = "rollout_fragment_length"  # RLlib's name of what is algo.rollout here
 OURS = {

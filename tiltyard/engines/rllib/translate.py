@@ -29,7 +29,7 @@ from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.errors import Problem
 from tiltyard.machine import usable_cores
 from tiltyard.models import heads
-from tiltyard.refs import short
+from tiltyard.plugins.resolve import short
 from tiltyard.types import EnvSpec
 
 RUNNER, MODULE, LEARNER, LOOP = "our runner", "our module", "our learner", "the training loop"

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import Problem, RaisedElsewhere, UseError, did_you_mean
-from tiltyard.rooms import SHARED, is_own, module_file, room_of
+from tiltyard.plugins.rooms import SHARED, is_own, module_file, room_of
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
@@ -383,7 +383,7 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
     of modules that are installed here; whoever owns a plug-in's file, a file that it imports or a folder above them up
     to `base` chose the code.
     """
-    from tiltyard.frozen import plugin_files
+    from tiltyard.plugins.snapshot import plugin_files
 
     tops = [top for folder in base for top in (folder.absolute(), folder.resolve())]
     for setting, kind, text in named:
