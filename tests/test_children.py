@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from tiltyard.children import OutOfMemory, killed_by
+from tiltyard.processes.child import OutOfMemory, killed_by
 
 
 def test_memory_is_blamed_only_where_the_kernel_counts_that_it_ran_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from tiltyard import processes
+from tiltyard.processes import proc
 
 CHILD = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
 
@@ -19,15 +19,15 @@ def test_a_process_and_what_it_started() -> None:
     assert child.stdout is not None
     grandchild = int(child.stdout.readline())
     try:
-        found = processes.tree(child.pid)
+        found = proc.tree(child.pid)
         assert [each.pid for each in found] == [child.pid, grandchild]
         assert found[1].command == "sleep 100" and found[1].parent == child.pid
         assert found[0].threads == 1 and found[0].resident > 1e6 and abs(found[0].started - began) < 10
-        assert 0 < (processes.proportional(child.pid) or 0) <= found[0].resident * 1.1
-        assert processes.environment(child.pid)["MARK"] == "a b"
-        assert {child.pid, grandchild} <= {each.pid for each in processes.own()}
+        assert 0 < (proc.proportional(child.pid) or 0) <= found[0].resident * 1.1
+        assert proc.environment(child.pid)["MARK"] == "a b"
+        assert {child.pid, grandchild} <= {each.pid for each in proc.own()}
     finally:
         os.kill(grandchild, 9)
         child.wait(100)
-    assert processes.read(child.pid) is None
-    assert processes.environment(child.pid) == {} and processes.proportional(child.pid) is None
+    assert proc.read(child.pid) is None
+    assert proc.environment(child.pid) == {} and proc.proportional(child.pid) is None

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.children import Parent, children, serve
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.config.place import runs_root
@@ -31,8 +30,9 @@ from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.envs.walk import Walk
-from tiltyard.machine import resident_memory, usable_cores
 from tiltyard.plugins.snapshot import copy_plugins
+from tiltyard.processes.child import Parent, children, serve
+from tiltyard.processes.resources import resident_memory, usable_cores
 from tiltyard.run import bounds
 from tiltyard.types import Array, EnvSpec, Step
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from tiltyard.algos.adam import Adam
 from tiltyard.errors import UseError
-from tiltyard.machine import CACHE_LINE
+from tiltyard.processes.resources import CACHE_LINE
 
 
 def net():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Command
-from tiltyard.machine import usable_cores
+from tiltyard.processes.resources import usable_cores
 from tiltyard.sampling import process_counts, summary
 
 TRAIN = ("algo.rollout=16", "algo.minibatch=32", "stop.updates=3", "eval.at_end=false", "track.tensorboard=false")

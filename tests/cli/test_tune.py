@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Command
 from tiltyard.config.load import load
 from tiltyard.engines.candidates import Candidates, Point, own_point
-from tiltyard.machine import usable_cores
+from tiltyard.processes.resources import usable_cores
 
 SIZES = ("engine.envs=4", "algo.rollout=16", "algo.minibatch=32")
 

@@ -24,7 +24,7 @@ from tiltyard.engines.plan import is_batched, topology
 from tiltyard.envs.probe import probe
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import ConfigError, TiltyardError
-from tiltyard.machine import usable_cores
+from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 

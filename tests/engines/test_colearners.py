@@ -18,7 +18,7 @@ from tiltyard.engines.learner import check_learners
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.machine import usable_cores
+from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 

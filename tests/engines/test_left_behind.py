@@ -12,8 +12,8 @@ import pytest
 import tiltyard as product
 from tiltyard.config.experiment import Env
 from tiltyard.envs.probe import probe
-from tiltyard.guard import GRACE
-from tiltyard.processes import read, tree
+from tiltyard.processes.proc import read, tree
+from tiltyard.processes.reaper import GRACE
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import tiltyard as product
-from tiltyard.engines.nursery import Nursery, early
 from tiltyard.errors import UseError
+from tiltyard.processes.fork_server import Nursery, early
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def nurseries() -> int:
             words = (stat.parent / "cmdline").read_text()
         except OSError:  # ended meanwhile
             continue
-        found += int(parent) == os.getpid() and state != "Z" and "tiltyard.engines.nursery" in words
+        found += int(parent) == os.getpid() and state != "Z" and "tiltyard.processes.fork_server" in words
     return found
 
 

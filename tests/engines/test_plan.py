@@ -12,11 +12,12 @@ import pytest
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
-from tiltyard.engines import make_engine, nursery, plan
+from tiltyard.engines import make_engine, plan
 from tiltyard.engines.plan import Topology, learner_threads, topology
 from tiltyard.envs.probe import probe
-from tiltyard.machine import free_cores, usable_cores
 from tiltyard.models.net import PolicyNet
+from tiltyard.processes import fork_server
+from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.training.preflight import try_out
 from tiltyard.types import EnvSpec
 
@@ -93,7 +94,7 @@ def test_cores_are_looked_at_before_the_nursery_makes_one_busy(slow: EnvSpec) ->
     with one_core_busy():
         free_cores()
         try_out(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
-        nursery.early.end()
+        fork_server.early.end()
         seen = free_cores.cache_info()
         assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why
         assert free_cores.cache_info().misses == seen.misses

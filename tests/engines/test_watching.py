@@ -13,13 +13,12 @@ import pytest
 
 from tests.engines.test_local import TWO
 from tests.engines.test_serial import build
-from tiltyard import processes
-from tiltyard.engines import nursery
 from tiltyard.engines.local import Filled, pool
 from tiltyard.engines.state import read_group
 from tiltyard.envs.vector import STEPPING
 from tiltyard.errors import EnvError
-from tiltyard.guard import GRACE
+from tiltyard.processes import fork_server, proc
+from tiltyard.processes.reaper import GRACE
 
 PATIENCE = 60
 
@@ -78,7 +77,7 @@ STATEFUL = """
 
 @pytest.fixture(scope="module", autouse=True)
 def one_nursery() -> Iterator[None]:
-    with nursery.early.many():
+    with fork_server.early.many():
         yield
 
 
@@ -309,7 +308,7 @@ def test_what_a_living_worker_sent_away_outlives_another_worker(env: str, tmp_pa
 
 
 def _runs(pid: int) -> bool:
-    return processes.read(pid) is not None
+    return proc.read(pid) is not None
 
 
 def test_waiting_for_a_driver_that_was_elsewhere_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from tiltyard.envs.spaces import observation_specs, spec_from_json
 from tiltyard.envs.tally import episode_seed, row_seeds
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.machine import usable_cores
 from tiltyard.plugins import resolve
+from tiltyard.processes.resources import usable_cores
 from tiltyard.types import EnvSpec
 
 BASE = [Path(__file__).parent]

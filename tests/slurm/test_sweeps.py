@@ -24,8 +24,8 @@ from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
 from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
 from tests.sweep.talker import most_at_once, said, write_plan
-from tiltyard import processes
 from tiltyard.config.load import dump_yaml
+from tiltyard.processes import proc
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -183,9 +183,9 @@ def outside_of_jobs(sweep: Sweep) -> list[str]:
     own = {"SLURM_JOB_ID", "TILTYARD_JOB"}
     return [
         each.command
-        for each in processes.own()
+        for each in proc.own()
         if str(sweep.folder) in each.command
-        and (told := processes.environment(each.pid))  # nothing: it has ended meanwhile
+        and (told := proc.environment(each.pid))  # nothing: it has ended meanwhile
         and not own & told.keys()
     ]
 

@@ -23,8 +23,8 @@ from tests.conftest import Command
 from tests.counts import LONG, count
 from tests.sweep.populace import ENV
 from tests.sweep.talker import PROGRAM, said, write_plan
-from tiltyard import processes
 from tiltyard.config.load import dump_yaml
+from tiltyard.processes import proc
 from tiltyard.run import disk, metrics
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
@@ -243,7 +243,7 @@ def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
     child.kill()
     child.wait()
     os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
-    wait_until(lambda: processes.read(program) is None)
+    wait_until(lambda: proc.read(program) is None)
 
 
 @pytest.mark.parametrize("way", ["stopped", "killed"])
@@ -259,7 +259,7 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=100)
         assert child.returncode == 75
-        assert processes.read(inner) is None
+        assert proc.read(inner) is None
         return
     child.kill()
     child.wait()
@@ -267,7 +267,7 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
     child = controller("start", "plan.yaml")
     wait_until(lambda: len(said("began")) == 2)
     assert said("overlap") == []
-    assert processes.read(inner) is None
+    assert proc.read(inner) is None
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=100)
 

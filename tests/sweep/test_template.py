@@ -17,11 +17,11 @@ import pytest
 from tests.conftest import Command
 from tests.sweep.populace import EXPERIMENT, plan
 from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
-from tiltyard import processes
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
 from tiltyard.config.yaml_door import parse_yaml
 from tiltyard.errors import ConfigError
+from tiltyard.processes import proc
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.sweep.folder import Sweep, find_sweep
@@ -98,7 +98,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
 
 def gone(queue: Path, job: int) -> bool:
     """Whether all of a job has ended, its turn included."""
-    return processes.read(disk.read_json(queue / f"job-{job}")["pid"]) is None
+    return proc.read(disk.read_json(queue / f"job-{job}")["pid"]) is None
 
 
 def over(sweep: Sweep) -> bool:

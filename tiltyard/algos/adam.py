@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tiltyard.errors import UseError
-from tiltyard.machine import CACHE_LINE
+from tiltyard.processes.resources import CACHE_LINE
 from tiltyard.types import Tree
 
 BETA1, BETA2 = 0.9, 0.999

@@ -125,9 +125,9 @@ def hand_over(
 
 def _leave_nothing() -> None:
     """End what the checks started for a training in this process."""
-    from tiltyard.engines import nursery
+    from tiltyard.processes import fork_server
 
-    nursery.early.end()
+    fork_server.early.end()
 
 
 def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse.Namespace) -> None:

@@ -133,8 +133,8 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
-    from tiltyard import processes
     from tiltyard.launch.usage import snapshots
+    from tiltyard.processes import proc
 
     if owner is None or life(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
@@ -142,7 +142,7 @@ def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterato
         raise UseError(
             f"run {run.id} is written on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
         )
-    for told in snapshots(lambda: processes.tree(owner["pid"]), every):
+    for told in snapshots(lambda: proc.tree(owner["pid"]), every):
         if not told["processes"]:
             return
         yield [told]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tiltyard.doctor.checkup import examine
 from tiltyard.doctor.software import versions
-from tiltyard.machine import own_address
+from tiltyard.processes.resources import own_address
 from tiltyard.run import disk
 
 CALL = 10.0

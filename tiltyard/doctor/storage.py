@@ -19,11 +19,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiltyard import processes
 from tiltyard.config.place import runs_root
 from tiltyard.doctor.finding import Finding, size
 from tiltyard.doctor.system import existing
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.processes import proc
 
 LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
 LOW_TEMPORARY, FULL = 1 << 30, 64 << 20
@@ -186,12 +186,12 @@ def _made(path: Path) -> float | None:
 
 def _oldest_python() -> float:
     """When it was started. A process may know a folder and have nothing open in it: younger folders may be in use."""
-    return min((each.started for each in processes.own() if "python" in _program(each.pid)), default=time.time())
+    return min((each.started for each in proc.own() if "python" in _program(each.pid)), default=time.time())
 
 
 def _program(pid: int) -> str:
     try:
-        return (processes.PROC / str(pid) / "exe").readlink().name
+        return (proc.PROC / str(pid) / "exe").readlink().name
     except OSError:
         return ""
 

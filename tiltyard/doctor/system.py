@@ -15,7 +15,7 @@ from pathlib import Path
 from tiltyard.config.place import runs_root
 from tiltyard.doctor.finding import Finding, State
 from tiltyard.errors import TiltyardError
-from tiltyard.machine import free_memory, usable_cores
+from tiltyard.processes.resources import free_memory, usable_cores
 
 LOW_MEMORY = 2 << 30
 LOW_FILES, FEW_FILES = 1024, 256  # Ray and many workers open hundreds each; fewer than this is not enough for anything

@@ -10,8 +10,8 @@ from pathlib import Path
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
-from tiltyard.machine import free_memory
 from tiltyard.plugins import resolve
+from tiltyard.processes.resources import free_memory
 from tiltyard.types import Arrays, Engine, EnvSpec
 
 # For each learner:

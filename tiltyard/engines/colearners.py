@@ -27,14 +27,14 @@ import torch
 
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.team import PATIENCE, LostError, Together
-from tiltyard.children import killed_by
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.local.slab import Layout, gather, make_memory
-from tiltyard.engines.nursery import Nursery
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.net import PolicyNet
+from tiltyard.processes.child import killed_by
+from tiltyard.processes.fork_server import Nursery
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 
 GRACE = 10.0  # seconds from the end of a process until its cause is told

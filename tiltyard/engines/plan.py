@@ -19,8 +19,8 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.candidates import sharing
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native import has_stepper
-from tiltyard.machine import free_cores, usable_cores
 from tiltyard.models.net import PolicyNet
+from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.types import EnvSpec
 
 CHEAP = 100e-6  # seconds: an env step that costs less than acting does is not worth a process

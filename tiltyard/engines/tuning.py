@@ -22,12 +22,13 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded
-from tiltyard.engines import check_engine, make_engine, nursery
+from tiltyard.engines import check_engine, make_engine
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
 from tiltyard.engines.plan import topology
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.machine import usable_cores
 from tiltyard.plugins.snapshot import Copies
+from tiltyard.processes import fork_server
+from tiltyard.processes.resources import usable_cores
 from tiltyard.track.verdict import verdict
 from tiltyard.types import Engine, EnvSpec, Report
 
@@ -104,7 +105,7 @@ def tune(
     began = time.monotonic()
     threads = torch.get_num_threads()
     field_ = _Field(experiment, spec, base, began, seconds, say)
-    with nursery.early.many():
+    with fork_server.early.many():
         try:
             own, chosen = _search(field_, kept)
         finally:

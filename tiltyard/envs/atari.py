@@ -23,7 +23,7 @@ from gymnasium import spaces
 
 from tiltyard.envs.tally import row_seeds
 from tiltyard.errors import UseError, did_you_mean
-from tiltyard.machine import usable_cores
+from tiltyard.processes.resources import usable_cores
 
 if TYPE_CHECKING:
     from tiltyard.types import Array

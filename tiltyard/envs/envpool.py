@@ -24,8 +24,8 @@ from gymnasium import spaces
 
 from tiltyard.envs.tally import row_seeds
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
-from tiltyard.machine import usable_cores
 from tiltyard.plugins.resolve import short
+from tiltyard.processes.resources import usable_cores
 
 if TYPE_CHECKING:
     from tiltyard.types import Array

@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiltyard import guard
-from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.envs.away import Away, Room
 from tiltyard.envs.make import make_any
@@ -31,6 +29,8 @@ from tiltyard.envs.resident import Resident
 from tiltyard.envs.tally import episode_seed
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
+from tiltyard.processes import reaper
+from tiltyard.processes.child import killed_by
 
 _START = "import sys; sys.path.append({root!r}); from tiltyard.envs.resident import main; main({owner}, {news}, {fds})"
 _CLOSING = 5.0  # seconds that an env has to close itself
@@ -48,13 +48,13 @@ def make_copies(
 ) -> list[Any]:
     """`copies` of an env, the first of which can draw itself with `render`. Where they live apart, they are `Away`.
     `told` is called whenever another one is there. As long as they are, what is started here ends with this process."""
-    guard.begin()
+    reaper.begin()
     try:
         made = _made(env, base, copies, render, seed, told)
     except BaseException:
-        guard.end()
+        reaper.end()
         raise
-    weakref.finalize(made[0], guard.end).atexit = False
+    weakref.finalize(made[0], reaper.end).atexit = False
     return made
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tiltyard import guard
-from tiltyard.children import killed_by
 from tiltyard.config.experiment import Env
 from tiltyard.errors import ConfigError, Problem, UseError, raised
-from tiltyard.machine import resident_memory
 from tiltyard.plugins.resolve import user_traceback
+from tiltyard.processes import reaper
+from tiltyard.processes.child import killed_by
+from tiltyard.processes.resources import resident_memory
 from tiltyard.types import EnvSpec
 
 STEPS = 16
@@ -65,14 +65,14 @@ def _run_child(env: Env, folder: Path) -> int:
     """Run the child to its end or its timeout; what it has started and left behind is ended then, too."""
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-P", "-c", _START.format(root=root, folder=str(folder))]
-    mark = f"{guard.own_mark()}.{folder.name}"
+    mark = f"{reaper.own_mark()}.{folder.name}"
     with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("wb") as err:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env={**os.environ, guard.MARK: mark},
+            env={**os.environ, reaper.MARK: mark},
             start_new_session=True,
         )
         try:
@@ -87,7 +87,7 @@ def _run_child(env: Env, folder: Path) -> int:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-            guard.end_marked(mark)
+            reaper.end_marked(mark)
 
 
 def _died(env: Env, code: int, said: tuple[str, str]) -> UseError:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.children import die_with, leave_to_others
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.comeback import state_keeper
@@ -33,8 +32,9 @@ from tiltyard.envs.parallel import Parallel
 from tiltyard.envs.parcels import Line, Loose, space_parts
 from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
-from tiltyard.machine import resident_memory
 from tiltyard.plugins.resolve import user_traceback
+from tiltyard.processes.child import die_with, leave_to_others
+from tiltyard.processes.resources import resident_memory
 
 STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
 

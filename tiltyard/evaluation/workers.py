@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tiltyard.children import Parent, children, serve
+from tiltyard.processes.child import Parent, children, serve
 
 
 def share_out(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiltyard.children import die_with
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch.commands import environment, hear
 from tiltyard.launch.script import asked_for, secret_environment, set_up
+from tiltyard.processes.child import die_with
 
 SET_UP = "TILTYARD_SET_UP"
 PATIENCE = 60.0

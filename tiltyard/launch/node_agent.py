@@ -32,11 +32,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiltyard.children import die_with, killed_by
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.launch import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
 from tiltyard.launch.commands import environment
 from tiltyard.launch.queue import own_job
+from tiltyard.processes.child import die_with, killed_by
 from tiltyard.run import checkpoint, disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run

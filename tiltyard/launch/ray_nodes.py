@@ -29,8 +29,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tiltyard import processes
-from tiltyard.children import die_with
 from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.cluster import (
     QUIET,
@@ -43,7 +41,9 @@ from tiltyard.engines.rllib.cluster import (
 )
 from tiltyard.errors import TiltyardError
 from tiltyard.launch import FOLDER
-from tiltyard.machine import free_memory, own_address, usable_cores
+from tiltyard.processes import proc
+from tiltyard.processes.child import die_with
+from tiltyard.processes.resources import free_memory, own_address, usable_cores
 from tiltyard.run import disk
 
 LOOK = 0.2  # seconds between looks at the folder
@@ -228,12 +228,12 @@ class RayNode:
     def stop(self) -> None:
         """End this node's share of Ray with everything it has started, keep its logs, remove its folder."""
         if self.process is not None and self.temp is not None:
-            started = {each.pid for each in processes.tree(self.process.pid)}
+            started = {each.pid for each in proc.tree(self.process.pid)}
             if self.process.poll() is None:
                 self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(FAREWELL)
-            for pid in started | {each.pid for each in processes.tree(self.process.pid)}:
+            for pid in started | {each.pid for each in proc.tree(self.process.pid)}:
                 if _of_ray(pid, self.temp):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -310,10 +310,10 @@ def _gpus() -> int | None:
 
 def _of_ray(pid: int, temp: Path) -> bool:
     """Whether the process is still one of this Ray's, and not another that was given its number."""
-    found = processes.read(pid)
+    found = proc.read(pid)
     if found is None:
         return False
-    told = " ".join([found.command, *(f"{name}={value}" for name, value in processes.environment(pid).items())])
+    told = " ".join([found.command, *(f"{name}={value}" for name, value in proc.environment(pid).items())])
     return "ray" in told and str(temp) in told
 
 

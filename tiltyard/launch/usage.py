@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tiltyard import processes
-from tiltyard.processes import Process
+from tiltyard.processes import proc
+from tiltyard.processes.proc import Process
 
 FIRST = 0.5  # seconds between the two looks that the first shares of CPU are taken from
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
@@ -27,9 +27,9 @@ def of_job(job: str) -> list[Process]:
     mine = {os.getpid(), os.getppid()}
     return [
         each
-        for each in processes.own()
+        for each in proc.own()
         if each.pid not in mine
-        and (told := processes.environment(each.pid)).get("SLURM_JOB_ID") == job
+        and (told := proc.environment(each.pid)).get("SLURM_JOB_ID") == job
         and told.get("SLURMD_NODENAME") == node
     ]
 
@@ -57,7 +57,7 @@ def _row(process: Process, share: float) -> dict[str, Any]:
         "cpu": round(100 * max(0.0, share)),
         "threads": process.threads,
         "resident": process.resident,
-        "proportional": processes.proportional(process.pid),
+        "proportional": proc.proportional(process.pid),
         "command": process.command,
     }
 

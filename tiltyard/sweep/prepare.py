@@ -306,7 +306,7 @@ def _try_out(
     built: Sequence[Experiment], base: tuple[Path, ...]
 ) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
     """Every kind of env, model and engine among the trials tried out once; copies of all plug-ins that they name."""
-    from tiltyard.engines import nursery
+    from tiltyard.processes import fork_server
     from tiltyard.training.preflight import check_copies
 
     kinds = {_kind(experiment): experiment for experiment in built}
@@ -320,7 +320,7 @@ def _try_out(
         resume = experiment.resume
         continues = None if resume in ("auto", "never") else Path(resume)
         copies, _ = check_copies(experiment, base, continues, folder)
-        nursery.early.end()  # nobody trains in this process
+        fork_server.early.end()  # nobody trains in this process
         for file in copies.files:
             if file.parts[0] == "plugins" and file.parts[1] != "outside":
                 plugins.setdefault(file, folder / file)

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tiltyard import processes
-from tiltyard.children import die_with
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
+from tiltyard.processes import proc
+from tiltyard.processes.child import die_with
 from tiltyard.run import disk, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import PROGRAM, Run, write_status
@@ -175,7 +175,7 @@ def _perform(folder: Path, told: Mapping[str, Any], log: BinaryIO, asked: list[i
 def _end(folder: Path, grace: float) -> None:
     """See to it that nobody of this user's is at the trial any more: whoever is left after the grace is killed."""
     until = time.monotonic() + grace
-    while left := [each.pid for each in processes.own() if _trial_of(each.pid) == str(folder)]:
+    while left := [each.pid for each in proc.own() if _trial_of(each.pid) == str(folder)]:
         if time.monotonic() >= until:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -184,7 +184,7 @@ def _end(folder: Path, grace: float) -> None:
 
 
 def _trial_of(pid: int) -> str | None:
-    return None if pid == os.getpid() else processes.environment(pid).get(TRIAL)
+    return None if pid == os.getpid() else proc.environment(pid).get(TRIAL)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from tiltyard import guard
 from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.processes import reaper
 from tiltyard.run import bounds
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.status import root_of
@@ -384,12 +384,12 @@ class _Terminal:
     it; an env may, or what an env starts."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._mode, self._guard = fd, guard.mode_of(fd), guard.Guard(terminal=fd)
+        self._fd, self._mode, self._guard = fd, reaper.mode_of(fd), reaper.Guard(terminal=fd)
 
     def close(self) -> None:
         self._guard.close()
-        if guard.mode_of(self._fd) != self._mode and guard.group_in_front(self._fd) in (0, os.getpgrp()):
-            guard.set_mode(self._fd, self._mode)
+        if reaper.mode_of(self._fd) != self._mode and reaper.group_in_front(self._fd) in (0, os.getpgrp()):
+            reaper.set_mode(self._fd, self._mode)
 
 
 def _is_live(stream: TextIO) -> bool:

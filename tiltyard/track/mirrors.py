@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tiltyard.config.experiment import Experiment, Track
-from tiltyard.guard import unmarked
+from tiltyard.processes.reaper import unmarked
 from tiltyard.track import wandb
 from tiltyard.track.tensorboard import TensorBoardMirror
 

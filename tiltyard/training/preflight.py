@@ -24,15 +24,16 @@ from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets
 from tiltyard.config.load import words as words_of
 from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
-from tiltyard.engines import check_engine, has_workers, nursery
+from tiltyard.engines import check_engine, has_workers
 from tiltyard.engines.freeze import freeze
 from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
-from tiltyard.machine import free_cores
 from tiltyard.plugins.resolve import short
 from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
+from tiltyard.processes import fork_server
+from tiltyard.processes.resources import free_cores
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
 from tiltyard.run.masking import mask_command
@@ -237,14 +238,14 @@ def try_out(experiment: Experiment, base: Sequence[Path], continues: Path | None
     if has_workers(experiment):
         if "auto" in (experiment.engine.workers, experiment.engine.threads):
             free_cores()  # now: the nursery is busy at first, and would be seen
-        nursery.early.start()  # it needs as long as the probe and the model do
+        fork_server.early.start()  # it needs as long as the probe and the model do
     try:
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)
         if experiment.eval.video:
             require_filmable(spec, experiment.env)
         check_engine(experiment, spec, base, continues)
     except BaseException:
-        nursery.early.end()
+        fork_server.early.end()
         raise
     return spec
 

@@ -8,7 +8,7 @@ import pytest
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
-from tiltyard.guard import own_mark
+from tiltyard.processes.reaper import own_mark
 from tiltyard.types import Engine
 
 Make = Callable[..., Engine]

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltyard.children import killed_by
-from tiltyard.engines import nursery
 from tiltyard.engines.local.slab import Slab, make_memory
 from tiltyard.envs.resident import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
-from tiltyard.processes import tree
+from tiltyard.processes import fork_server
+from tiltyard.processes.child import killed_by
+from tiltyard.processes.proc import tree
 from tiltyard.run.checkpoint import read_tree
 
 LOOK = 0.5  # seconds between two looks at the heartbeats
@@ -86,7 +86,7 @@ class Pool:
         self.events: list[str] = []
         self.restarts = 0
         self.episodes_begun = [0] * count
-        self._nursery = nursery.early.take()
+        self._nursery = fork_server.early.take()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._nursery, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]

@@ -27,9 +27,9 @@ from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.past import Shelf
 from tiltyard.errors import TiltyardError
-from tiltyard.machine import CACHE_LINE
 from tiltyard.models import heads
 from tiltyard.models.net import PolicyNet
+from tiltyard.processes.resources import CACHE_LINE
 from tiltyard.types import Array, Arrays, EnvSpec, Rollout
 
 FREE, ACTING, FULL, LEARNING = range(4)

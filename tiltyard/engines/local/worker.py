@@ -33,8 +33,8 @@ from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
-from tiltyard.machine import usable_cores
 from tiltyard.models.net import PolicyNet
+from tiltyard.processes.resources import usable_cores
 from tiltyard.run.checkpoint import write_tree
 
 

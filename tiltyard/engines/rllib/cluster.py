@@ -29,7 +29,7 @@ from typing import Any
 from tiltyard.config.experiment import Engine
 from tiltyard.engines.rllib.allocation import allocation, wait_for_nodes
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.machine import free_memory, usable_cores
+from tiltyard.processes.resources import free_memory, usable_cores
 
 FRONT = "ty-"  # of the names of Ray's folders
 INSTALL = "pip install 'tiltyard[ray]'"

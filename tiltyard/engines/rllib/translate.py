@@ -27,9 +27,9 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.rllib.allocation import allocation
 from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.errors import Problem
-from tiltyard.machine import usable_cores
 from tiltyard.models import heads
 from tiltyard.plugins.resolve import short
+from tiltyard.processes.resources import usable_cores
 from tiltyard.types import EnvSpec
 
 RUNNER, MODULE, LEARNER, LOOP = "our runner", "our module", "our learner", "the training loop"

@@ -25,12 +25,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tiltyard import guard
-from tiltyard.children import die_with, leave_to_others
 from tiltyard.errors import TiltyardError
+from tiltyard.processes import reaper
+from tiltyard.processes.child import die_with, leave_to_others
 
 LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
-_START = "import sys; sys.path.append({root!r}); from tiltyard.engines.nursery import main; main({fd})"
+_START = "import sys; sys.path.append({root!r}); from tiltyard.processes.fork_server import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 NURSERY = "n"  # the role of a copy of the nursery itself
 PATIENCE = 10.0  # seconds that a nursery may take to end
@@ -174,7 +174,7 @@ early = _Early()
 
 def _environment() -> dict[str, str]:
     """This process's, without the guard's mark: a nursery ends by itself, and has things to end before."""
-    return {name: value for name, value in os.environ.items() if name != guard.MARK}
+    return {name: value for name, value in os.environ.items() if name != reaper.MARK}
 
 
 # ------------------------------------------------------------------------------------------------ in the nursery
@@ -209,10 +209,10 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
         late = {pid for pid, due in dead.items() if now >= due}
         if late:
             found = _end_orphans(alive, late)  # what those leave in turn falls to us as well
-            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + guard.GRACE)
+            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + reaper.GRACE)
         if reader in ready:
             os.read(reader, 4096)
-            dead |= dict.fromkeys(_bury(channel, alive), now + guard.GRACE)
+            dead |= dict.fromkeys(_bury(channel, alive), now + reaper.GRACE)
         if fd in ready:
             try:
                 word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
@@ -241,7 +241,7 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:
         os.waitpid(pid, 0)
-    until = time.monotonic() + guard.GRACE
+    until = time.monotonic() + reaper.GRACE
     while _orphans(()) and time.monotonic() < until:
         time.sleep(0.01)
     while _end_orphans((), None):
@@ -262,7 +262,7 @@ def _orphans(alive: Collection[int]) -> dict[int, int]:
                     os.waitpid(pid, os.WNOHANG)
                 else:
                     # The worker that a program was started in; of a mere fork, whose environment is older, the session.
-                    mark = guard.mark_of(pid, guard.WORKER)
+                    mark = reaper.mark_of(pid, reaper.WORKER)
                     found[pid] = int(mark if mark.isdecimal() else session)
     return found
 
@@ -281,7 +281,7 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
     code = 1
     try:
         os.setsid()
-        os.environ[guard.WORKER] = str(os.getpid())
+        os.environ[reaper.WORKER] = str(os.getpid())
         die_with(nursery)
         name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)
