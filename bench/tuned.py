@@ -25,12 +25,12 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import Candidates, Point, own_point
 from tiltyard.engines.plan import topology
-from tiltyard.engines.tuning import kept_settings, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.fork_server import early
 from tiltyard.processes.resources import usable_cores
+from tiltyard.tuning.autotune import kept_settings, tune
 from tiltyard.types import EnvSpec
 
 BENCH = Path(__file__).resolve().parent

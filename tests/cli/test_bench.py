@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Command
 from tiltyard.processes.resources import usable_cores
-from tiltyard.sampling import process_counts, summary
+from tiltyard.tuning.sampler import process_counts, summary
 
 TRAIN = ("algo.rollout=16", "algo.minibatch=32", "stop.updates=3", "eval.at_end=false", "track.tensorboard=false")
 
@@ -94,7 +94,7 @@ def test_processes_die_with_their_parent(runs: Path, env: str) -> None:
 def samplers(parent: int) -> list[int]:
     """Children of a process that are samplers."""
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in listed if b"tiltyard.sampling" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in listed if b"tiltyard.tuning.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_until(true: Any) -> None:

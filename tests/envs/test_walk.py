@@ -12,8 +12,8 @@ from tiltyard.envs.native import NativeGroup, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
-from tiltyard.envs.walk import DRAWN, Walk
 from tiltyard.errors import EnvError
+from tiltyard.tuning.walk import DRAWN, Walk
 
 BASE = [Path(__file__).parents[1] / "cli"]
 PAUSES = "pauses.py:Pauses"

@@ -16,8 +16,8 @@ from tiltyard.cli.train import data_stdout
 from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from tiltyard.engines.tuning import Trial, Tuned
-    from tiltyard.sampling import Bench, Sampled
+    from tiltyard.tuning.autotune import Trial, Tuned
+    from tiltyard.tuning.sampler import Bench, Sampled
 
 MOST_SECONDS = 86_400
 
@@ -53,7 +53,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from tiltyard.sampling import SECONDS, bench
+    from tiltyard.tuning.sampler import SECONDS, bench
 
     with data_stdout() as data:
         found = bench(args.target, args.overrides, workers=args.workers, seconds=args.seconds or SECONDS, say=_say)
@@ -100,8 +100,8 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    from tiltyard.engines.tuning import SECONDS, tune
     from tiltyard.training.preflight import prepare
+    from tiltyard.tuning.autotune import SECONDS, tune
 
     with data_stdout() as data:
         prepared = prepare(args.target, [*args.overrides, "engine.tune=false"])

@@ -26,7 +26,6 @@ from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
 from tiltyard.engines import check_engine, has_workers
 from tiltyard.engines.freeze import freeze
-from tiltyard.engines.tuning import BEFORE_TRAINING, tune
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable
@@ -41,6 +40,7 @@ from tiltyard.run.stretches import Stretches
 from tiltyard.track import mirrors
 from tiltyard.training.loop_state import terms
 from tiltyard.training.pbt_state import schedule_of, standing_of
+from tiltyard.tuning.autotune import BEFORE_TRAINING, tune
 from tiltyard.types import Checkpoint, EnvSpec
 
 

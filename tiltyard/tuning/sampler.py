@@ -1,6 +1,6 @@
 """The sampler: how fast an env goes with random actions and no learning, in 1 .. k processes. No torch, no run folder.
 
-    bench                                  child: python -m tiltyard.sampling PARENT
+    bench                                  child: python -m tiltyard.tuning.sampler PARENT
       its share of the envs  -> task  --------> builds the group that training would use -> ready
       all are ready          -> go  ----------> steps its envs, and nothing else, until the seconds are over
                              <- ticks --------- (monotonic time, env steps, frames, seconds in resets) so far
@@ -29,11 +29,11 @@ from tiltyard.envs.native import make_group
 from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup
-from tiltyard.envs.walk import Walk
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.child import Parent, children, serve
 from tiltyard.processes.resources import resident_memory, usable_cores
 from tiltyard.run import bounds
+from tiltyard.tuning.walk import Walk
 from tiltyard.types import Array, EnvSpec, Step
 
 SECONDS = 12.0  # of stepping, over all numbers of processes
@@ -130,7 +130,7 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
         "seconds": seconds,
     }
     tasks = [{**task, "first": a, "envs": b - a} for a, b in pairwise(first)]
-    with children("tiltyard.sampling", tasks, "sampling process", "run the env by itself to see why") as started:
+    with children("tiltyard.tuning.sampler", tasks, "sampling process", "run the env by itself to see why") as started:
         weighed = [child.hear()["env_bytes"] for child in started]
         for child in started:
             child.tell({"go": True})
