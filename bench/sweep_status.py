@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tiltyard.config.plans import load_plan
+from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import disk
 from tiltyard.sweep.folder import Sweep, Trial, make
 from tiltyard.sweep.report import look

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tiltyard.config.yaml_door import parse_yaml
+from tiltyard.config.yaml import parse_yaml
 
 
 def tiltyard(*words: str, cwd, **environment: str) -> subprocess.CompletedProcess[str]:

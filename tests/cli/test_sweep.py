@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Command
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tests.sweep.test_prepare import EXPERIMENT
-from tiltyard.config.plans import load_plan
+from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Command
 from tiltyard import api
-from tiltyard.config.combinations import RLLIBS
+from tiltyard.config.cross_checks import RLLIBS
 from tiltyard.config.load import describe, load
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events

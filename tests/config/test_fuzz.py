@@ -11,7 +11,7 @@ from tests.config.test_problems import assert_own_words
 from tests.counts import count
 from tiltyard.config.load import Loaded, from_resolved, load, resolved_yaml
 from tiltyard.config.reference import describe, flat
-from tiltyard.config.yaml_door import dump_yaml, read_yaml
+from tiltyard.config.yaml import dump_yaml, read_yaml
 from tiltyard.errors import UseError
 
 FULL = Path(__file__).parents[2] / "examples" / "full.yaml"

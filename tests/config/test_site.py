@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tiltyard.config.load import load
-from tiltyard.config.place import find_site, runs_root
 from tiltyard.config.site import Profile, Resources, Site, Slurm, load_site, pick_profile, seconds_of
+from tiltyard.config.site_file import find_site, runs_root
 from tiltyard.errors import ConfigError, UseError
 
 

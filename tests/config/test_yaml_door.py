@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.counts import count
-from tiltyard.config import yaml_door
-from tiltyard.config.yaml_door import MAX_BYTES, MAX_NODES, dump_yaml, parse_yaml, read_yaml
+from tiltyard.config import yaml
+from tiltyard.config.yaml import MAX_BYTES, MAX_NODES, dump_yaml, parse_yaml, read_yaml
 from tiltyard.errors import UseError
 
 SCALARS = [
@@ -88,7 +88,7 @@ def test_alias_bombs_are_refused_before_they_unfold(merge):
 
 
 def test_many_plain_values_are_refused_too(monkeypatch):
-    monkeypatch.setattr(yaml_door, "MAX_NODES", 1000)
+    monkeypatch.setattr(yaml, "MAX_NODES", 1000)
     assert len(parse_yaml("a: [" + "1," * 990 + "]", "x")["a"]) == 990
     with pytest.raises(UseError, match="more than 1,000 values"):
         parse_yaml("a: [" + "1," * 1001 + "]", "x")

@@ -10,7 +10,7 @@ import tiltyard as product
 from tests.engines.test_policies import MEMORY, TRAIN, same
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
-from tiltyard.config.populations import Past
+from tiltyard.config.population import Past
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.past import drawn_version, read_versions
 from tiltyard.engines.serial import SerialEngine

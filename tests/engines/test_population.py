@@ -17,7 +17,7 @@ from tests.engines.test_serial import build
 from tests.faults.test_kill import tiltyard as started
 from tests.faults.test_kill import wait_until
 from tiltyard.config.load import load
-from tiltyard.config.yaml_door import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.state import read_state
 from tiltyard.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import tiltyard
 from tests.counts import only_when_long
 from tiltyard.config.load import load, presets
-from tiltyard.config.yaml_door import parse_yaml
+from tiltyard.config.yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "tiltyard" / "presets"

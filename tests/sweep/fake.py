@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.plans import load_plan
+from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import disk
 from tiltyard.sweep.folder import Sweep, Trial, make, wanted
 from tiltyard.sweep.space import dimensions, draws

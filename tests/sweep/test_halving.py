@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tiltyard.config.plans import EarlyStop, Plan, load_plan
+from tiltyard.config.sweep_plan import EarlyStop, Plan, load_plan
 from tiltyard.sweep.halving import asha, behind, below_median
 from tiltyard.sweep.results import Curve
 

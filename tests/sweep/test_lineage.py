@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tiltyard.algos.population import Gain, Member, spread
-from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
 from tiltyard.sweep.lineage import Lineage
 from tiltyard.sweep.members import dials, first_settings

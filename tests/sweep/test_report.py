@@ -15,7 +15,7 @@ import pytest
 from tests.cli.test_light import HEAVY, SPY
 from tests.conftest import Command
 from tests.sweep.fake import SPACE, fake_sweep, status
-from tiltyard.config.plans import load_plan
+from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import disk
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock

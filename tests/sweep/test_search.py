@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tiltyard.config.dimensions import fingerprint
 from tiltyard.config.load import dump_yaml
-from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.search_space import fingerprint
+from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.run import disk, metrics
 from tiltyard.sweep import search
 from tiltyard.sweep.folder import Trial, find_sweep

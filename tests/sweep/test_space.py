@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiltyard.config.dimensions import fingerprint
-from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.search_space import fingerprint
+from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError
 from tiltyard.sweep.space import dimensions, draws, fixed_points, grid, grid_size
 

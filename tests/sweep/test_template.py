@@ -19,7 +19,7 @@ from tests.sweep.populace import EXPERIMENT, plan
 from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
-from tiltyard.config.yaml_door import parse_yaml
+from tiltyard.config.yaml import parse_yaml
 from tiltyard.errors import ConfigError
 from tiltyard.processes import proc
 from tiltyard.run import disk

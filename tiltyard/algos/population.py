@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiltyard.algos.bandit import Bandit
-from tiltyard.config.dimensions import Choices, Dimension, dimension
-from tiltyard.config.populations import PopulationRules
+from tiltyard.config.population import PopulationRules
+from tiltyard.config.search_space import Choices, Dimension, dimension
 from tiltyard.errors import UseError
 
 Array = NDArray[Any]

@@ -27,7 +27,7 @@ from tiltyard.algos.returns import clipped_gae, gae, vtrace
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.algos.team import Alone, Team
 from tiltyard.config import algos as settings
-from tiltyard.config.dimensions import is_number
+from tiltyard.config.search_space import is_number
 from tiltyard.errors import DivergedError, UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
 from tiltyard.types import Rollout, Tree

@@ -64,7 +64,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 def _visit(args: argparse.Namespace) -> int:
     """The checks on the profile's nodes: by node what needs attention, and one line for each that is well."""
     from tiltyard.cli.jobs import job_profile
-    from tiltyard.config.place import runs_root
+    from tiltyard.config.site_file import runs_root
     from tiltyard.doctor import remembered
     from tiltyard.doctor.visit import visit
 

@@ -71,8 +71,8 @@ def _job_profile(name: str) -> Profile:
 
 def _resized(profile: Profile, args: argparse.Namespace) -> Profile:
     """The profile with what the command line says of resources."""
-    from tiltyard.config.problems import validate
     from tiltyard.config.site import Resources
+    from tiltyard.config.validation import validate
 
     given = {name: getattr(args, name) for name in ("time", "cpus", "gpus", "memory") if getattr(args, name)}
     numbers = {name: int(value) for name, value in given.items() if name in ("cpus", "gpus") and value.isdecimal()}

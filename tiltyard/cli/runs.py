@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.cli import text
-from tiltyard.config.place import runs_root
+from tiltyard.config.site_file import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
 from tiltyard.run import disk, metrics
 from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove, remove_folder

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def dry(prepared: Prepared) -> None:
     """What would be submitted: the script, and how many trials it would be for."""
-    from tiltyard.config.place import runs_root
+    from tiltyard.config.site_file import runs_root
     from tiltyard.sweep.folder import Sweep
     from tiltyard.sweep.turn import would_submit
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tiltyard.cli import text
-from tiltyard.config.plans import Objective
+from tiltyard.config.sweep_plan import Objective
 from tiltyard.sweep.report import brief, controller_of, recorded_instead
 
 if TYPE_CHECKING:

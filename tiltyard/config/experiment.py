@@ -31,7 +31,7 @@ from tiltyard.config.fields import (
     Width,
     bare_id,
 )
-from tiltyard.config.populations import Past, Population
+from tiltyard.config.population import Past, Population
 
 SCHEMA: Literal[1] = 1
 

@@ -17,14 +17,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.combinations import LAYERS, cross_check, makes_own_layers
+from tiltyard.config.cross_checks import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
-from tiltyard.config.layers import ROOT, Merged, nested, override_layer, plain
-from tiltyard.config.problems import Found, prune, special_answers, validate
+from tiltyard.config.merge import ROOT, Merged, nested, override_layer, plain
 from tiltyard.config.reference import describe, flat, schema
 from tiltyard.config.shape import Section, fields
 from tiltyard.config.site import Profile, Site, load_site
-from tiltyard.config.yaml_door import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
+from tiltyard.config.validation import Found, prune, special_answers, validate
+from tiltyard.config.yaml import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import CONVENTIONAL, kind_of, named_plugins, parse, short
 

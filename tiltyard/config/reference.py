@@ -12,7 +12,7 @@ from typing import Any
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import Plugin, Settings
 from tiltyard.config.shape import Free, Section, fields
-from tiltyard.config.yaml_door import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 
 Row = tuple[str, str, str, str]
 
@@ -166,7 +166,7 @@ def _figure(value: float) -> str:
 
 def plan_page() -> str:
     """Every setting of a sweep's plan as a Markdown table."""
-    from tiltyard.config.plans import Plan
+    from tiltyard.config.sweep_plan import Plan
 
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     return "\n".join([*lines, *(_table_row(row) for row in _rows(Plan, "", ""))]) + "\n"

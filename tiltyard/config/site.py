@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from tiltyard.config.fields import Count, CountOrZero, NotNegative, Positive, Settings
-from tiltyard.config.place import FILE, find_site
-from tiltyard.config.problems import validate
-from tiltyard.config.yaml_door import as_mapping, parse_yaml, read_text
+from tiltyard.config.site_file import FILE, find_site
+from tiltyard.config.validation import validate
+from tiltyard.config.yaml import as_mapping, parse_yaml, read_text
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import short
 

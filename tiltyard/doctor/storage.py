@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiltyard.config.place import runs_root
+from tiltyard.config.site_file import runs_root
 from tiltyard.doctor.finding import Finding, size
 from tiltyard.doctor.system import existing
 from tiltyard.errors import TiltyardError, UseError

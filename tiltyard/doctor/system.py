@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiltyard.config.place import runs_root
+from tiltyard.config.site_file import runs_root
 from tiltyard.doctor.finding import Finding, State
 from tiltyard.errors import TiltyardError
 from tiltyard.processes.resources import free_memory, usable_cores

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiltyard.config.combinations import cross_check
+from tiltyard.config.cross_checks import cross_check
 from tiltyard.config.experiment import Experiment
 
 FACTOR = 2.0

@@ -18,7 +18,7 @@ import torch
 from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
-from tiltyard.config.place import runs_root
+from tiltyard.config.site_file import runs_root
 from tiltyard.engines.freeze import frozen_nets
 from tiltyard.engines.past import fill_shelves, read_versions, shelves
 from tiltyard.engines.players import Players, acting

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.place import runs_root
+from tiltyard.config.site_file import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
 from tiltyard.run.events import log_event, read_events

@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiltyard.config.dimensions import Point
-from tiltyard.config.plans import Plan
+from tiltyard.config.search_space import Point
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import parse_override
+from tiltyard.config.search_space import Point, fingerprint
 from tiltyard.errors import TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.dimensions import Point, fingerprint
 from tiltyard.config.load import dump_yaml
-from tiltyard.config.place import runs_root
-from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.search_space import Point, fingerprint
+from tiltyard.config.site_file import runs_root
+from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import disk
 from tiltyard.run.folder import Run

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping
 from statistics import fmean, median
 
-from tiltyard.config.plans import EarlyStop, Plan
+from tiltyard.config.sweep_plan import EarlyStop, Plan
 from tiltyard.sweep.results import Curve
 
 

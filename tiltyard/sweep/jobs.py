@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.plans import Plan
 from tiltyard.config.site import Profile, load_site, pick_profile
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch import COUNTS, FOLDER, STOP, VERDICT, queue
 from tiltyard.launch.queue import Told

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.plans import Plan
 from tiltyard.config.site import ENTERED, return_to_profile
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
 from tiltyard.run.lock import read_owner
 from tiltyard.run.logs import last_error

@@ -17,7 +17,7 @@ import numpy as np
 
 from tiltyard.algos.population import Dial, Number, Settings, dials_of, perturbed, rules_of, spread, weights
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.plans import Plan
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.sweep.space import WEIGHTS, dimensions
 

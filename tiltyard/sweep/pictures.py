@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.dimensions import Span, is_number
+from tiltyard.config.search_space import Span, is_number
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
 from tiltyard.sweep.lineage import Lineage, read

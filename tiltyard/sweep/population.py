@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.algos import population as rules
-from tiltyard.config.plans import Plan
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, read_events, write_status

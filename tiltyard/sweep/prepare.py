@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.dimensions import Choices, Dimension, Point, fingerprint
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import Loaded, load, said, words
-from tiltyard.config.place import runs_root
-from tiltyard.config.plans import Plan, load_plan
+from tiltyard.config.search_space import Choices, Dimension, Point, fingerprint
 from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
+from tiltyard.config.site_file import runs_root
+from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.launch import slurm
 from tiltyard.plugins.snapshot import copy_plugins

@@ -33,7 +33,7 @@ from tiltyard.run.logs import last_line
 from tiltyard.run.status import SCHEMA, STATUS, run_id
 
 if TYPE_CHECKING:
-    from tiltyard.config.plans import Plan
+    from tiltyard.config.sweep_plan import Plan
     from tiltyard.sweep.folder import Sweep, Trial
 
 TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.dimensions import Choices, fingerprint, is_number
-from tiltyard.config.plans import Plan
+from tiltyard.config.search_space import Choices, fingerprint, is_number
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
 from tiltyard.launch.queue import seen
 from tiltyard.run import metrics

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.plans import Objective, Plan
+from tiltyard.config.sweep_plan import Objective, Plan
 from tiltyard.run import disk, metrics
 from tiltyard.run.status import STATUS, observed_state
 from tiltyard.sweep.folder import Sweep, Trial

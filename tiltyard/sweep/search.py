@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiltyard.config.dimensions import Choices, Dimension, Point, fingerprint
-from tiltyard.config.plans import Plan
+from tiltyard.config.search_space import Choices, Dimension, Point, fingerprint
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
 from tiltyard.sweep.results import Group
 from tiltyard.sweep.space import dimensions, draws

@@ -15,8 +15,8 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from tiltyard.config.dimensions import Choices, Dimension, Point, dimension, fingerprint
-from tiltyard.config.plans import Plan
+from tiltyard.config.search_space import Choices, Dimension, Point, dimension, fingerprint
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem
 from tiltyard.plugins.resolve import short
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tiltyard.config.plans import Plan
 from tiltyard.config.site import Profile
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.launch import FOLDER, JOB, STOP
 from tiltyard.launch.queue import Pace

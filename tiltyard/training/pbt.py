@@ -28,7 +28,7 @@ from tiltyard.algos.population import (
     spread,
 )
 from tiltyard.config.algos import KlAdaptive
-from tiltyard.config.populations import Population
+from tiltyard.config.population import Population
 from tiltyard.errors import TiltyardError
 from tiltyard.run.events import log_event
 from tiltyard.training.attempt import Attempt

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.combinations import ignored_settings
+from tiltyard.config.cross_checks import ignored_settings
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets
 from tiltyard.config.load import words as words_of
-from tiltyard.config.place import runs_root
 from tiltyard.config.site import apply_profile
+from tiltyard.config.site_file import runs_root
 from tiltyard.engines import check_engine, has_workers
 from tiltyard.engines.freeze import freeze
 from tiltyard.envs.probe import probe

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tiltyard.config.dimensions import is_number
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.search_space import is_number
 from tiltyard.errors import TiltyardError
 from tiltyard.types import Engine
 

@@ -17,11 +17,11 @@ from pydantic import BeforeValidator, Field
 
 from tiltyard.config.experiment import NAME
 from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Whole
-from tiltyard.config.layers import plain
-from tiltyard.config.populations import PopulationRules
-from tiltyard.config.problems import validate
+from tiltyard.config.merge import plain
+from tiltyard.config.population import PopulationRules
 from tiltyard.config.site import check_names
-from tiltyard.config.yaml_door import read_yaml
+from tiltyard.config.validation import validate
+from tiltyard.config.yaml import read_yaml
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.plugins.resolve import short
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from tiltyard.config.algos import ONLY_RLLIB, Changes, KlAdaptive, Linear, Piecewise, Ppo, family
-from tiltyard.config.dimensions import Choices, Dimension, dimension
 from tiltyard.config.experiment import NAME, Experiment, Model, Stop
-from tiltyard.config.problems import validate
+from tiltyard.config.search_space import Choices, Dimension, dimension
+from tiltyard.config.validation import validate
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.plugins.resolve import kind_of, short
 
