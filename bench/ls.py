@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.status import first_status
 
 AIM = 0.5
@@ -29,7 +29,7 @@ def make_runs(root: Path, number: int) -> None:
         folder.mkdir(parents=True)
         status = first_status(f"{folder.parent.name}/{folder.name}", experiment, None)
         status["state"] = "running" if index % 20 == 0 else "finished"
-        disk.write_json(folder / "status.json", status)
+        atomic.write_json(folder / "status.json", status)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tiltyard.config.sweep_plan import load_plan
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.sweep.folder import Sweep, Trial, make
 from tiltyard.sweep.report import look
 from tiltyard.sweep.results import keep
@@ -29,7 +29,7 @@ def make_sweep(root: Path, number: int) -> Sweep:
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": {"algo.lr": list(range(number))}})
     sweep = make(root, "bench", plan, [Trial(n, n, 0, {"algo.lr": n - 1}) for n in range(1, number + 1)])
     lines = "".join(
-        disk.to_json({"env_steps": 2048 * n, "updates": n, "metrics": {"train/return": n, "eval/return": n}}) + "\n"
+        atomic.to_json({"env_steps": 2048 * n, "updates": n, "metrics": {"train/return": n, "eval/return": n}}) + "\n"
         for n in range(RECORDS)
     )
     progress = {"env_steps": 2048 * RECORDS, "seconds": 100.0}
@@ -37,7 +37,7 @@ def make_sweep(root: Path, number: int) -> Sweep:
         folder = sweep.place(trial.number)
         folder.mkdir()
         status = {"schema": 1, "state": "finished", "reason": "done", "updated": "now", "progress": progress}
-        disk.write_text(folder / "status.json", disk.to_json(status))
+        atomic.write_text(folder / "status.json", atomic.to_json(status))
         (folder / "metrics.jsonl").write_text(lines)
     return sweep
 

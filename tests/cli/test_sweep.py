@@ -11,7 +11,7 @@ from tests.conftest import Command
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tests.sweep.test_prepare import EXPERIMENT
 from tiltyard.config.sweep_plan import load_plan
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status
 from tiltyard.sweep.folder import Sweep, Trial, find_sweep, make
@@ -52,7 +52,7 @@ def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> No
     tiltyard("sweep", "start", "plan.yaml")
     trial = Run(find_sweep("toy").place(1))
     write_status(trial, state="running", reason="")
-    disk.write_json(trial.folder / "lock.json", {"host": "elsewhere", "pid": 1, "period": 10.0})
+    atomic.write_json(trial.folder / "lock.json", {"host": "elsewhere", "pid": 1, "period": 10.0})
     told = tiltyard("sweep", "stop", "--wait", "1", expect=1).stderr
     assert "trial 1 can only be asked to end on host elsewhere" in told and "they will save" not in told
 

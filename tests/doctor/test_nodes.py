@@ -12,7 +12,7 @@ from tiltyard.config.site import Profile, Slurm
 from tiltyard.doctor import node, remembered
 from tiltyard.doctor.across import compare
 from tiltyard.doctor.finding import Finding
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def test_calls(tmp_path: Path) -> None:
     folder = tmp_path / "visit-1"
     folder.mkdir()
     with node.listening("visit-1 b") as port:
-        disk.write_json(folder / "b.here", {"address": "127.0.0.1", "port": port})
-        disk.write_json(folder / "c.here", {"address": "127.0.0.1", "port": port})
+        atomic.write_json(folder / "b.here", {"address": "127.0.0.1", "port": port})
+        atomic.write_json(folder / "c.here", {"address": "127.0.0.1", "port": port})
         off = node.call(folder, "b")
         assert isinstance(off, float) and abs(off) < 5
         assert node.call(folder, "c") == f"127.0.0.1:{port}: somebody else answers there"
@@ -80,7 +80,7 @@ def test_a_call_that_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(node, "CALL", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         number = deaf.getsockname()[1]
-        disk.write_json(tmp_path / "b.here", {"address": "127.0.0.1", "port": number})
+        atomic.write_json(tmp_path / "b.here", {"address": "127.0.0.1", "port": number})
         assert node.call(tmp_path, "b") == f"127.0.0.1:{number} gives no answer"
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.counts import count
 from tiltyard.config.experiment import Save
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import checkpoint, disk
+from tiltyard.run import atomic, checkpoint
 from tiltyard.run.folder import Run
 from tiltyard.types import Progress
 
@@ -261,7 +261,7 @@ def test_a_newer_schema_is_named_and_not_deleted(bare_run):
     save(bare_run, 100)
     made = save(bare_run, 200)
     manifest = json.loads((made.folder / "manifest.json").read_text())
-    disk.write_json(made.folder / "manifest.json", {**manifest, "schema": 99})
+    atomic.write_json(made.folder / "manifest.json", {**manifest, "schema": 99})
     found, complaints = checkpoint.newest_valid(bare_run)
     assert found.env_steps == 100 and "newer Tiltyard (schema 99" in complaints[0]
     checkpoint.prune(bare_run, Save(last=1, best=0))

@@ -9,8 +9,8 @@ from tests.counts import count
 from tiltyard.config.experiment import Experiment
 from tiltyard.run import provenance
 from tiltyard.run.folder import create
-from tiltyard.run.masking import mask_command, mask_secrets
 from tiltyard.run.provenance import collect_with_diff
+from tiltyard.run.redact import mask_command, mask_secrets
 
 # Put together at run time, so that scanners do not take this file for a leak.
 GITHUB = "ghp_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0dF3hJ6"

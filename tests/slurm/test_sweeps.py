@@ -26,7 +26,7 @@ from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profil
 from tests.sweep.talker import most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.sweep import jobs
@@ -58,7 +58,7 @@ def number(sweep: Sweep, array: int = 1) -> str:
 
 
 def events(sweep: Sweep) -> str:
-    return "\n".join(event["sentence"] for event in disk.read_lines(sweep.folder / "events.jsonl")[0])
+    return "\n".join(event["sentence"] for event in atomic.read_lines(sweep.folder / "events.jsonl")[0])
 
 
 def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(

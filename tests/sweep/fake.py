@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.sweep_plan import load_plan
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.sweep.folder import Sweep, Trial, make, wanted
 from tiltyard.sweep.space import dimensions, draws
 
@@ -30,8 +30,8 @@ def fake_sweep(root: Path, points: int, seeds: int, *, records: int = 20, **more
     for trial in trials:
         folder = sweep.place(trial.number)
         folder.mkdir()
-        disk.write_json(folder / "status.json", status(trial.number))
-        lines = [disk.to_json(record) for record in history(trial, records)]
+        atomic.write_json(folder / "status.json", status(trial.number))
+        lines = [atomic.to_json(record) for record in history(trial, records)]
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return sweep
 

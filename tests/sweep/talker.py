@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.load import dump_yaml
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 PROGRAM = """
 import json, os, pathlib, sys, time
@@ -53,12 +53,12 @@ def write_plan(**values: Any) -> Path:
 
 
 def said(what: str) -> list[dict[str, Any]]:
-    return [line for line in disk.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
+    return [line for line in atomic.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
 
 
 def most_at_once() -> int:
     """By what the programs wrote down themselves."""
-    lines = disk.read_lines(Path("said.jsonl"))[0]
+    lines = atomic.read_lines(Path("said.jsonl"))[0]
     moments = [(line["time"], {"began": 1, "failed": -1, "done": -1}.get(line["what"], 0)) for line in lines]
     now = most = 0
     for _, change in sorted(moments):

@@ -25,7 +25,7 @@ from tests.sweep.populace import ENV
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc
-from tiltyard.run import disk, metrics
+from tiltyard.run import atomic, metrics
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, list_runs, write_status
@@ -167,7 +167,7 @@ def test_pauses_and_order(tiltyard: Command) -> None:
     tiltyard("sweep", "start", "plan.yaml")
     started = [
         float(event["time"][17:23]) + 60 * float(event["time"][14:16])
-        for event in disk.read_lines(find_sweep("last").folder / "events.jsonl")[0]
+        for event in atomic.read_lines(find_sweep("last").folder / "events.jsonl")[0]
         if event["kind"] == "started"
     ]
     assert all((after - before) % 3600 >= 0.39 for before, after in itertools.pairwise(started))
@@ -476,7 +476,7 @@ def test_kill_9_of_controllers_and_trials_at_any_moment(kind: str, runs: Path) -
     for row in look(sweep).rows:
         assert row.folder is not None
         kinds = [
-            event["kind"] for event in disk.read_lines(row.folder / "events.jsonl")[0] if event["kind"] != "recovered"
+            event["kind"] for event in atomic.read_lines(row.folder / "events.jsonl")[0] if event["kind"] != "recovered"
         ]
         assert "finished" not in kinds[:-1], "it was started again after its end"
         assert row.value == row.trial.settings["x"]

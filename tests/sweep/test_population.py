@@ -30,7 +30,7 @@ from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, create, read_events, write_status
-from tiltyard.run.stretches import Stretches
+from tiltyard.run.settings_schedule import Stretches
 from tiltyard.sweep import lineage, prepare, replay
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.population import Population

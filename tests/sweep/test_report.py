@@ -16,7 +16,7 @@ from tests.cli.test_light import HEAVY, SPY
 from tests.conftest import Command
 from tests.sweep.fake import SPACE, fake_sweep, status
 from tiltyard.config.sweep_plan import load_plan
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.sweep import results
@@ -85,10 +85,10 @@ def test_bands_go_as_far_as_all_curves_do() -> None:
 
 def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
     sweep = fake_sweep(runs, 6, 3)
-    disk.write_json(sweep.place(4) / "status.json", status(4, state="failed", reason="out of luck\x1b[2J"))
+    atomic.write_json(sweep.place(4) / "status.json", status(4, state="failed", reason="out of luck\x1b[2J"))
     for attempt in (1, 2, 3):  # and was tried again as often as the plan says
         sweep.decide("failed", trial=4, attempt=attempt, reason="out of luck")
-    disk.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and nobody holds its lock
+    atomic.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and nobody holds its lock
     (sweep.place(6) / "status.json").unlink()
     out = tiltyard("sweep", "status", "fake").stdout
     assert "18: 15 finished, 1 lost, 1 failed, 1 waiting" in out
@@ -119,9 +119,9 @@ def test_a_last_turn_of_jobs_does_not_make_a_sweep_that_is_over_run(
     tiltyard: Command, runs: Path, launcher: str, state: str
 ) -> None:
     sweep = fake_sweep(runs, 2, 1, retries=0)
-    disk.write_json(sweep.place(1) / "status.json", status(1, state="failed", reason="out of luck"))
+    atomic.write_json(sweep.place(1) / "status.json", status(1, state="failed", reason="out of luck"))
     sweep.decide("failed", trial=1, attempt=1, reason="out of luck")
-    disk.write_json(sweep.folder / FACTS, {**sweep.facts(), "launcher": launcher, "profile": "ngc"})
+    atomic.write_json(sweep.folder / FACTS, {**sweep.facts(), "launcher": launcher, "profile": "ngc"})
     with Lock.acquire(Run(sweep.folder)):
         found = tiltyard("sweep", "status", "--json", expect=int(state == "failed"))
         assert json.loads(found.stdout)["state"] == state
@@ -144,9 +144,9 @@ def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path
         results.keep(sweep, row)
     for row in rows:
         (sweep.place(row.trial.number) / "metrics.jsonl").write_text(
-            disk.to_json({"env_steps": 1, "metrics": {"eval/return": 12345.0}}) + "\n"
+            atomic.to_json({"env_steps": 1, "metrics": {"eval/return": 12345.0}}) + "\n"
         )
-    disk.write_json(sweep.place(2) / "status.json", status(2, updated="later: somebody trained it on"))
+    atomic.write_json(sweep.place(2) / "status.json", status(2, updated="later: somebody trained it on"))
     assert [row.value for row in look(sweep).rows] == [rows[0].value, 12345.0]
 
 

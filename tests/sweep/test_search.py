@@ -10,7 +10,7 @@ from tests.conftest import Command
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.search_space import fingerprint
 from tiltyard.config.sweep_plan import Plan, load_plan
-from tiltyard.run import disk, metrics
+from tiltyard.run import atomic, metrics
 from tiltyard.sweep import search
 from tiltyard.sweep.folder import Trial, find_sweep
 from tiltyard.sweep.results import Group, Row
@@ -113,7 +113,7 @@ def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path)
     # As if the controller had been killed after it asked and before it made a folder.
     sweep.decide("extend", points=1)
     asked = {"trial": 3, "point": 3, "seed": 0, "settings": {"algo.lr": 0.00123}}
-    disk.append_line(sweep.folder / "manifest.jsonl", disk.to_json(asked))
+    atomic.append_line(sweep.folder / "manifest.jsonl", atomic.to_json(asked))
     tiltyard("sweep", "start", "tiny")
     assert sweep.trials()[:2] == first
     assert [trial.settings for trial in sweep.trials()[2:]] == [{"algo.lr": 0.00123}]

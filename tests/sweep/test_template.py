@@ -22,7 +22,7 @@ from tiltyard.config.site import load_site
 from tiltyard.config.yaml import parse_yaml
 from tiltyard.errors import ConfigError
 from tiltyard.processes import proc
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import look
@@ -84,7 +84,7 @@ def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield place
     for job in place.glob("job-*"):
         try:
-            os.killpg(disk.read_json(job)["pid"], signal.SIGKILL)
+            os.killpg(atomic.read_json(job)["pid"], signal.SIGKILL)
         except OSError:
             continue
 
@@ -98,7 +98,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
 
 def gone(queue: Path, job: int) -> bool:
     """Whether all of a job has ended, its turn included."""
-    return proc.read(disk.read_json(queue / f"job-{job}")["pid"]) is None
+    return proc.read(atomic.read_json(queue / f"job-{job}")["pid"]) is None
 
 
 def over(sweep: Sweep) -> bool:
@@ -133,7 +133,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     assert look(sweep).counts == {"finished": 3, "failed": 1}
     assert most_at_once() == 2 and len(said("began")) == 4
     assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in said("began")} == {(odd, odd, odd)}
-    asked = disk.read_json(queue / "job-1000")
+    asked = atomic.read_json(queue / "job-1000")
     assert asked["--name"] == f"toy.sweep-0001.{sweep.place(1).name}"
     assert asked["--instance"] == "dgxa100.80g.1.norm"
     assert not list(Path().rglob("never*"))
@@ -214,7 +214,7 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
     wait_until(lambda: len(said("began")) == 2)
-    os.killpg(disk.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
+    os.killpg(atomic.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     tiltyard("sweep", "stop")
     assert look(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1}
@@ -274,11 +274,11 @@ def test_a_warning_before_the_time_limit_is_no_failure(tiltyard: Command, queue:
         Path("ready").unlink()
         if job == 1001:
             (queue / "down").touch()  # what cannot be submitted at once is no failure either
-        os.kill(disk.read_json(queue / f"job-{job}")["pid"], signal.SIGUSR2)
+        os.kill(atomic.read_json(queue / f"job-{job}")["pid"], signal.SIGUSR2)
     wait_until(lambda: "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text())
     (queue / "down").unlink()
     wait_until(Path("ready").exists)
-    assert disk.read_json(sweep.place(1) / "job" / "counts.json")["requeues"] == 2
+    assert atomic.read_json(sweep.place(1) / "job" / "counts.json")["requeues"] == 2
     Path("wait").unlink()
     wait_until(lambda: over(sweep))
     assert look(sweep).counts == {"finished": 1} and look(sweep).rows[0].attempt == 3
@@ -290,7 +290,7 @@ def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command,
     write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
-    os.kill(disk.read_json(queue / "job-1000")["pid"], signal.SIGUSR2)
+    os.kill(atomic.read_json(queue / "job-1000")["pid"], signal.SIGUSR2)
     wait_until(lambda: gone(queue, 1000))
     assert "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text()
     tiltyard("sweep", "stop")
@@ -301,7 +301,7 @@ def test_a_job_that_is_told_to_end_leaves_its_trial_stopped(tiltyard: Command, q
     """Cancelled or preempted: only a person knows whether it is to go on."""
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
-    os.kill(disk.read_json(queue / "job-1000")["pid"], signal.SIGTERM)
+    os.kill(atomic.read_json(queue / "job-1000")["pid"], signal.SIGTERM)
     wait_until(lambda: look(sweep).state == "stopped")
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
@@ -328,7 +328,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
     wait_until(lambda: said("began"))
-    os.killpg(disk.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
+    os.killpg(atomic.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     (queue / "job-1000").rename(queue / "forgotten")
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     assert "set template.gone" in tiltyard("sweep", "start", "toy", expect=1).stderr
@@ -340,7 +340,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in disk.to_json(sweep.decisions())
+    assert look(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in atomic.to_json(sweep.decisions())
 
 
 def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:

@@ -82,7 +82,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     from tiltyard.evaluation.measure import FilmError, choose_checkpoint, evaluate
     from tiltyard.evaluation.numbers import as_json, write_files
     from tiltyard.run.folder import run_of
-    from tiltyard.run.masking import mask_command
+    from tiltyard.run.redact import mask_command
 
     chosen = choose_checkpoint(args.run, "best" if args.best else parse_at(args.at))
     run = run_of(chosen.folder)

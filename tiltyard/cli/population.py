@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiltyard.cli import text
 from tiltyard.errors import EXIT_DONE, UseError
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
@@ -29,7 +29,7 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
             str(member): [{"from": begins, "settings": settings} for begins, settings in schedule]
             for member, schedule in schedules.items()
         }
-        sys.stdout.write(disk.to_json({"exploits": exploits, "schedules": stretches}, indent=2) + "\n")
+        sys.stdout.write(atomic.to_json({"exploits": exploits, "schedules": stretches}, indent=2) + "\n")
     elif args.member is not None:
         sys.stdout.write(_schedule(schedules[args.member]))
     else:

@@ -22,7 +22,7 @@ from typing import Any
 from tiltyard.cli import text
 from tiltyard.config.site_file import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
-from tiltyard.run import disk, metrics
+from tiltyard.run import atomic, metrics
 from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove, remove_folder
 from tiltyard.run.lock import life
 from tiltyard.run.logs import new_text
@@ -42,11 +42,11 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _root(args: argparse.Namespace) -> Path:
-    return disk.absolute(args.root) if args.root is not None else runs_root()
+    return atomic.absolute(args.root) if args.root is not None else runs_root()
 
 
 def _write_json(value: Any) -> None:
-    sys.stdout.write(disk.to_json(value, indent=2) + "\n")
+    sys.stdout.write(atomic.to_json(value, indent=2) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------- ls
@@ -326,7 +326,7 @@ def _named_run(name: str, root: Path) -> Run:
     """A run to be deleted. The newest of a name may be a trial that nobody meant."""
     run = find(name, root, whole=False)
     inside = run.folder.parent
-    if SWEEP_FOLDER.fullmatch(inside.name) and disk.absolute(root / name) in (inside.parent, disk.absolute(root)):
+    if SWEEP_FOLDER.fullmatch(inside.name) and atomic.absolute(root / name) in (inside.parent, atomic.absolute(root)):
         hint = f"name the trial, or the whole sweep: tiltyard rm {inside.parent.name}/{inside.name}"
         raise UseError(f"{name!r} is no run: its newest is {run.id}, a trial of a sweep", hint)
     return run
@@ -381,6 +381,6 @@ def _settings(name: str, root: Path) -> dict[str, Any]:
     run = find(name, root)
     found = text.leaves(run.experiment().model_dump(mode="json", by_alias=True))
     with contextlib.suppress(OSError, ValueError):  # provenance is a record, not something that settings depend on
-        copies = disk.read_json(run.folder / "provenance.json").get("plugins")
+        copies = atomic.read_json(run.folder / "provenance.json").get("plugins")
         found |= {file: f"sha256 {digest[:12]}" for file, digest in copies.items()} if isinstance(copies, dict) else {}
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
 from tiltyard.launch.queue import look
-from tiltyard.run import bounds, checkpoint, disk, metrics
+from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
 from tiltyard.track.verdict import verdict
 
@@ -116,7 +116,7 @@ def _evaluation(facts: dict[str, Any], goal: float | None) -> str:
     words = text.number(found["eval/return"])
     if "eval/return_low" in found and "eval/return_high" in found:
         words += f" ({text.number(found['eval/return_low'])} to {text.number(found['eval/return_high'])})"
-    best = disk.number(facts["best"])
+    best = atomic.number(facts["best"])
     words += f" at env step {text.count(facts['evaluated_at'])}"
     return words + (f", best {text.number(best)}" if best is not None else "") + _goal(goal)
 
@@ -128,8 +128,8 @@ def _goal(goal: float | None) -> str:
 def _speed(run: Run, experiment: Experiment, facts: dict[str, Any]) -> str:
     """Over the whole training, as its seconds are counted (evaluations and saves apart), beside the env's own."""
     progress, host = facts["progress"], str(facts["host"])
-    alone = bounds.recall(root_of(run.folder), experiment, host)
-    return bounds.speed_text(progress["env_steps"], progress["seconds"], alone, host)
+    alone = measured.recall(root_of(run.folder), experiment, host)
+    return measured.speed_text(progress["env_steps"], progress["seconds"], alone, host)
 
 
 def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tuple[str, str]]:

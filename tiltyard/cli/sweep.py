@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.cli import sweep_jobs, text
 from tiltyard.cli.sweep_summary import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
@@ -264,7 +264,7 @@ def _status(args: argparse.Namespace) -> int:
 
     found = report.look(_find(args.target))
     if args.json:
-        sys.stdout.write(disk.to_json(report.as_data(found), indent=2) + "\n")
+        sys.stdout.write(atomic.to_json(report.as_data(found), indent=2) + "\n")
     elif args.csv:
         sys.stdout.write(report.as_csv(found))
     else:
@@ -298,7 +298,7 @@ def _best(args: argparse.Namespace) -> int:
             "trials": [report.row_data(each) for each in group.rows],
             "best": report.row_data(row),
         }
-        sys.stdout.write(disk.to_json(data, indent=2) + "\n")
+        sys.stdout.write(atomic.to_json(data, indent=2) + "\n")
         return EXIT_DONE
     from tiltyard.run.folder import Run
 

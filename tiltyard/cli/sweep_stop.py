@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
@@ -32,7 +32,7 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
     if args.dry_run or (not at_work and found.state != "running"):
         sys.stderr.write(f"{len(at_work)} trials of {sweep.id} are at work\n")
         return EXIT_DONE
-    disk.write_text(sweep.stop_file, f"{disk.now()}\n")
+    atomic.write_text(sweep.stop_file, f"{atomic.now()}\n")
     away: dict[int, str] = {}  # trial -> the host on which alone it can be asked
     if sweep.launcher != "local":
         from tiltyard.sweep import turn

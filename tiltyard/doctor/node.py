@@ -23,7 +23,7 @@ from pathlib import Path
 from tiltyard.doctor.checkup import examine
 from tiltyard.doctor.software import versions
 from tiltyard.processes.resources import own_address
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 CALL = 10.0
 HERE, REPORT = ".here", ".report"
@@ -34,7 +34,7 @@ def main() -> int:
     folder, nodes, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listening(f"{folder.name} {name}") as port:
-        disk.write_json(folder / f"{name}{HERE}", {"address": own_address(), "port": port})
+        atomic.write_json(folder / f"{name}{HERE}", {"address": own_address(), "port": port})
         findings = [asdict(finding) for finding in examine()]
         wait_for(folder, HERE, nodes, patience)
         called = {peer: call(folder, peer) for peer in named(folder, HERE) if peer != name}
@@ -44,7 +44,7 @@ def main() -> int:
             "clocks": {peer: told for peer, told in called.items() if isinstance(told, float)},
             "unreached": {peer: told for peer, told in called.items() if isinstance(told, str)},
         }
-        disk.write_json(folder / f"{name}{REPORT}", report)
+        atomic.write_json(folder / f"{name}{REPORT}", report)
         wait_for(folder, REPORT, len(called) + 1, patience)  # somebody may still want to call
     return 0
 
@@ -84,7 +84,7 @@ def _answer(server: socket.socket, name: str) -> None:
 def call(folder: Path, peer: str) -> float | str:
     """How many seconds the other node's clock is ahead of ours, or why it cannot be reached."""
     try:
-        place = disk.read_json(folder / f"{peer}{HERE}")
+        place = atomic.read_json(folder / f"{peer}{HERE}")
         where = f"{place['address']}:{place['port']}"
         before = time.time()
         with socket.create_connection((place["address"], place["port"]), timeout=CALL) as line:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiltyard.config.site import Profile
 from tiltyard.doctor.finding import Finding
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 PLACE = ".doctor"
 FILE = "nodes.json"
@@ -19,7 +19,7 @@ FILE = "nodes.json"
 def bad_nodes(root: Path) -> dict[str, str]:
     """Why, by name: node7 -> 2026-03-01: shm: /dev/shm, 3 MiB free."""
     try:
-        found = disk.read_json(root / PLACE / FILE)
+        found = atomic.read_json(root / PLACE / FILE)
     except (OSError, ValueError):
         return {}
     return {name: why for name, why in found.items() if isinstance(why, str)}
@@ -42,13 +42,13 @@ def note(root: Path, findings: Sequence[Finding]) -> list[str]:
         bad = [each for each in findings if each.node == node and each.state == "bad"]
         own = [each for each in bad if len(visited) == 1 or not _everywhere(each.what, findings, visited)]
         if own:
-            known[node] = f"{disk.now()[:10]}: {own[0].what}: {own[0].found}"
+            known[node] = f"{atomic.now()[:10]}: {own[0].what}: {own[0].found}"
             said.append(f"{node} is remembered as bad; slurm.exclude_failed: true leaves it out of jobs")
         elif not bad and known.pop(node, None) is not None:
             said.append(f"{node} is well again, and no longer left out")
     if said:
         (root / PLACE).mkdir(parents=True, exist_ok=True)
-        disk.write_json(root / PLACE / FILE, known)
+        atomic.write_json(root / PLACE / FILE, known)
     return said
 
 

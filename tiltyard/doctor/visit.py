@@ -24,7 +24,7 @@ from tiltyard.launch.commands import cancel, sbatch
 from tiltyard.launch.inside import hostnames
 from tiltyard.launch.queue import Pace, Told, ask
 from tiltyard.launch.script import head, secret_environment, set_up, step
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 LIMIT = "5"  # minutes
 LONGEST_WAIT = 60.0  # seconds that nodes wait for each other: they start together, and have to end within the limit
@@ -46,7 +46,7 @@ def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], 
         _write(folder, profile, root, count)
         with _job(folder, profile) as job:
             on, told = _follow(job, folder, count, say)
-        reports = {node: disk.read_json(folder / f"{node}{REPORT}") for node in named(folder, REPORT)}
+        reports = {node: atomic.read_json(folder / f"{node}{REPORT}") for node in named(folder, REPORT)}
         if not reports:
             sentence = told.sentence(job) if told else f"job {job} said nothing"
             hint = f"is slurm.python or slurm.setup of profile {profile.name} wrong?"
@@ -64,7 +64,7 @@ def _only(profile: Profile, names: list[str]) -> Profile:
 
 @contextlib.contextmanager
 def _folder(root: Path) -> Iterator[Path]:
-    folder = disk.absolute(root) / PLACE / f"visit-{disk.unique()}"
+    folder = atomic.absolute(root) / PLACE / f"visit-{atomic.unique()}"
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
@@ -88,7 +88,7 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
         *head(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
         f"exec >{quoted}/{OUTPUT} 2>&1",
         *set_up(profile, f"{quoted}/{SECRETS}"),
-        f"export TILTYARD_RUNS={shlex.quote(str(disk.absolute(root)))}",
+        f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
         *step(profile, ["-m", "tiltyard.doctor.node"], f"{quoted} {count} {wait:g}"),
     ]
     (folder / SCRIPT).write_text("\n".join(lines) + "\n")

@@ -23,7 +23,7 @@ from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy, saved_policies
 from tiltyard.plugins.resolve import model_plugins, own_ref, short
 from tiltyard.plugins.snapshot import Copies
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.checkpoint import MANIFEST, select
 from tiltyard.run.folder import find
 from tiltyard.types import EnvSpec
@@ -71,7 +71,7 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
                 shutil.copyfile(path, target / "policies" / path.name)
             if any(own_ref(kind, plugin, (source.home,)) for _, kind, plugin in model_plugins(model)):
                 shutil.copytree(source.home / "plugins", target / "plugins")
-            disk.write_json(target / ORIGIN, source.origin)
+            atomic.write_json(target / ORIGIN, source.origin)
             ids[f"policies.{name}.from"] = f"{FOLDER}/{name}"
             files += [path.relative_to(copies.folder) for path in sorted(target.rglob("*")) if path.is_file()]
     return replace(copies, ids=ids, files=tuple(files))
@@ -86,7 +86,7 @@ def source_of(text: str, base: Sequence[Path]) -> Source:
     given = Path(text).expanduser()
     for folder in [Path(place).absolute() / given for place in (*base, Path.cwd())]:
         if (folder / ORIGIN).is_file():
-            return Source(folder, folder, disk.read_json(folder / ORIGIN))
+            return Source(folder, folder, atomic.read_json(folder / ORIGIN))
         if (folder / MANIFEST).is_file():
             return _checkpoint(folder)
     run, _, step = text.rpartition("@")
@@ -96,7 +96,7 @@ def source_of(text: str, base: Sequence[Path]) -> Source:
 
 
 def _checkpoint(folder: Path) -> Source:
-    found, home = select(folder), disk.absolute(folder).parent.parent
+    found, home = select(folder), atomic.absolute(folder).parent.parent
     run = f"{home.parent.name}/{home.name}"
     return Source(found.folder, home, {"run": run, "checkpoint": str(found.folder), "env_steps": found.env_steps})
 

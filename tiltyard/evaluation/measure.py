@@ -30,10 +30,10 @@ from tiltyard.evaluation.play import Keep, Played, Unfilmed, play, require_filma
 from tiltyard.evaluation.workers import share_out
 from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
-from tiltyard.run.masking import mask_all
+from tiltyard.run.redact import mask_all
 from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode, Evaluation
 
 MANY = 1_000_000  # episodes on offer when only steps are limited
@@ -195,7 +195,7 @@ def _require_count(name: str, count: object) -> None:
 
 def _require_apart_from_runs(folder: Path) -> None:
     """Episodes are no runs, and no run's own files: refused before any is played."""
-    place, root = disk.absolute(Path(folder)), disk.absolute(runs_root())
+    place, root = atomic.absolute(Path(folder)), atomic.absolute(runs_root())
     owner = root if root in (place, place.parent, place.parent.parent) else None
     for each in (place, *place.parents):
         if (each / "experiment.yaml").is_file() and (each / "status.json").is_file():

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiltyard.errors import TiltyardError
 from tiltyard.evaluation.play import Played
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.types import Evaluation
 
 
@@ -73,6 +73,6 @@ def write_files(result: Evaluation, facts: dict[str, Any], stem: Path) -> tuple[
     writer = csv.writer(lines)
     writer.writerow(["episode", "seed", "return", "length"])
     writer.writerows([index, *row] for index, row in enumerate(rows))
-    disk.write_text(table, lines.getvalue())
-    disk.write_text(whole, json.dumps({**facts, **as_json(result)}, indent=2) + "\n")
+    atomic.write_text(table, lines.getvalue())
+    atomic.write_text(whole, json.dumps({**facts, **as_json(result)}, indent=2) + "\n")
     return table, whole

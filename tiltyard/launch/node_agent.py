@@ -37,7 +37,7 @@ from tiltyard.launch import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
 from tiltyard.launch.commands import environment
 from tiltyard.launch.queue import own_job
 from tiltyard.processes.child import die_with, killed_by
-from tiltyard.run import checkpoint, disk, metrics
+from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -124,7 +124,7 @@ class Agent:
 
     def __init__(self, run: Run) -> None:
         self.run, self.folder = run, run.folder / FOLDER
-        self.task = disk.read_json(self.folder / TASK)
+        self.task = atomic.read_json(self.folder / TASK)
         self.job = own_job() or os.environ.get(JOB, "").rpartition("-")[2]
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked: str | None = None
@@ -203,7 +203,7 @@ class Agent:
     def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:
         state = self.run.status()["state"]
         if word in ("requeue", "late"):
-            disk.write_json(self.folder / COUNTS, asdict(counts))
+            atomic.write_json(self.folder / COUNTS, asdict(counts))
         if word == "requeue":
             self._write_status(state="queued", reason="")
             self._tell("requeued", sentence)
@@ -214,7 +214,7 @@ class Agent:
             said = sentence or ("asked to stop" if self._stop_wanted() else f"job {self.job} was ended from outside")
             self._write_status(state="stopped", reason=said)
             self._tell("stopped", said)
-        disk.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {word}\n")
+        atomic.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {word}\n")
 
     def _last_error(self) -> str:
         """What the trainer gave as its reason, which srun brings into the job's log a moment later."""
@@ -244,7 +244,7 @@ class Agent:
         code = self._wait_for(trainer)
         if self.task["overrides"] and self.run.status()["attempt"] != attempt:
             self.task = {**self.task, "overrides": []}  # they are part of the run's own settings now
-            disk.write_json(self.folder / TASK, self.task)
+            atomic.write_json(self.folder / TASK, self.task)
         return code
 
     def _command(self) -> list[str]:
@@ -302,7 +302,7 @@ class Agent:
 
     def _counts(self) -> Counts:
         try:
-            found = disk.read_json(self.folder / COUNTS)
+            found = atomic.read_json(self.folder / COUNTS)
             return Counts(**{name: int(value) for name, value in found.items()})
         except (OSError, ValueError, TypeError):
             return Counts()
@@ -352,7 +352,7 @@ def main() -> int:
         finally:
             for number in Agent.HEARD:
                 signal.signal(number, signal.SIG_IGN)  # while Python ends there is nobody to hear them
-    task = disk.read_json(run.folder / FOLDER / TASK)
+    task = atomic.read_json(run.folder / FOLDER / TASK)
     if task["nodes"] > 1:
         from tiltyard.launch.ray_nodes import RayNode
 

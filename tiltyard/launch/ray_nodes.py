@@ -44,7 +44,7 @@ from tiltyard.launch import FOLDER
 from tiltyard.processes import proc
 from tiltyard.processes.child import die_with
 from tiltyard.processes.resources import free_memory, own_address, usable_cores
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 LOOK = 0.2  # seconds between looks at the folder
 ANSWER = 120.0  # seconds for a head to answer on its port
@@ -99,7 +99,7 @@ class RayNode:
             "folder": str(self.place),
             "logs": str(self.output.parent),
         }
-        disk.write_json(self.place / "head.json", {**told, **_versions()})
+        atomic.write_json(self.place / "head.json", {**told, **_versions()})
         self._tell("joined")
         return {**self._variables(), ALLOCATION: json.dumps(told)}
 
@@ -116,7 +116,7 @@ class RayNode:
         """Sentences that other nodes' agents have for the run's events, each once."""
         for path in sorted(self.place.glob("*.json")):
             with contextlib.suppress(OSError, ValueError):
-                for sentence in disk.read_json(path).get("said", []):
+                for sentence in atomic.read_json(path).get("said", []):
                     if sentence not in told:
                         told.add(sentence)
                         yield str(sentence)
@@ -170,7 +170,7 @@ class RayNode:
                     f"{self.name} heard nothing of the first node for {self.task['wait']:g} s", f"see {self.place}"
                 )
             time.sleep(LOOK)
-        found: dict[str, Any] = disk.read_json(self.place / "head.json")
+        found: dict[str, Any] = atomic.read_json(self.place / "head.json")
         return found
 
     def _until_over(self, failed: Callable[[], bool]) -> bool:
@@ -256,7 +256,7 @@ class RayNode:
 
     def _tell(self, state: str, sentence: str = "") -> None:
         self.said += [sentence] if sentence else []
-        disk.write_json(self.place / f"{self.name}.json", {"node": self.name, "state": state, "said": self.said})
+        atomic.write_json(self.place / f"{self.name}.json", {"node": self.name, "state": state, "said": self.said})
 
     def _write_token(self) -> None:
         path = self.place / "token"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiltyard.config.site import ENTERED, Nodes, Profile
 from tiltyard.launch import FOLDER, FORGOTTEN, JOB, NUMBER, SCRIPT, SECRETS, TRIALS
-from tiltyard.run.masking import looks_secret
+from tiltyard.run.redact import looks_secret
 from tiltyard.run.status import root_of
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")

@@ -17,7 +17,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
 from tiltyard.launch.commands import sbatch
 from tiltyard.launch.script import Job, script, secret_environment
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -51,7 +51,7 @@ def submit(
             write_status(run, state="failed", reason=error.message)
             log_event(run, "failed", error.message)
             raise
-        submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": disk.now()}
+        submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": atomic.now()}
         whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(avoided)}
         write_status(run, state="queued", reason="", job=whole)
         without = f", without {', '.join(avoided)}, found bad by the doctor" if avoided else ""
@@ -66,7 +66,7 @@ def make_folder(run: Run, told: Mapping[str, object], kept: Sequence[str] = ()) 
     (run.folder / "logs").mkdir(exist_ok=True)
     for stale in {STOP, AGAIN, COUNTS, VERDICT}.difference(kept):
         (folder / stale).unlink(missing_ok=True)
-    disk.write_json(folder / TASK, told)
+    atomic.write_json(folder / TASK, told)
 
 
 def write_script(folder: Path, job: Job) -> None:

@@ -34,7 +34,7 @@ from tiltyard.envs.spaces import (
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.net import PolicyNet
 from tiltyard.plugins import resolve
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.checkpoint import read_tree, select, write_tree
 from tiltyard.run.folder import Run, find
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
@@ -75,7 +75,7 @@ def saved_policies(folder: Path) -> list[str]:
         raise UseError(f"{folder} holds no policy", "name a run or one of its checkpoints")
     if len(files) == 1:
         return [files[0].stem]
-    places = {path.stem: disk.read_json(path)["tree"].get("place", 0) for path in files}
+    places = {path.stem: atomic.read_json(path)["tree"].get("place", 0) for path in files}
     return sorted(places, key=lambda name: places[name])
 
 

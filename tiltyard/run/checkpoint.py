@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tiltyard
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import disk
-from tiltyard.run.tree import read_tree, write_tree
+from tiltyard.run import atomic
+from tiltyard.run.state_file import read_tree, write_tree
 from tiltyard.types import Checkpoint, Progress
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def commit(
     A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` sweeps away.
     """
     parent = run.checkpoints
-    draft = parent / f".tmp-{env_steps:012d}-{disk.unique()}"
+    draft = parent / f".tmp-{env_steps:012d}-{atomic.unique()}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         earlier = [manifest for _, manifest in _manifests(parent)]
@@ -90,12 +90,12 @@ def commit(
             # What was to be kept for good stays so when the same env step is saved again.
             "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
             "order": order,
-            "created": disk.now(),
+            "created": atomic.now(),
             "tiltyard": tiltyard.__version__,
             "files": _sync_and_hash(draft),
         }
-        disk.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
-        disk.sync_folder(draft)
+        atomic.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+        atomic.sync_folder(draft)
         final = _publish(draft, parent / f"{env_steps:012d}")
     except OSError as error:
         raise TiltyardError(
@@ -116,14 +116,14 @@ def link_files(source: Path, draft: Path, *, but: str) -> None:
 
 def pin(source: Path, place: Path) -> None:
     """The checkpoint once more at another place, whole or not at all: it stays when its run drops it."""
-    draft = place.with_name(f".tmp-{place.name}-{disk.unique()}")
+    draft = place.with_name(f".tmp-{place.name}-{atomic.unique()}")
     try:
         shutil.copytree(source, draft, copy_function=_take)
-        disk.sync_folder(draft)
+        atomic.sync_folder(draft)
         if place.exists():
             _delete(place)
         draft.rename(place)
-        disk.sync_folder(place.parent)
+        atomic.sync_folder(place.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -142,7 +142,7 @@ def _what_is_left(parent: Path) -> str:
 
 def _own_hash(manifest: dict[str, Any]) -> str:
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(disk.plain(body), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(atomic.plain(body), sort_keys=True).encode()).hexdigest()
 
 
 def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
@@ -158,7 +158,7 @@ def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
                 os.fsync(file.fileno())
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             files[path.relative_to(draft).as_posix()] = {"sha256": digest, "bytes": path.stat().st_size}
-        disk.sync_folder(Path(place))
+        atomic.sync_folder(Path(place))
     return files
 
 
@@ -171,21 +171,21 @@ def _publish(draft: Path, final: Path) -> Path:
     ]
     if not older:
         draft.rename(final)
-        disk.sync_folder(final.parent)
+        atomic.sync_folder(final.parent)
         return final
     revision = 1 + max(int(path.name.partition(".")[2] or 0) for path in older)
     new = draft.rename(final.with_name(f"{final.name}.{revision}"))
-    disk.sync_folder(final.parent)
+    atomic.sync_folder(final.parent)
     for path in older:
         _delete(path)
     new = new.rename(final)
-    disk.sync_folder(final.parent)
+    atomic.sync_folder(final.parent)
     return new
 
 
 def _delete(folder: Path) -> None:
     """Out of every listing at once, then off the disk."""
-    shutil.rmtree(folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{disk.unique()}")), ignore_errors=True)
+    shutil.rmtree(folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{atomic.unique()}")), ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -201,7 +201,7 @@ def _folders(parent: Path) -> list[Path]:
 def _read_manifest(folder: Path) -> dict[str, Any] | str:
     """The manifest, or the reason why it cannot be believed."""
     try:
-        manifest = disk.read_json(folder / MANIFEST)
+        manifest = atomic.read_json(folder / MANIFEST)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, RecursionError) as error:
@@ -223,7 +223,7 @@ def _manifests(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(folder, manifest["env_steps"], disk.number(manifest["score"]), Progress(**manifest["progress"]))
+    return Checkpoint(folder, manifest["env_steps"], atomic.number(manifest["score"]), Progress(**manifest["progress"]))
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
@@ -298,8 +298,8 @@ def select(
     from tiltyard.run.folder import Run
 
     if isinstance(where, Path) and ((where / MANIFEST).exists() or FOLDER.fullmatch(where.name)):
-        return _sound(disk.absolute(where))
-    run = Run(disk.absolute(where)) if isinstance(where, Path) else where
+        return _sound(atomic.absolute(where))
+    run = Run(atomic.absolute(where)) if isinstance(where, Path) else where
     if at is None:
         checkpoint, complaints = newest_valid(run)
         if checkpoint is None:
@@ -386,7 +386,7 @@ def set_aside(run: Run, attempt: int) -> list[str]:
     while aside.exists():
         aside = aside.with_name(aside.name + "+")
     run.checkpoints.rename(aside)
-    disk.sync_folder(run.folder)
+    atomic.sync_folder(run.folder)
     return [f"resume is never: {len(kept)} checkpoints of earlier attempts were moved to {aside}"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
@@ -35,10 +35,10 @@ def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     """One line {time, kind, sentence, ...facts}. `facts` are for programs, the sentence is for people."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(KINDS)}")
-    record = {"time": disk.now(), "kind": kind, "sentence": sentence, **facts}
-    disk.append_line(run.events_file, disk.to_json(record))
+    record = {"time": atomic.now(), "kind": kind, "sentence": sentence, **facts}
+    atomic.append_line(run.events_file, atomic.to_json(record))
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
     """Every whole line, oldest first; lines torn by a crash are left out."""
-    return disk.read_lines(run.events_file)[0]
+    return atomic.read_lines(run.events_file)[0]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.config.site_file import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.names import ADJECTIVES, ANIMALS
@@ -42,7 +42,7 @@ from tiltyard.run.status import (
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.plugins.snapshot import Copies
-    from tiltyard.run.stretches import Stretches
+    from tiltyard.run.settings_schedule import Stretches
 
 __all__ = [
     "Lock",
@@ -83,7 +83,7 @@ class Run:
         with contextlib.suppress(TiltyardError, OSError):
             if find(self.id, programs=True).folder.samefile(self.folder):
                 return shlex.quote(self.id)
-        folder = disk.absolute(self.folder)
+        folder = atomic.absolute(self.folder)
         with contextlib.suppress(ValueError, OSError):  # not below this folder, or there is no such folder any more
             return shlex.quote(f"./{folder.relative_to(Path.cwd())}")  # ./ because a name may begin with a dash
         return shlex.quote(str(folder))
@@ -104,7 +104,7 @@ class Run:
 
     def program(self) -> dict[str, Any]:
         """The command line of such a trial, and the folder that it runs in."""
-        return disk.read_json(self.folder / PROGRAM)
+        return atomic.read_json(self.folder / PROGRAM)
 
     @property
     def metrics_file(self) -> Path:
@@ -172,16 +172,16 @@ def create(
     """
     import secrets
 
-    group = place.parent if place else disk.absolute(root) / experiment.run_name
+    group = place.parent if place else atomic.absolute(root) / experiment.run_name
     draft, number = (_clear(place), 0) if place else _claim(group)
     try:
         final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
         _fill(draft, run_id(final), experiment, source_text, source_name, base, command, parent, copies, profile)
         if stretches is not None:
             stretches.write(draft)
-        disk.sync_folder(draft)
+        atomic.sync_folder(draft)
         draft.rename(final)
-        disk.sync_folder(group)
+        atomic.sync_folder(group)
     except OSError as error:
         raise TiltyardError(
             f"the run folder could not be written in {group}: {error.strerror or error}",
@@ -250,9 +250,9 @@ def _fill(
     else:
         copies.put_into(draft)
     frozen = copies.named_in(experiment)
-    disk.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
+    atomic.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
     if source_text is not None:
-        disk.write_text(draft / "source.yaml", source_text)
+        atomic.write_text(draft / "source.yaml", source_text)
     facts, diff = provenance.collect_with_diff(command, base)
     facts["source"] = source_name
     facts["seed"] = experiment.seed
@@ -262,11 +262,11 @@ def _fill(
         for path in sorted((draft / place).rglob("*"))
         if path.is_file()
     }
-    disk.write_json(draft / "provenance.json", facts)
+    atomic.write_json(draft / "provenance.json", facts)
     if diff:
-        disk.write_text(draft / "provenance.diff", diff)
+        atomic.write_text(draft / "provenance.diff", diff)
     (draft / "checkpoints").mkdir()
-    disk.write_json(draft / STATUS, first_status(name, frozen, parent, profile))
+    atomic.write_json(draft / STATUS, first_status(name, frozen, parent, profile))
     log_event(Run(draft), "created", f"Run {name} was created.", **({"parent": parent} if parent else {}))
     for note in copies.notes:
         log_event(Run(draft), "warning", note)
@@ -307,13 +307,13 @@ def _by_keyword(text: str, root: Path) -> Path | None:
     rows = list_runs(root)
     if not rows:
         raise UseError(f"there is no run in {root}", "start one with: tiltyard train CartPole-v1")
-    return disk.absolute(Path(rows[-1]["folder"]))
+    return atomic.absolute(Path(rows[-1]["folder"]))
 
 
 def _by_path(path: Path) -> Path | None:
     """The run folder that the path is, or lies in."""
     try:
-        path = disk.absolute(path)
+        path = atomic.absolute(path)
         if not path.exists():
             return None
         for folder in (path, *path.parents):
@@ -325,7 +325,7 @@ def _by_path(path: Path) -> Path | None:
 
 
 def _by_name(text: str, root: Path) -> Path:
-    folders = [disk.absolute(folder) for folder in run_folders(root)]
+    folders = [atomic.absolute(folder) for folder in run_folders(root)]
     ids = {folder: run_id(folder) for folder in folders}
     of_name = [folder for folder in folders if ids[folder].startswith(f"{text.rstrip('/')}/")]
     if of_name:
@@ -372,7 +372,7 @@ def _check(folder: Path, programs: bool = False) -> None:
 def _read_status(folder: Path) -> dict[str, Any]:
     path = folder / STATUS
     try:
-        status = disk.read_json(path)
+        status = atomic.read_json(path)
     except FileNotFoundError as error:
         raise UseError(f"{folder} is no whole run: {STATUS} is missing", "copy the run again, or remove it") from error
     except (OSError, ValueError) as error:
@@ -393,7 +393,7 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 def remove(run: Run, root: Path) -> None:
     """Delete for good: only a real run folder of this root, never through links, never a live one."""
-    folder = disk.absolute(run.folder)
+    folder = atomic.absolute(run.folder)
     if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
         raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")
     remove_folder(run, Path(os.path.realpath(root)) / run_id(folder))
@@ -401,14 +401,14 @@ def remove(run: Run, root: Path) -> None:
 
 def remove_folder(run: Run, place: Path) -> None:
     """Delete what lies at its real `place`, unless somebody is writing it: a run, or a sweep without its trials."""
-    folder = disk.absolute(run.folder)
+    folder = atomic.absolute(run.folder)
     group = folder.parent
     if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != place:
         raise UseError(
             f"{folder} is not a run folder inside the runs folder",
             "only its own runs are removed, and never through a link; name another runs folder with --root",
         )
-    trash = group / f".trash-{folder.name}-{disk.unique()}"
+    trash = group / f".trash-{folder.name}-{atomic.unique()}"
     with Lock.acquire(run):  # refuses a run that somebody is writing
         try:
             folder.rename(trash)

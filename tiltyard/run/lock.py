@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ Owner = dict[str, Any]
 def default_period() -> float:
     """Seconds between heartbeats: 10, or TILTYARD_HEARTBEAT."""
     text = os.environ.get("TILTYARD_HEARTBEAT", "10")
-    period = disk.NOT_FINITE.get(text)
+    period = atomic.NOT_FINITE.get(text)
     with contextlib.suppress(ValueError):
         period = float(text)
     if period is None or not 0.01 <= period <= 3600:
@@ -128,7 +128,7 @@ def in_use(pid: int) -> bool:
 def read_owner(folder: Path) -> Owner | None:
     """Who holds the run, or None. A lock file that cannot be understood is an owner of whom nothing is known."""
     try:
-        return disk.read_json(folder / LOCK)
+        return atomic.read_json(folder / LOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
@@ -151,7 +151,7 @@ def seems_alive(folder: Path) -> bool:
 
 
 def _period_of(owner: Owner) -> float:
-    period = disk.number(owner.get("period"))
+    period = atomic.number(owner.get("period"))
     return period if period is not None and 0 < period <= 3600 else 10.0
 
 
@@ -286,7 +286,7 @@ class Lock:
     # -- keeping
 
     def _write(self) -> None:
-        disk.write_json(
+        atomic.write_json(
             self.run.folder / LOCK, {**myself(), "heartbeat": self._beat, "period": self.period, "mark": self._mark}
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
@@ -41,7 +41,7 @@ def rewind(where: Run | Path, env_steps: int, attempt: int) -> None:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    disk.append_line(path, disk.to_json(dict(record)))
+    atomic.append_line(path, atomic.to_json(dict(record)))
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:
@@ -51,9 +51,9 @@ def read(where: Run | Path) -> list[dict[str, Any]]:
     """
     kept: list[dict[str, Any]] = []
     since = 0.0
-    for record in disk.read_lines(_path(where))[0]:
+    for record in atomic.read_lines(_path(where))[0]:
         if "rewind_to" in record:
-            limit = disk.number(record["rewind_to"])
+            limit = atomic.number(record["rewind_to"])
             if limit is not None:
                 kept = [earlier for earlier in kept if earlier["env_steps"] <= limit]
                 since = limit
@@ -61,7 +61,7 @@ def read(where: Run | Path) -> list[dict[str, Any]]:
         values, steps = record.get("metrics"), record.get("env_steps")
         if not isinstance(values, dict) or not isinstance(steps, int):
             continue
-        numbers = {name: disk.number(value) for name, value in values.items()}
+        numbers = {name: atomic.number(value) for name, value in values.items()}
         record["metrics"] = {name: value for name, value in numbers.items() if value is not None}
         kept.append({**record, "since": since})
         since = steps
@@ -70,7 +70,7 @@ def read(where: Run | Path) -> list[dict[str, Any]]:
 
 def broken_lines(where: Run | Path) -> list[int]:
     """Numbers (from 1) of lines that are no records: a crash tears at most one per attempt."""
-    return disk.read_lines(_path(where))[1]
+    return atomic.read_lines(_path(where))[1]
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -22,8 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tiltyard.run import disk
-from tiltyard.run.masking import mask_all, mask_command, mask_secrets
+from tiltyard.run import atomic
+from tiltyard.run.redact import mask_all, mask_command, mask_secrets
 
 __all__ = ["collect_with_diff", "mask_secrets", "sha256"]
 
@@ -52,7 +52,7 @@ def collect_with_diff(
     git, diff = _git(here)
     facts = {
         "schema": 1,
-        "created": disk.now(),
+        "created": atomic.now(),
         "git": git,
         "packages": {name: found for name in PACKAGES if (found := package_version(name)) is not None},
         "python": platform.python_version(),

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.lock import seems_alive
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def first_status(
     run_id: str, experiment: Experiment, lineage: dict[str, Any] | None, profile: str | None
 ) -> dict[str, Any]:
     """The status of a run that nobody has started yet."""
-    made = disk.now()
+    made = atomic.now()
     return {
         "schema": SCHEMA,
         "id": run_id,
@@ -79,8 +79,8 @@ def write_status(run: Run, **changes: Any) -> dict[str, Any]:
             dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
         )
     status["heartbeat"] = int(status.get("heartbeat") or 0) + 1
-    status["updated"] = disk.now()
-    disk.write_json(run.folder / STATUS, status)
+    status["updated"] = atomic.now()
+    atomic.write_json(run.folder / STATUS, status)
     return status
 
 
@@ -133,7 +133,7 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
 
 def _row(folder: Path) -> dict[str, Any]:
     try:
-        status = disk.read_json(folder / STATUS)
+        status = atomic.read_json(folder / STATUS)
         state = observed_state(folder, status)
     except (OSError, ValueError):
         status, state = {}, "broken"
@@ -147,8 +147,8 @@ def _row(folder: Path) -> dict[str, Any]:
         "env": str(status.get("env") or ""),
         "env_steps": progress.get("env_steps"),
         "target": status.get("target_env_steps"),
-        "return": disk.number(status.get("return")),
-        "eval_return": disk.number(status.get("eval_return")),
+        "return": atomic.number(status.get("return")),
+        "eval_return": atomic.number(status.get("eval_return")),
         "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
         "notes": str(status.get("notes") or ""),
         "seconds": progress.get("seconds"),

@@ -26,7 +26,7 @@ from tiltyard.launch.commands import cancel, hear, sbatch
 from tiltyard.launch.queue import Told
 from tiltyard.launch.script import Array, Job, script
 from tiltyard.launch.slurm import write_script
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.sweep.jobs import Jobs, Start
 
@@ -85,7 +85,7 @@ class Arrays(Jobs):
             (folder / FORGOTTEN).touch()
             self.take_back(starts, before)
             raise
-        disk.write_text(folder / NUMBER, f"{number}\n")
+        atomic.write_text(folder / NUMBER, f"{number}\n")
         self.work |= {start.number: f"{number}_{index}" for index, start in enumerate(starts)}
         which = ", ".join(map(str, [start.number for start in starts][:10])) + (", ..." if len(starts) > 10 else "")
         told = f"Trial {which} was submitted as job {number}"
@@ -107,13 +107,13 @@ class Arrays(Jobs):
         place.mkdir(exist_ok=True)
         number = max((int(folder.name.partition("-")[2]) for folder in place.glob("array-*")), default=0) + 1
         folder = place / f"array-{number:04d}"
-        name = f"{self.sweep.id}/{folder.name}-{disk.unique()}"
-        draft = place / f".new-{disk.unique()}"
+        name = f"{self.sweep.id}/{folder.name}-{atomic.unique()}"
+        draft = place / f".new-{atomic.unique()}"
         draft.mkdir(mode=0o700)
-        disk.write_text(draft / TRIALS, "".join(f"{start.folder.name}\n" for start in starts))
-        disk.write_text(draft / NAME, f"{name}\n")
+        atomic.write_text(draft / TRIALS, "".join(f"{start.folder.name}\n" for start in starts))
+        atomic.write_text(draft / NAME, f"{name}\n")
         write_script(draft, self._described(name, folder, len(starts)))
-        disk.sync_folder(draft)
+        atomic.sync_folder(draft)
         draft.rename(folder)
         return folder, name
 
@@ -136,7 +136,7 @@ class Arrays(Jobs):
             if number is None:
                 raise _silent()
             if number:
-                disk.write_text(folder / NUMBER, f"{number}\n")
+                atomic.write_text(folder / NUMBER, f"{number}\n")
             else:
                 (folder / FORGOTTEN).touch()
 

@@ -29,7 +29,7 @@ from tiltyard.config.search_space import Point, fingerprint
 from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import guard, seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
@@ -80,12 +80,12 @@ class Sweep:
         return load_plan(self.folder / PLAN)[0]
 
     def facts(self) -> dict[str, Any]:
-        return disk.read_json(self.folder / FACTS)
+        return atomic.read_json(self.folder / FACTS)
 
     def trials(self) -> list[Trial]:
         """Those whose settings are known, by number."""
         found: dict[int, Trial] = {}
-        for line in disk.read_lines(self.folder / MANIFEST)[0]:
+        for line in atomic.read_lines(self.folder / MANIFEST)[0]:
             trial = Trial(
                 line["trial"], line["point"], line["seed"], dict(line["settings"]), str(line.get("refused", ""))
             )
@@ -106,7 +106,7 @@ class Sweep:
         return sorted(path for path in self.folder.iterdir() if RUN_FOLDER.fullmatch(path.name))
 
     def decisions(self) -> list[dict[str, Any]]:
-        return disk.read_lines(self.folder / DECISIONS)[0]
+        return atomic.read_lines(self.folder / DECISIONS)[0]
 
     def decide(self, kind: str, **facts: Any) -> None:
         """Write a decision down; only then is it acted upon. kinds: start, retry, extend, failed, ended early, and
@@ -114,10 +114,10 @@ class Sweep:
 
         People and controllers decide on several machines at once, and NFS does not append in one step."""
         with guard(Run(self.folder)):
-            disk.append_line(self.folder / DECISIONS, disk.to_json({"time": disk.now(), "kind": kind, **facts}))
+            atomic.append_line(self.folder / DECISIONS, atomic.to_json({"time": atomic.now(), "kind": kind, **facts}))
 
     def add_to_manifest(self, trial: Trial) -> None:
-        disk.append_line(self.folder / MANIFEST, disk.to_json(_line(trial)))
+        atomic.append_line(self.folder / MANIFEST, atomic.to_json(_line(trial)))
 
     @property
     def launcher(self) -> str:
@@ -134,7 +134,7 @@ class Sweep:
 def _named_after(folder: Path) -> str:
     """What the folders of trials draw their names from: written when the sweep was made, so that it can be moved. Empty
     in older ones, where it was the id."""
-    return str(disk.read_json(folder / FACTS).get("names") or "")
+    return str(atomic.read_json(folder / FACTS).get("names") or "")
 
 
 def _line(trial: Trial) -> dict[str, Any]:
@@ -184,12 +184,12 @@ def make(
     command: Sequence[str] = (),
 ) -> Sweep:
     """A new sweep's folder, complete before anybody can find it. `plugins` are files and where they go."""
-    group = disk.absolute(root) / name
-    draft = group / f".new-sweep-{disk.unique()}"
+    group = atomic.absolute(root) / name
+    draft = group / f".new-sweep-{atomic.unique()}"
     facts = {
         "schema": SCHEMA,
-        "created": disk.now(),
-        "names": f"{name}/{disk.unique()}",
+        "created": atomic.now(),
+        "names": f"{name}/{atomic.unique()}",
         "digest": digest(plan, profile),
         "cwd": str(Path.cwd()),
         "base": [str(folder) for folder in base],
@@ -202,11 +202,11 @@ def make(
         for source, place in plugins:
             (draft / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, draft / place)
-        disk.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json")))
+        atomic.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json")))
         load_plan(draft / PLAN)  # as all who come later will
-        disk.write_json(draft / FACTS, facts)
-        disk.write_text(draft / MANIFEST, "".join(disk.to_json(_line(trial)) + "\n" for trial in trials))
-        disk.sync_folder(draft)
+        atomic.write_json(draft / FACTS, facts)
+        atomic.write_text(draft / MANIFEST, "".join(atomic.to_json(_line(trial)) + "\n" for trial in trials))
+        atomic.sync_folder(draft)
         return Sweep(_renamed(draft, group))
     except OSError as error:
         hint = "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours with room"
@@ -228,7 +228,7 @@ def _renamed(draft: Path, group: Path) -> Path:
                 raise
             number += 1
             continue
-        disk.sync_folder(group)
+        atomic.sync_folder(group)
         return place
 
 
@@ -241,12 +241,12 @@ def sweeps(root: Path) -> list[Sweep]:
     for folder in root.glob("*/sweep-*"):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
             found.append((_created(folder), folder))
-    return [Sweep(disk.absolute(folder)) for _, folder in sorted(found)]
+    return [Sweep(atomic.absolute(folder)) for _, folder in sorted(found)]
 
 
 def _created(folder: Path) -> str:
     try:
-        return str(disk.read_json(folder / FACTS).get("created"))
+        return str(atomic.read_json(folder / FACTS).get("created"))
     except (OSError, ValueError):
         return ""
 
@@ -255,7 +255,7 @@ def sweep_at(text: str, root: Path) -> Sweep | None:
     """The sweep whose id or folder that is; None for whatever else it may mean."""
     for folder in (Path(text), root / text):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
-            return Sweep(disk.absolute(folder))
+            return Sweep(atomic.absolute(folder))
     return None
 
 
@@ -263,12 +263,12 @@ def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     """The sweep that `text` means: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 where that is the
     only one, cartpole (its newest) or last (the newest of all)."""
     root = runs_root() if root is None else root
-    given, path = os.fspath(text).rstrip("/"), disk.absolute(Path(text))
+    given, path = os.fspath(text).rstrip("/"), atomic.absolute(Path(text))
     # A name is looked for below the root, wherever it is typed: also inside another sweep's folder.
     into = path.exists() and ("/" in os.fspath(text) or given.startswith("."))
     for folder in (path, *(path.parents if into else ())):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
-            return Sweep(disk.absolute(folder))
+            return Sweep(atomic.absolute(folder))
     every = sweeps(root)
     if not every:
         raise UseError(f"there is no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")

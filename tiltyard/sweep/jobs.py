@@ -25,7 +25,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.launch import COUNTS, FOLDER, STOP, VERDICT, queue
 from tiltyard.launch.queue import Told
 from tiltyard.launch.slurm import make_folder, task, write_private
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
@@ -191,7 +191,7 @@ class Jobs(ABC):
             before = run.status()
             make_folder(run, self.task(), (COUNTS, VERDICT) if self.comes_back(run, before) else ())
             launcher, name = self.profile.launcher, self.profile.name
-            job = {"launcher": launcher, "profile": name, "array": place, "submitted": disk.now(), **more}
+            job = {"launcher": launcher, "profile": name, "array": place, "submitted": atomic.now(), **more}
             write_status(run, state="queued", reason="", job=job)
         log_event(run, "submitted", f"submitted with profile {name}, in {place}")
         return {field: before.get(field) for field in ("state", "reason", "job")}
@@ -203,7 +203,7 @@ class Jobs(ABC):
 
     def _status(self, number: int) -> dict[str, Any] | None:
         try:
-            return disk.read_json(self.sweep.place(number) / STATUS)
+            return atomic.read_json(self.sweep.place(number) / STATUS)
         except (OSError, ValueError):
             return None
 
@@ -262,6 +262,6 @@ def kept_profile(sweep: Sweep, *, afresh: bool) -> Profile:
             write_private(draft, json.dumps(profile.model_dump(mode="json")), 0o600)
             draft.replace(path)
     try:
-        return Profile.model_validate(disk.read_json(path)).model_copy(update={"name": name})
+        return Profile.model_validate(atomic.read_json(path)).model_copy(update={"name": name})
     except (OSError, ValueError) as error:
         raise TiltyardError(f"{path} cannot be read: {error}", f"tiltyard sweep start {sweep.typed}") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltyard.algos.population import Exploit, Gain, Member, Settings, schedule
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.sweep.folder import Sweep, Trial
 
 
@@ -57,7 +57,7 @@ class Lineage:
         self._stay: set[tuple[int, int]] = set()
         for line in decisions:
             if line["kind"] == "period":
-                period = Period(line["period"], line["env_steps"], disk.number(line["score"]))
+                period = Period(line["period"], line["env_steps"], atomic.number(line["score"]))
                 self.periods[line["trial"]].append(period)
             elif line["kind"] == "exploit":
                 self.copies.append(_copy(line))
@@ -142,7 +142,7 @@ def _copy(line: Mapping[str, Any]) -> Copy:
         dict(line["before"]),
         dict(line["after"]),
     )
-    scores = (disk.number(line["score"]), disk.number(line["source_score"]))
+    scores = (atomic.number(line["score"]), atomic.number(line["source_score"]))
     return Copy(exploit, line["period"], line["source_period"], line["attempt"], *scores)
 
 

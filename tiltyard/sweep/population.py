@@ -24,9 +24,9 @@ from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, read_events, write_status
 from tiltyard.run.lock import Lock
+from tiltyard.run.settings_schedule import PAUSED, Stretches
+from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.run.status import STATUS
-from tiltyard.run.stretches import PAUSED, Stretches
-from tiltyard.run.stretches import read as read_stretches
 from tiltyard.sweep import lineage, results
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.lineage import Copy, Lineage

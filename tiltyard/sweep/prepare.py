@@ -31,7 +31,7 @@ from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.launch import slurm
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run.folder import Run, create
-from tiltyard.run.stretches import Stretches
+from tiltyard.run.settings_schedule import Stretches
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
 from tiltyard.sweep.local import require_gpus

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.processes import proc
 from tiltyard.processes.child import die_with
-from tiltyard.run import disk, metrics
+from tiltyard.run import atomic, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import PROGRAM, Run, write_status
 from tiltyard.run.lock import Lock
@@ -84,7 +84,7 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
     draft = place.with_name(f".new-{place.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
-    made = disk.now()
+    made = atomic.now()
     assert plan.program
     status = {
         "schema": SCHEMA,
@@ -103,9 +103,9 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
         "host": "",
         "pid": 0,
     }
-    disk.write_json(draft / PROGRAM, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
-    disk.write_json(draft / STATUS, status)
-    disk.sync_folder(draft)
+    atomic.write_json(draft / PROGRAM, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
+    atomic.write_json(draft / STATUS, status)
+    atomic.sync_folder(draft)
     draft.rename(place)
 
 
@@ -113,7 +113,7 @@ def run(folder: Path) -> int:
     """Run the program of a trial; its end is in status.json."""
     trial = Run(folder)
     with Lock(trial):
-        told = disk.read_json(folder / PROGRAM)
+        told = atomic.read_json(folder / PROGRAM)
         attempt = int(trial.status()["attempt"]) + 1
         write_status(trial, state="running", reason="", attempt=attempt, pid=os.getpid(), host=os.uname().nodename)
         log_event(trial, "started", f"Attempt {attempt} was started.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tiltyard.algos.population import Settings
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
-from tiltyard.run.stretches import Stretches
+from tiltyard.run.settings_schedule import Stretches
 from tiltyard.sweep import lineage
 from tiltyard.sweep.folder import Sweep, Trial
 from tiltyard.sweep.lineage import Lineage

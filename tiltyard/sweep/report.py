@@ -22,7 +22,7 @@ from tiltyard.errors import did_you_mean
 from tiltyard.launch.queue import seen
 from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
-from tiltyard.run.stretches import read as read_stretches
+from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.jobs import job_ids, told_by_slurm
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows

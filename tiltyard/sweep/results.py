@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.sweep_plan import Objective, Plan
-from tiltyard.run import disk, metrics
+from tiltyard.run import atomic, metrics
 from tiltyard.run.status import STATUS, observed_state
 from tiltyard.sweep.folder import Sweep, Trial
 
@@ -47,7 +47,7 @@ class Row:
 
 def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> list[Row]:
     """Every trial whose settings are known, by number."""
-    known = {line.get("trial"): line for line in disk.read_lines(sweep.folder / RESULTS)[0]}
+    known = {line.get("trial"): line for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
     decisions = sweep.decisions()
     ended = {each["trial"]: str(each.get("why", "")) for each in decisions if each["kind"] == "ended early"}
     failed = {trial: each[-1] for trial, each in failures(decisions).items() if len(each) > plan.retries}
@@ -79,7 +79,7 @@ def look(
         return Row(trial, "failed", trial.refused)
     folder = sweep.place(trial.number)
     try:
-        status = disk.read_json(folder / STATUS)
+        status = atomic.read_json(folder / STATUS)
     except FileNotFoundError:
         return Row(trial, "waiting")
     except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def look(
     progress = status.get("progress") or {}
     updated = str(status.get("updated"))
     if known is not None and known.get("updated") == updated:
-        value = disk.number(known.get("value"))
+        value = atomic.number(known.get("value"))
     else:
         value = value_of(curve(folder, plan.metric.name), plan.metric, plan.better)
     return Row(
@@ -109,12 +109,12 @@ def look(
 def keep(sweep: Sweep, row: Row) -> None:
     """Remember the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
-    disk.append_line(sweep.folder / RESULTS, disk.to_json(line))
+    atomic.append_line(sweep.folder / RESULTS, atomic.to_json(line))
 
 
 def kept(sweep: Sweep) -> dict[int, str]:
     """Which trials' values are remembered, and as of when."""
-    return {line["trial"]: str(line.get("updated")) for line in disk.read_lines(sweep.folder / RESULTS)[0]}
+    return {line["trial"]: str(line.get("updated")) for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
 
 
 def curve(folder: Path, metric: str) -> Curve:

@@ -28,7 +28,7 @@ from tiltyard.launch.commands import hear
 from tiltyard.launch.queue import Told
 from tiltyard.launch.script import GO_ON, set_up, turn
 from tiltyard.launch.slurm import write_private, write_secrets
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.sweep.jobs import Jobs, Start
 
@@ -105,7 +105,7 @@ class Template(Jobs):
             self.take_back([start], [before])
             raise
         number = found[1] if found.groups() else found[0]
-        disk.write_text(folder / NUMBER, f"{number}\n")
+        atomic.write_text(folder / NUMBER, f"{number}\n")
         self.work[start.number] = number
         return f"Trial {start.number} was submitted as job {number}."
 

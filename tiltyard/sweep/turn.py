@@ -25,7 +25,7 @@ from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.launch import FOLDER, JOB, STOP
 from tiltyard.launch.queue import Pace
 from tiltyard.launch.script import GO_ON
-from tiltyard.run import disk
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
@@ -124,7 +124,7 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
     if folder is None:
         return None
     number = int(Path(folder).name.partition("-")[0])
-    job = disk.read_json(sweep.place(number) / STATUS).get("job") or {}
+    job = atomic.read_json(sweep.place(number) / STATUS).get("job") or {}
     return number if job.get("array") == os.environ.get(JOB, job.get("array")) else None
 
 
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--own")
     parser.add_argument("--judge", type=float)
     args = parser.parse_args()
-    sweep = Sweep(disk.absolute(args.sweep))
+    sweep = Sweep(atomic.absolute(args.sweep))
     try:
         if args.judge is not None:
             end_early(sweep, args.judge)

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from tiltyard.config.experiment import Experiment, Stop
 from tiltyard.processes import reaper
-from tiltyard.run import bounds
+from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.status import root_of
 from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
@@ -338,8 +338,8 @@ class Console:
     def _speed(self) -> str:
         """The whole training's speed, where `tiltyard bench` has measured what the env alone does."""
         host = socket.gethostname()
-        alone = bounds.recall(root_of(self.folder), self.experiment, host)
-        text = bounds.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
+        alone = measured.recall(root_of(self.folder), self.experiment, host)
+        text = measured.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
         return f"speed   {text}" if text else ""
 
     def _bound(self) -> str:

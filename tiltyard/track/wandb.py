@@ -24,7 +24,7 @@ from typing import Any
 from tiltyard.config.experiment import Experiment, Wandb
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
-from tiltyard.run.masking import mask_all, mask_secrets
+from tiltyard.run.redact import mask_all, mask_secrets
 
 _WAIT = 30  # seconds that W&B may take to start or, after that, to end
 

@@ -27,12 +27,12 @@ from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError,
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import Cancelled
 from tiltyard.models.policy import saved_policies
-from tiltyard.run import checkpoint, disk, metrics
+from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
+from tiltyard.run.settings_schedule import WHOLE, Stretch
 from tiltyard.run.status import write_status
-from tiltyard.run.stretches import WHOLE, Stretch
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training.loop_state import Ledger, terms
@@ -92,8 +92,8 @@ def begin(run: Run, plan: Plan, screen: Screen) -> int:
     if now != plan.found:
         before = run.folder / f"experiment.before-attempt-{number}.yaml"
         if not before.exists():  # a start cut short right here has kept the older settings already
-            disk.write_text(before, run.experiment_file.read_text(encoding="utf-8"))
-        disk.write_text(run.experiment_file, resolved_yaml(now))
+            atomic.write_text(before, run.experiment_file.read_text(encoding="utf-8"))
+        atomic.write_text(run.experiment_file, resolved_yaml(now))
         changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
     machine = {"host": socket.gethostname(), "pid": os.getpid()}
     write_status(run, state="running", reason="", attempt=number, **machine, **changed)

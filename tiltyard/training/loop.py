@@ -25,7 +25,7 @@ from tiltyard.plugins.resolve import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.stretches import PAUSED, Stretch
+from tiltyard.run.settings_schedule import PAUSED, Stretch
 from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
 from tiltyard.training.attempt import (

@@ -35,8 +35,8 @@ from tiltyard.processes import fork_server
 from tiltyard.processes.resources import free_cores
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
-from tiltyard.run.masking import mask_command
-from tiltyard.run.stretches import Stretches
+from tiltyard.run.redact import mask_command
+from tiltyard.run.settings_schedule import Stretches
 from tiltyard.track import mirrors
 from tiltyard.training.loop_state import terms
 from tiltyard.training.pbt_state import schedule_of, standing_of

@@ -17,9 +17,9 @@ from tiltyard.config.reference import flat
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_live
-from tiltyard.run.masking import mask_command
-from tiltyard.run.stretches import WHOLE, Stretch
-from tiltyard.run.stretches import read as read_stretches
+from tiltyard.run.redact import mask_command
+from tiltyard.run.settings_schedule import WHOLE, Stretch
+from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.track import mirrors
 from tiltyard.training.attempt import Plan, starting_point
 from tiltyard.training.preflight import check_metric, run_meant, try_out

@@ -32,7 +32,7 @@ from tiltyard.envs.vector import EnvGroup
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.child import Parent, children, serve
 from tiltyard.processes.resources import resident_memory, usable_cores
-from tiltyard.run import bounds
+from tiltyard.run import measured
 from tiltyard.tuning.walk import Walk
 from tiltyard.types import Array, EnvSpec, Step
 
@@ -107,7 +107,7 @@ def bench(
         "frames_per_second": best.frames_per_second,
         "processes": best.processes,
     }
-    kept = bounds.remember(root, experiment, figures)
+    kept = measured.remember(root, experiment, figures)
     return Bench(loaded.experiment.env.id, experiment.engine.envs, sampled, kept)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.errors import UseError
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 FILE = "stretches.json"
 PAUSED = "paused at env step"  # how the reason begins of a run that ended where it was told to
@@ -54,13 +54,13 @@ class Stretches:
 
     def write(self, folder: Path) -> None:
         parts = [{"from": begins, "settings": dict(settings)} for begins, settings in self.parts]
-        disk.write_json(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
+        atomic.write_json(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
 
 
 def read(folder: Path) -> Stretches | None:
     """What the folder says, or None where it says nothing."""
     try:
-        told = disk.read_json(folder / FILE)
+        told = atomic.read_json(folder / FILE)
         parts = [(int(part["from"]), dict(part["settings"])) for part in told["stretches"]]
         until = told["until"]
         return Stretches(parts, None if until is None else int(until), int(told["period"]))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.errors import TiltyardError
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays, Tree
@@ -51,7 +51,7 @@ def read_tree(folder: Path, name: str) -> Tree:
 
     here = folder / f"{name}.json"
     try:
-        head = disk.read_json(here)
+        head = atomic.read_json(here)
         here = folder / f"{name}.safetensors"
         arrays = load(here.read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
@@ -88,7 +88,7 @@ def _encode(value: Any, path: str, arrays: Arrays) -> Any:
     if isinstance(value, int):
         return int(value) if value.bit_length() <= SAFE_BITS else {"$int": hex(value)}
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": disk.plain(value)}
+        return float(value) if math.isfinite(value) else {"$float": atomic.plain(value)}
     if isinstance(value, np.ndarray):
         return {"$array": _store(value, path, arrays)}
     if isinstance(value, list | tuple):
@@ -139,7 +139,7 @@ def _decode(value: Any, arrays: Arrays, file: Path) -> Tree:
                 )
             return arrays[inner] if arrays[inner].flags.writeable else arrays[inner].copy()
         if mark == "$float":
-            return disk.NOT_FINITE[inner]
+            return atomic.NOT_FINITE[inner]
         if mark == "$int":
             return int(inner, 16)
         if mark == "$dict":

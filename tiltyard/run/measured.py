@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.run import disk
+from tiltyard.run import atomic
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
@@ -23,15 +23,15 @@ def remember(root: Path, experiment: Experiment, figures: dict[str, Any]) -> Pat
     """Keep what this env did on this host, over what was measured before; the file. Ids are those of a run's copies."""
     root.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
-    known = {**_read(root), _key(experiment, host): {"env": experiment.env.id, "measured": disk.now(), **figures}}
-    disk.write_json(root / FILE, {"schema": 1, "bounds": known})
+    known = {**_read(root), _key(experiment, host): {"env": experiment.env.id, "measured": atomic.now(), **figures}}
+    atomic.write_json(root / FILE, {"schema": 1, "bounds": known})
     return root / FILE
 
 
 def recall(root: Path, experiment: Experiment, host: str) -> float | None:
     """Env steps per second of the env alone on a host; None when that was never measured."""
     found = _read(root).get(_key(experiment, host))
-    speed = disk.number(found.get("env_steps_per_second")) if isinstance(found, dict) else None
+    speed = atomic.number(found.get("env_steps_per_second")) if isinstance(found, dict) else None
     return speed if speed is not None and 0 < speed < float("inf") else None
 
 
@@ -51,7 +51,7 @@ def _key(experiment: Experiment, host: str) -> str:
 
 def _read(root: Path) -> dict[str, Any]:
     try:
-        bounds = disk.read_json(root / FILE).get("bounds")
+        bounds = atomic.read_json(root / FILE).get("bounds")
     except (OSError, ValueError):
         return {}
     return bounds if isinstance(bounds, dict) else {}
