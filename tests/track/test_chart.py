@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.counts import count
-from tiltyard.track.chart import curve, nice_number, progress_bar, share_bar
+from tiltyard.track.terminal_chart import curve, nice_number, progress_bar, share_bar
 
 
 def dots(rows, gutter):

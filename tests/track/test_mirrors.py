@@ -12,7 +12,7 @@ from tests.track.wandb_file import history
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
-from tiltyard.track.mirrors import Mirrors, check
+from tiltyard.track.trackers import Mirrors, check
 
 
 def experiment(tensorboard=True, wandb="off"):

@@ -6,7 +6,7 @@ import pytest
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.track.verdict import verdict
+from tiltyard.track.bottleneck import verdict
 
 QUICK = ["eval.at_end=false", "track.tensorboard=false", "engine.envs=4", "algo.rollout=32", "algo.minibatch=64"]
 SLOW_ENV = """

@@ -13,7 +13,7 @@ from tiltyard.cli import text
 from tiltyard.launch.queue import look
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
-from tiltyard.track.verdict import verdict
+from tiltyard.track.bottleneck import verdict
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Stop

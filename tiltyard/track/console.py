@@ -32,8 +32,8 @@ from tiltyard.processes import reaper
 from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.status import root_of
-from tiltyard.track.chart import Point, curve, nice_number, progress_bar, share_bar
-from tiltyard.track.verdict import verdict
+from tiltyard.track.bottleneck import verdict
+from tiltyard.track.terminal_chart import Point, curve, nice_number, progress_bar, share_bar
 from tiltyard.types import Progress
 
 _LINES_PER_BUDGET = 50

@@ -33,8 +33,8 @@ from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import WHOLE, Stretch
 from tiltyard.run.status import write_status
-from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
+from tiltyard.track.trackers import Mirrors
 from tiltyard.training.loop_state import Ledger, terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 

@@ -26,8 +26,8 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, Stretch
-from tiltyard.track.mirrors import Mirrors
 from tiltyard.track.screen import Screen
+from tiltyard.track.trackers import Mirrors
 from tiltyard.training.attempt import (
     Attempt,
     Plan,

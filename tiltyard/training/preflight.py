@@ -37,7 +37,7 @@ from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import Stretches
-from tiltyard.track import mirrors
+from tiltyard.track import trackers
 from tiltyard.training.loop_state import terms
 from tiltyard.training.pbt_state import schedule_of, standing_of
 from tiltyard.tuning.autotune import BEFORE_TRAINING, tune
@@ -221,7 +221,7 @@ def check_copies(
 
 def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
     """Whether new settings make sense, and whether they work here: `try_out`."""
-    mirrors.check(experiment.track)  # only here: a tracker that was lost since cannot stop a run that goes on
+    trackers.check(experiment.track)  # only here: a tracker that was lost since cannot stop a run that goes on
     check_metric(experiment)
     ignored = list(ignored_settings(experiment))
     if ignored:

@@ -20,7 +20,7 @@ from tiltyard.run.lock import refuse_live
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import WHOLE, Stretch
 from tiltyard.run.settings_schedule import read as read_stretches
-from tiltyard.track import mirrors
+from tiltyard.track import trackers
 from tiltyard.training.attempt import Plan, starting_point
 from tiltyard.training.preflight import check_metric, run_meant, try_out
 
@@ -98,4 +98,4 @@ def _require_same_run(run: Run, before: Experiment, now: Experiment, overrides: 
     if now != before:
         check_metric(now)
     if now.track != before.track:
-        mirrors.check(now.track)
+        trackers.check(now.track)

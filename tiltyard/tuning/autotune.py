@@ -29,7 +29,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies
 from tiltyard.processes import fork_server
 from tiltyard.processes.resources import usable_cores
-from tiltyard.track.verdict import verdict
+from tiltyard.track.bottleneck import verdict
 from tiltyard.types import Engine, EnvSpec, Report
 
 SECONDS = 60.0
