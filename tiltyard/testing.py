@@ -63,7 +63,7 @@ def check_env(
 
 
 def _group(env: Env, spec: EnvSpec, rows: int, base: Sequence[Path]) -> EnvGroup:
-    from tiltyard.envs.parallel_rows import group_class
+    from tiltyard.envs.multi_agent_vector import group_class
 
     return group_class(spec)(env, spec, rows * len(spec.agents), _SEED, base=base)
 

@@ -10,7 +10,7 @@ from tests.engines.test_serial import build
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.local import LocalEngine
 from tiltyard.engines.serial import SerialEngine
-from tiltyard.envs.toy_games import Visitors
+from tiltyard.envs.toys.games import Visitors
 from tiltyard.types import Rollout
 
 PAUSES = ("env.options.pauses=true", "algo.rollout=24")

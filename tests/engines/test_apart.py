@@ -18,8 +18,8 @@ from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.local import LocalEngine
-from tiltyard.envs.native import make_group
-from tiltyard.envs.tally import first_limits
+from tiltyard.envs.episode_stats import first_limits
+from tiltyard.envs.native_vector import make_group
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.run import metrics
 from tiltyard.types import Engine

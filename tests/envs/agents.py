@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from tiltyard.envs.toy_games import Visitors
+from tiltyard.envs.toys.games import Visitors
 
 
 class Masked(Visitors):

@@ -11,12 +11,12 @@ from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.atari import Atari, Ataris
+from tiltyard.envs.episode_stats import episode_seed, row_seeds
 from tiltyard.envs.make import frames_per_step, make_env
-from tiltyard.envs.native import NativeGroup, has_stepper, make_group
+from tiltyard.envs.native_vector import NativeGroup, has_stepper, make_group
 from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.spaces import observation_specs, spec_from_json
-from tiltyard.envs.tally import episode_seed, row_seeds
+from tiltyard.envs.suites.atari import Atari, Ataris
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.plugins import resolve
@@ -56,7 +56,7 @@ def test_options_are_those_of_the_class_and_the_game_is_none() -> None:
 
 def test_without_ale_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)  # as Python itself marks what cannot be imported
-    monkeypatch.delitem(sys.modules, "tiltyard.envs.atari")
+    monkeypatch.delitem(sys.modules, "tiltyard.envs.suites.atari")
     for name in ("atari:pong", "ALE/Pong-v5"):
         with pytest.raises(UseError) as caught:
             make_env(Env(id=name), BASE)

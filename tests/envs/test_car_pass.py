@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.envs.car_pass import CarPass
+from tiltyard.envs.toys.car_pass import CarPass
 
 SUPREMUM = 216.0
 

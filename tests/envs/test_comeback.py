@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.test_serial import build
 from tiltyard.config.experiment import Env
-from tiltyard.envs.comeback import History
+from tiltyard.envs.episode_state import History
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup

@@ -15,11 +15,11 @@ from tests.conftest import Command
 from tests.counts import count
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import action_spec
+from tiltyard.envs.episode_stats import episode_seed, row_seeds
 from tiltyard.envs.make import can_render, frames_per_step, make_env
-from tiltyard.envs.native import NativeGroup, has_stepper, make_group
+from tiltyard.envs.native_vector import NativeGroup, has_stepper, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
-from tiltyard.envs.tally import episode_seed, row_seeds
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.evaluation.play import require_filmable
@@ -34,7 +34,7 @@ installed = pytest.mark.skipif(not INSTALLED, reason="the extra `envpool` is not
 if INSTALLED:
     import envpool
 
-    from tiltyard.envs.envpool import EnvPool
+    from tiltyard.envs.suites.envpool import EnvPool
 
 TINY = [
     "engine.kind=local",

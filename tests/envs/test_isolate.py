@@ -19,10 +19,10 @@ from gymnasium import spaces
 
 from tests.counts import count
 from tiltyard.config.experiment import Env
-from tiltyard.envs.isolate import make_copies
-from tiltyard.envs.native import has_stepper
-from tiltyard.envs.parallel_rows import group_class
-from tiltyard.envs.parcels import Line, Loose, Unsendable, space_of, space_parts
+from tiltyard.envs.isolation.pool import make_copies
+from tiltyard.envs.isolation.wire import Line, Loose, Unsendable, space_of, space_parts
+from tiltyard.envs.multi_agent_vector import group_class
+from tiltyard.envs.native_vector import has_stepper
 from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup

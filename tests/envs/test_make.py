@@ -10,7 +10,7 @@ import pytest
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.make import BUILTIN_ENVS, BUILTIN_WRAPPERS, make_any, make_env
-from tiltyard.envs.parallel import Parallel
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.wrappers import FlattenMultiDiscrete, GreyImage, ResizeImage
 from tiltyard.errors import ConfigError, UseError
 
@@ -27,7 +27,12 @@ def test_every_builtin_can_be_made_and_reset(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["CartPole-v1", "bad_envs.py:BadEnv", "tiltyard.envs.toy:Basic", "gymnasium.envs.classic_control:CartPoleEnv"],
+    [
+        "CartPole-v1",
+        "bad_envs.py:BadEnv",
+        "tiltyard.envs.toys.single:Basic",
+        "gymnasium.envs.classic_control:CartPoleEnv",
+    ],
 )
 def test_every_kind_of_name(name: str) -> None:
     assert isinstance(make_env(Env(id=name), BASE), gymnasium.Env)

@@ -8,7 +8,7 @@ import pytest
 
 from tiltyard.config.experiment import Env
 from tiltyard.data.episodes import read_episodes
-from tiltyard.envs.parallel_rows import ParallelGroup
+from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import DivergedError, EnvError, UseError

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.parallel_rows import ParallelGroup
+from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.toy_games import Pennies, Visitors
+from tiltyard.envs.toys.games import Pennies, Visitors
 from tiltyard.errors import UseError
 from tiltyard.testing import check_env
 

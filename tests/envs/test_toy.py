@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.envs.toy import WORDS, Basic, Delay, Identity, Memory, Timeout
-from tiltyard.envs.toy_spaces import KitchenSink, Masked
+from tiltyard.envs.toys.single import WORDS, Basic, Delay, Identity, Memory, Timeout
+from tiltyard.envs.toys.spaces import KitchenSink, Masked
 
 
 def episode_return(env: gymnasium.Env, seed: int, choose: Any) -> float:

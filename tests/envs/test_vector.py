@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
+from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.tally import episode_seed
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import DivergedError, EnvError, UseError
 from tiltyard.types import EnvSpec

@@ -15,7 +15,7 @@ from tiltyard.config.experiment import Env
 from tiltyard.envs.make import make_env
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vizdoom import Doom, scenarios
+from tiltyard.envs.suites.vizdoom import Doom, scenarios
 from tiltyard.errors import UseError
 
 BASE = [Path(__file__).parent]
@@ -127,7 +127,7 @@ def test_a_film_shows_the_screen_as_it_was_rendered() -> None:
 
 @pytest.mark.parametrize("first", ["owner", "engine"])
 def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: Path, first: str) -> None:
-    code = "import time; from tiltyard.envs.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
+    code = "import time; from tiltyard.envs.suites.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
     code += "print(env._game.get_instance_id(), flush=True); time.sleep(60)"
     child = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -150,7 +150,7 @@ def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: 
 
 
 def test_signals_to_the_whole_group_do_not_end_the_engine() -> None:
-    code = "import signal, sys; from tiltyard.envs.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
+    code = "import signal, sys; from tiltyard.envs.suites.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
     code += "signal.signal(signal.SIGINT, lambda *_: None); print('up', flush=True); sys.stdin.readline()\n"
     code += "print(env.step(0)[1], flush=True); env.close()"
     child = subprocess.Popen(

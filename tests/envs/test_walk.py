@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.native import NativeGroup, make_group
+from tiltyard.envs.native_vector import NativeGroup, make_group
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
@@ -76,7 +76,7 @@ def test_rows_in_one_call(limit: int | None, resets: int) -> None:
 
 
 def test_agents_count_as_they_do_in_training() -> None:
-    walk, group = walk_of(Env(id="tiltyard.envs.toy_games:Pennies"), rows=4)
+    walk, group = walk_of(Env(id="tiltyard.envs.toys.games:Pennies"), rows=4)
     for _ in range(3):
         walk.step()
     assert (walk.env_steps, walk.frames) == (12, 3 * group.copies)

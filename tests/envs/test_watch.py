@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tiltyard.envs.vector import RESETTING
-from tiltyard.envs.watch import Watch, calling_envs
+from tiltyard.envs.watchdog import Watch, calling_envs
 
 
 def stuck(sentence: str) -> None:

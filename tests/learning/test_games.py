@@ -9,7 +9,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.probe import probe
-from tiltyard.envs.toy_games import Pennies
+from tiltyard.envs.toys.games import Pennies
 
 
 def equilibrium(entropy: float) -> tuple[float, float]:

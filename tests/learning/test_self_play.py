@@ -10,7 +10,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.probe import probe
-from tiltyard.envs.toy_games import Pennies
+from tiltyard.envs.toys.games import Pennies
 
 pytestmark = pytest.mark.slow  # half a minute
 

@@ -20,7 +20,7 @@ from tiltyard.algos.randomness import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.players import Players
 from tiltyard.engines.state import read_group, read_state
-from tiltyard.envs.native import make_group
+from tiltyard.envs.native_vector import make_group
 from tiltyard.models.memory import State
 from tiltyard.models.net import Acted, ObsIn, PolicyNet
 from tiltyard.run.checkpoint import write_tree

@@ -20,7 +20,7 @@ from tiltyard.engines.cast import Cast
 from tiltyard.engines.collect import Collector, empty_rollout
 from tiltyard.engines.plan import Topology, learner_threads
 from tiltyard.engines.state import groups_left_out, read_state
-from tiltyard.envs.watch import calling_envs
+from tiltyard.envs.watchdog import calling_envs
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 

@@ -27,22 +27,22 @@ from gymnasium.envs.registration import load_env_creator
 
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import is_folder
-from tiltyard.envs.parallel import Parallel, is_parallel
+from tiltyard.envs.pettingzoo import Parallel, is_parallel
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
 from tiltyard.plugins import resolve
 from tiltyard.plugins.rooms import is_own
 
 BUILTIN_ENVS: Mapping[str, str] = {
-    "identity": "tiltyard.envs.toy:Identity",
-    "basic": "tiltyard.envs.toy:Basic",
-    "memory": "tiltyard.envs.toy:Memory",
-    "delay": "tiltyard.envs.toy:Delay",
-    "timeout": "tiltyard.envs.toy:Timeout",
-    "masked": "tiltyard.envs.toy_spaces:Masked",
-    "kitchen_sink": "tiltyard.envs.toy_spaces:KitchenSink",
-    "pennies": "tiltyard.envs.toy_games:Pennies",
-    "visitors": "tiltyard.envs.toy_games:Visitors",
-    "CarPass-v0": "tiltyard.envs.car_pass:CarPass",
+    "identity": "tiltyard.envs.toys.single:Identity",
+    "basic": "tiltyard.envs.toys.single:Basic",
+    "memory": "tiltyard.envs.toys.single:Memory",
+    "delay": "tiltyard.envs.toys.single:Delay",
+    "timeout": "tiltyard.envs.toys.single:Timeout",
+    "masked": "tiltyard.envs.toys.spaces:Masked",
+    "kitchen_sink": "tiltyard.envs.toys.spaces:KitchenSink",
+    "pennies": "tiltyard.envs.toys.games:Pennies",
+    "visitors": "tiltyard.envs.toys.games:Visitors",
+    "CarPass-v0": "tiltyard.envs.toys.car_pass:CarPass",
 }
 
 BUILTIN_WRAPPERS: Mapping[str, str] = {

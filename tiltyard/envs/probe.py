@@ -134,12 +134,12 @@ def main(folder: str) -> None:
 def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     """The spec as JSON, after making the env in this process and acting in it."""
     from tiltyard.envs.actions import action_spec
-    from tiltyard.envs.comeback import state_keeper
-    from tiltyard.envs.examination import Examination
-    from tiltyard.envs.isolate import make_copies
+    from tiltyard.envs.env_check import Examination
+    from tiltyard.envs.episode_state import state_keeper
+    from tiltyard.envs.isolation.pool import make_copies
     from tiltyard.envs.make import can_render, frames_per_step, registered_limit
-    from tiltyard.envs.parallel import Parallel
-    from tiltyard.envs.parallel_examination import ParallelExamination
+    from tiltyard.envs.multi_agent_check import ParallelExamination
+    from tiltyard.envs.pettingzoo import Parallel
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
     (made,) = make_copies(env, base, 1)
@@ -195,8 +195,8 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
 def _one_more(env: Env, base: Sequence[Path]) -> int:
     """Bytes by which this process grows for a second copy of the env, or that it takes in a process of its own; 0 where
     the system does not tell."""
-    from tiltyard.envs.isolate import make_copies
-    from tiltyard.envs.parallel import Parallel
+    from tiltyard.envs.isolation.pool import make_copies
+    from tiltyard.envs.pettingzoo import Parallel
 
     before = resident_memory()
     try:

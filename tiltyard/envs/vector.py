@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs import comeback
+from tiltyard.envs import episode_state
 from tiltyard.envs.actions import ActionCodec, flat_mask
-from tiltyard.envs.blame import blamed, diverged
-from tiltyard.envs.buffers import FaultyObs, ObsBuffer, all_finite
-from tiltyard.envs.contract import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
-from tiltyard.envs.isolate import make_copies
+from tiltyard.envs.checks import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
+from tiltyard.envs.env_errors import blamed, diverged
+from tiltyard.envs.episode_stats import Seeds, Tally, episode_seed, first_limits
+from tiltyard.envs.isolation.pool import make_copies
 from tiltyard.envs.make import require_agents
+from tiltyard.envs.obs_buffer import FaultyObs, ObsBuffer, all_finite
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD, previous_specs
-from tiltyard.envs.tally import Seeds, Tally, episode_seed, first_limits
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.types import EnvSpec, EpisodeEnd, Step, Tree
 
@@ -107,7 +107,7 @@ class EnvGroup:
         self.terminated, self.truncated = np.zeros(rows, bool), np.zeros(rows, bool)
         self.first, self.valid = np.ones(rows, bool), np.ones(rows, bool)
         self.acting = np.ones(rows, bool)  # which rows the next action is a decision in
-        self.history = comeback.History(rows, columns) if self.comes_back == "replay" else None
+        self.history = episode_state.History(rows, columns) if self.comes_back == "replay" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
         self._raw: list[float] = [0.0] * rows
@@ -351,11 +351,11 @@ class EnvGroup:
 
     def save(self) -> Tree:
         """Everything needed to go on exactly here; running episodes are not disturbed."""
-        return comeback.save(self)
+        return episode_state.save(self)
 
     def load(self, tree: Tree) -> list[str]:
         """Go on where `save` was called; sentences about episodes that could not be brought back."""
-        said = comeback.load(self, tree)
+        said = episode_state.load(self, tree)
         self._any_first = True
         self.tally.set_countdown()
         return said

@@ -18,7 +18,7 @@ import torch
 
 from tiltyard.engines.players import Players
 from tiltyard.envs.actions import ActionCodec, random_action
-from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.net import PolicyNet

@@ -19,11 +19,11 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.engines.players import Players
-from tiltyard.envs.native import make_group
-from tiltyard.envs.parallel_rows import group_class
-from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.episode_stats import episode_seed
+from tiltyard.envs.multi_agent_vector import group_class
+from tiltyard.envs.native_vector import make_group
 from tiltyard.envs.vector import RESETTING, EnvGroup
-from tiltyard.envs.watch import calling_envs
+from tiltyard.envs.watchdog import calling_envs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import Begin
 from tiltyard.types import Arrays, EnvSpec, Episode, EpisodeEnd, Step

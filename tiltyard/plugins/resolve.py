@@ -41,9 +41,9 @@ CONVENTIONAL = {
 
 # Envs that one class makes by name: `atari:pong` is Atari("pong"). The second is the extra of Tiltyard that it needs.
 FAMILIES: Mapping[str, tuple[str, str]] = {
-    "atari": ("tiltyard.envs.atari:Atari", "atari"),
-    "doom": ("tiltyard.envs.vizdoom:Doom", "vizdoom"),
-    "envpool": ("tiltyard.envs.envpool:EnvPool", "envpool"),
+    "atari": ("tiltyard.envs.suites.atari:Atari", "atari"),
+    "doom": ("tiltyard.envs.suites.vizdoom:Doom", "vizdoom"),
+    "envpool": ("tiltyard.envs.suites.envpool:EnvPool", "envpool"),
 }
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)

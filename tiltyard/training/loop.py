@@ -17,7 +17,7 @@ from typing import Literal
 
 from tiltyard.config.experiment import Experiment, Save, Stop
 from tiltyard.engines import make_engine
-from tiltyard.envs.watch import Watch
+from tiltyard.envs.watchdog import Watch
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.measure import Evaluator
 from tiltyard.evaluation.play import can_be_filmed

@@ -25,7 +25,7 @@ import numpy as np
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.config.site_file import runs_root
-from tiltyard.envs.native import make_group
+from tiltyard.envs.native_vector import make_group
 from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup

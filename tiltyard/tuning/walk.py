@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiltyard.envs.blame import blamed
-from tiltyard.envs.native import NativeGroup
+from tiltyard.envs.env_errors import blamed
+from tiltyard.envs.native_vector import NativeGroup
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.types import Step
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.engines.local.slab import Slab, make_memory
-from tiltyard.envs.resident import STACK
+from tiltyard.envs.isolation.server import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.processes import fork_server
@@ -37,7 +37,10 @@ GLANCE = 0.05  # seconds between two looks for deaths while the driver learns
 SUSPENDED = 10 * LOOK  # seconds that a look takes when not we alone were held up
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
-WAITING = ("tiltyard/envs/isolate.py", "tiltyard/envs/parcels.py")  # for an env in a thread or process of its own
+WAITING = (
+    "tiltyard/envs/isolation/pool.py",
+    "tiltyard/envs/isolation/wire.py",
+)  # for an env in a thread or process of its own
 CLOSING = 3.0  # seconds that workers have to finish their rollout and close their envs
 STACK_SECONDS = 2.0  # that a worker that hangs has to say where
 

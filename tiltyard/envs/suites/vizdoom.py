@@ -30,7 +30,7 @@ import vizdoom
 from gymnasium import spaces
 from PIL import Image
 
-from tiltyard.envs.doom_warden import CONFIG
+from tiltyard.envs.suites.doom_reaper import CONFIG
 from tiltyard.errors import UseError, did_you_mean
 
 if TYPE_CHECKING:

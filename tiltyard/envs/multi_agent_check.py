@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.contract import mask_in
-from tiltyard.envs.examination import Examination
-from tiltyard.envs.parallel import Parallel
+from tiltyard.envs.checks import mask_in
+from tiltyard.envs.env_check import Examination
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.types import ActionSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tiltyard.envs.contract import reward_fault, shown
+from tiltyard.envs.checks import reward_fault, shown
 from tiltyard.errors import UseError
 
 _METHODS = ("reset", "step", "observation_space", "action_space")

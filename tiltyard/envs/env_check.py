@@ -19,8 +19,8 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import ActionCodec, flat_mask
-from tiltyard.envs.contract import mask_fault, mask_in, obs_fault, reset_fault, step_fault, structure_fault
-from tiltyard.envs.parallel import Parallel
+from tiltyard.envs.checks import mask_fault, mask_in, obs_fault, reset_fault, step_fault, structure_fault
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.spaces import encode_leaf, observation_leaves, pick
 from tiltyard.errors import UseError, raised
 from tiltyard.plugins import resolve

@@ -21,7 +21,7 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
-from tiltyard.envs.tally import row_seeds
+from tiltyard.envs.episode_stats import row_seeds
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.processes.resources import usable_cores
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiltyard.envs.buffers import FaultyObs
+from tiltyard.envs.obs_buffer import FaultyObs
 from tiltyard.errors import DivergedError, EnvError, TiltyardError, raised
 from tiltyard.plugins import resolve
 
 # modules that call an env and take its answers apart
-_UNPACKING = ("tiltyard.envs.vector", "tiltyard.tuning.walk", "tiltyard.envs.resident", "tiltyard.envs.actions")
+_UNPACKING = ("tiltyard.envs.vector", "tiltyard.tuning.walk", "tiltyard.envs.isolation.server", "tiltyard.envs.actions")
 
 
 def blamed(error: BaseException, where: str, doing: str) -> TiltyardError:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiltyard.envs.blame import blamed
-from tiltyard.envs.buffers import FaultyObs
-from tiltyard.envs.contract import info_scalars
+from tiltyard.envs.checks import info_scalars
+from tiltyard.envs.env_errors import blamed
+from tiltyard.envs.obs_buffer import FaultyObs
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
 from tiltyard.envs.vector import RESETTING, EnvGroup
 from tiltyard.errors import TiltyardError

@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.away import Away, Room
+from tiltyard.envs.episode_stats import episode_seed
+from tiltyard.envs.isolation.proxy import Away, Room
+from tiltyard.envs.isolation.server import Resident
+from tiltyard.envs.isolation.wire import Line
 from tiltyard.envs.make import make_any
-from tiltyard.envs.parallel import Parallel
-from tiltyard.envs.parcels import Line
-from tiltyard.envs.resident import Resident
-from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
 
-_START = "import sys; sys.path.append({root!r}); from tiltyard.envs.resident import main; main({owner}, {news}, {fds})"
+_START = "import sys; sys.path.append({root!r}); from tiltyard.envs.isolation.server import main; main({owner}, {news}, {fds})"
 _CLOSING = 5.0  # seconds that an env has to close itself
 _KINDS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 

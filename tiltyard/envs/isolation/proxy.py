@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from tiltyard.envs.parcels import space_of
+from tiltyard.envs.isolation.wire import space_of
 
 
 class Room(Protocol):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from tiltyard.envs.away import Away
-from tiltyard.envs.parallel import Parallel
+from tiltyard.envs.isolation.proxy import Away
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.types import Tree

@@ -18,7 +18,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.utils import seeding
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.parallel_rows import group_class
+from tiltyard.envs.multi_agent_vector import group_class
 from tiltyard.envs.spaces import MASK
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.plugins import resolve
@@ -140,14 +140,14 @@ class CartPoles:
 
 def _ataris(name: str, rows: int, options: dict[str, Any], threads: int | None) -> Stepper:
     """Imported only when asked for: ale-py is an extra."""
-    from tiltyard.envs.atari import Ataris
+    from tiltyard.envs.suites.atari import Ataris
 
     return Ataris(name, rows, options, threads)
 
 
 def _envpools(name: str, rows: int, options: dict[str, Any], threads: int | None) -> Stepper:
     """Imported only when asked for: envpool is an extra."""
-    from tiltyard.envs.envpool import EnvPools
+    from tiltyard.envs.suites.envpool import EnvPools
 
     return EnvPools(name, rows, options, threads)
 

@@ -22,7 +22,7 @@ import numpy as np
 from envpool.registration import registry
 from gymnasium import spaces
 
-from tiltyard.envs.tally import row_seeds
+from tiltyard.envs.episode_stats import row_seeds
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import short
 from tiltyard.processes.resources import usable_cores

@@ -26,10 +26,10 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.comeback import state_keeper
+from tiltyard.envs.episode_state import state_keeper
+from tiltyard.envs.isolation.wire import Line, Loose, space_parts
 from tiltyard.envs.make import frames_per_step, make_any
-from tiltyard.envs.parallel import Parallel
-from tiltyard.envs.parcels import Line, Loose, space_parts
+from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
 from tiltyard.plugins.resolve import user_traceback
