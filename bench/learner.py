@@ -14,7 +14,7 @@ import torch
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, ActionSpec, ArraySpec, EnvSpec, Rollout
 
 SPEC = EnvSpec({"obs": ArraySpec("box", (4,), "float32")}, ActionSpec((ActionPart("categorical", 1, 2),), {}))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiltyard.algos.adam import Adam
+from tiltyard.algos.flat_adam import Adam
 from tiltyard.errors import UseError
 from tiltyard.processes.resources import CACHE_LINE
 

@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from tests.models.specs import env, observations
-from tiltyard.algos.adam import Adam
 from tiltyard.algos.backprop import Backprop
+from tiltyard.algos.flat_adam import Adam
 from tiltyard.config.experiment import Model
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 
 
 @pytest.mark.parametrize("sizes", [(7,), (300, 7, 301, 300)])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.algos.bandit import Bandit, root
-from tiltyard.algos.population import (
+from tiltyard.algos.pb2 import Bandit, root
+from tiltyard.algos.pbt import (
     Exploit,
     Gain,
     Member,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.algos.returns import clipped_gae, gae, next_values, vtrace
+from tiltyard.algos.advantages import clipped_gae, gae, next_values, vtrace
 
 
 def column(*numbers, dtype=np.float32):

@@ -15,13 +15,13 @@ import torch
 
 from tests.algos.test_ppo import act_out
 from tests.models.specs import CATEGORICAL, CONTINUOUS, env
+from tiltyard.algos.allreduce import Alone, Team, Together
 from tiltyard.algos.ppo import Ppo
-from tiltyard.algos.team import Alone, Team, Together
 from tiltyard.config.algos import A2c, KlAdaptive
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.errors import DivergedError
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, EnvSpec, Rollout
 
 CPU = torch.device("cpu")

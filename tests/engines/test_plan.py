@@ -15,7 +15,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine, plan
 from tiltyard.engines.plan import Topology, learner_threads, topology
 from tiltyard.envs.probe import probe
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes import fork_server
 from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.training.preflight import try_out

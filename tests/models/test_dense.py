@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from tests.models.specs import CATEGORICAL, env, observations, vector
-from tiltyard.algos.adam import Adam
+from tiltyard.algos.fast_mlp import ALONE
+from tiltyard.algos.flat_adam import Adam
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.fields import Plugin
-from tiltyard.models.dense import ALONE
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ArraySpec
 
 MIXED = {

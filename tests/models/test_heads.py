@@ -6,7 +6,7 @@ import torch
 from torch import distributions as td
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, action
-from tiltyard.models.heads import ActionDist, continuous_columns, outputs
+from tiltyard.models.distributions import ActionDist, continuous_columns, outputs
 from tiltyard.types import ActionPart
 
 MIXED = action(CATEGORICAL, CONTINUOUS, BINARY, CATEGORICAL)

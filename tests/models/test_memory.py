@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tiltyard.models.memory import Core
+from tiltyard.models.recurrent import Core
 
 
 @pytest.fixture(params=["lstm", "gru"])

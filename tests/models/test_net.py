@@ -9,7 +9,7 @@ from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observation
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.models.net import PolicyNet, RunningStats
+from tiltyard.models.policy_net import PolicyNet, RunningStats
 from tiltyard.types import ArraySpec
 
 KITCHEN = {

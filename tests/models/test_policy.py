@@ -13,8 +13,8 @@ from tiltyard.config.experiment import Env, Experiment, Memory, Model, Normalise
 from tiltyard.config.load import resolved_yaml
 from tiltyard.envs.spaces import action_spec, observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import Policy, load_policy, save_policy
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import commit
 from tiltyard.run.folder import Run
 from tiltyard.types import EnvSpec, Progress

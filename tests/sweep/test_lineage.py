@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.algos.population import Gain, Member, spread
+from tiltyard.algos.pbt import Gain, Member, spread
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
 from tiltyard.sweep.lineage import Lineage

@@ -367,7 +367,7 @@ def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
 
 
 def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiltyard.algos import population as rules
+    from tiltyard.algos import pbt as rules
 
     asked, real = [], rules.pb2
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.algos.adam import Adam
-from tiltyard.models.dense import Learning
-from tiltyard.models.net import PolicyNet
+from tiltyard.algos.fast_mlp import Learning
+from tiltyard.algos.flat_adam import Adam
+from tiltyard.models.policy_net import PolicyNet
 
 Array = NDArray[Any]
 

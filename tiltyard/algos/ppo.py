@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.algos.adam import Adam
+from tiltyard.algos.advantages import clipped_gae, gae, vtrace
+from tiltyard.algos.allreduce import Alone, Team
 from tiltyard.algos.backprop import Backprop
-from tiltyard.algos.returns import clipped_gae, gae, vtrace
+from tiltyard.algos.flat_adam import Adam
 from tiltyard.algos.schedules import ScheduledValue
-from tiltyard.algos.team import Alone, Team
 from tiltyard.config import algos as settings
 from tiltyard.config.search_space import is_number
 from tiltyard.errors import DivergedError, UseError, did_you_mean
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Rollout, Tree
 
 Array = NDArray[Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tiltyard.algos.adam import Adam
+from tiltyard.algos.flat_adam import Adam
 
 
 class Undo:

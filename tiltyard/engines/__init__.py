@@ -67,13 +67,13 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         from tiltyard.engines.rllib import check_rllib
 
         check_rllib(experiment, spec)
-    from tiltyard.algos.population import dials_in
+    from tiltyard.algos.pbt import dials_in
     from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.freeze import frozen_nets
     from tiltyard.engines.learner import check_learners, device_named
     from tiltyard.engines.match import Match
-    from tiltyard.models.net import PolicyNet
     from tiltyard.models.policy import saved_policies
+    from tiltyard.models.policy_net import PolicyNet
     from tiltyard.run.checkpoint import read_tree
 
     if experiment.engine.kind != "rllib":
@@ -117,7 +117,7 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
     """A built-in model is first built without memory; a user's cannot be, and is theirs to size."""
     import torch
 
-    from tiltyard.models.net import PolicyNet
+    from tiltyard.models.policy_net import PolicyNet
 
     if any(resolve.kind_of(text) for _, _, text in resolve.model_plugins(experiment.model)):
         return

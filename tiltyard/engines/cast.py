@@ -23,8 +23,8 @@ from tiltyard.engines.match import Match
 from tiltyard.engines.past import fill_shelves, read_versions, shelves, write_versions
 from tiltyard.engines.players import Players, acting
 from tiltyard.errors import UseError, did_you_mean
-from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import saved_policies
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Rollout, Tree
 

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 import torch
 
-from tiltyard.algos.randomness import Generators
-from tiltyard.algos.team import LostError, Together
+from tiltyard.algos.allreduce import LostError, Together
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.colearners import Board
 from tiltyard.engines.collect import FOREIGN, stream_seed

@@ -25,14 +25,14 @@ from typing import Any, TextIO
 
 import torch
 
+from tiltyard.algos.allreduce import PATIENCE, LostError, Together
 from tiltyard.algos.ppo import Ppo
-from tiltyard.algos.team import PATIENCE, LostError, Together
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.local.slab import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.child import killed_by
 from tiltyard.processes.fork_server import Nursery
 from tiltyard.types import Array, EnvSpec, Rollout, Tree

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.players import Players
 from tiltyard.engines.state import read_group, read_state
 from tiltyard.envs.native_vector import make_group
-from tiltyard.models.memory import State
-from tiltyard.models.net import Acted, ObsIn, PolicyNet
+from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
+from tiltyard.models.recurrent import State
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step, Tree
 

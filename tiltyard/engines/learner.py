@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from tiltyard.algos.ppo import Ppo
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.algos.undo import Undo
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, INIT, LEARN, stream_seed
 from tiltyard.errors import UseError
-from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import save_policy
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.candidates import sharing
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native_vector import has_stepper
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.types import EnvSpec
 

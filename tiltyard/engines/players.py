@@ -20,8 +20,8 @@ from torch import Tensor
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.match import Match
 from tiltyard.engines.past import Shelf, drawn_version
-from tiltyard.models.memory import State
-from tiltyard.models.net import Acted, ObsIn, PolicyNet
+from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
+from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
 
 Rows = NDArray[Any]

@@ -21,7 +21,7 @@ from tiltyard.envs.actions import ActionCodec, random_action
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError, raised
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
 from tiltyard.types import Array, Arrays, EnvSpec
 

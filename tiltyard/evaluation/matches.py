@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment, Member
 from tiltyard.engines.freeze import source_of
 from tiltyard.engines.match import Match

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
 from tiltyard.config.site_file import runs_root
@@ -28,8 +28,8 @@ from tiltyard.evaluation.choices import hand_written, trained
 from tiltyard.evaluation.numbers import summarise
 from tiltyard.evaluation.play import Keep, Played, Unfilmed, play, require_filmable
 from tiltyard.evaluation.workers import share_out
-from tiltyard.models.net import PolicyNet
 from tiltyard.models.policy import load_policy
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run import atomic
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of

@@ -21,7 +21,7 @@ from tiltyard.config.experiment import Model
 from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError, did_you_mean, raised
 from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp, as_numbers
-from tiltyard.models.memory import Core, State
+from tiltyard.models.recurrent import Core, State
 from tiltyard.plugins import resolve
 from tiltyard.types import ArraySpec, EnvSpec
 

@@ -32,7 +32,7 @@ from tiltyard.envs.spaces import (
     spec_to_json,
 )
 from tiltyard.errors import UseError, did_you_mean
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
 from tiltyard.run import atomic
 from tiltyard.run.checkpoint import read_tree, select, write_tree

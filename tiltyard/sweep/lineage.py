@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiltyard.algos.population import Exploit, Gain, Member, Settings, schedule
+from tiltyard.algos.pbt import Exploit, Gain, Member, Settings, schedule
 from tiltyard.run import atomic
 from tiltyard.sweep.folder import Sweep, Trial
 

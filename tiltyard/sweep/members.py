@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.algos.population import Dial, Number, Settings, dials_of, perturbed, rules_of, spread, weights
+from tiltyard.algos.pbt import Dial, Number, Settings, dials_of, perturbed, rules_of, spread, weights
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError

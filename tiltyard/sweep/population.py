@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tiltyard.algos import population as rules
+from tiltyard.algos import pbt as rules
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event

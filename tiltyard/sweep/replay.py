@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiltyard.algos.population import Settings
+from tiltyard.algos.pbt import Settings
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import Stretches

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from tiltyard.algos.population import (
+from tiltyard.algos.pbt import (
     Exploit,
     Gain,
     Member,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiltyard.algos.population import Exploit, Gain, Settings, schedule
+from tiltyard.algos.pbt import Exploit, Gain, Settings, schedule
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.run.checkpoint import newest_valid, read_tree
 from tiltyard.run.folder import Run

@@ -13,7 +13,7 @@ from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
 from tiltyard.engines.rllib.learners import Samples, ppo_losses
 from tiltyard.engines.rllib.pipeline import padded, unpadded
-from tiltyard.models.heads import ActionDist
+from tiltyard.models.distributions import ActionDist
 
 KINDS = {
     "categorical": [CATEGORICAL],

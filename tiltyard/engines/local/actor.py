@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, stream_seed
 from tiltyard.engines.learner import LEARNER, device_named
@@ -28,7 +28,7 @@ from tiltyard.engines.local.remote import NUMBER
 from tiltyard.engines.local.slab import Slab
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError, raised
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 
 ROOM = socket.CMSG_LEN(4)  # bytes that a file descriptor takes beside a message; socket.recv_fds would always wait
 ACTOR = LEARNER - 1  # its place among the groups in the seed tree

@@ -21,9 +21,9 @@ from torch import Tensor
 from tiltyard.engines.local.slab import Exchange
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import TiltyardError
-from tiltyard.models import heads
-from tiltyard.models.memory import State
-from tiltyard.models.net import Acted, ObsIn, PolicyNet, decided
+from tiltyard.models import distributions
+from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet, decided
+from tiltyard.models.recurrent import State
 from tiltyard.types import Array, Rollout
 
 NUMBER = 4  # bytes of a worker's number in a message
@@ -71,7 +71,7 @@ class Remote:
         told, at = self._exchange, self._number
         self._versions.append(int(told.versions[at]))
         allowed = None if mask is None else np.asarray(mask)
-        dist = heads.ActionDist(self._net.spec.action, told.params[at], told.log_std[at], allowed)
+        dist = distributions.ActionDist(self._net.spec.action, told.params[at], told.log_std[at], allowed)
         after = {key: torch.from_numpy(array[at].copy()) for key, array in told.after.items()}
         return decided(dist, told.value[at].copy(), after, greedy=greedy, generator=generator)
 

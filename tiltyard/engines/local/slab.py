@@ -27,8 +27,8 @@ from tiltyard.engines.cast import joined
 from tiltyard.engines.collect import empty_rollout
 from tiltyard.engines.past import Shelf
 from tiltyard.errors import TiltyardError
-from tiltyard.models import heads
-from tiltyard.models.net import PolicyNet
+from tiltyard.models import distributions
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.resources import CACHE_LINE
 from tiltyard.types import Array, Arrays, EnvSpec, Rollout
 
@@ -107,9 +107,9 @@ class Slab:
             obs={key: each(f"obs.{key}", item.shape, item.dtype) for key, item in spec.obs.items()},
             first=each("first", (), np.bool_),
             memory={key: each(f"memory.{key}", *kind) for key, kind in memory.items()},
-            params=each("params", (heads.outputs(spec.action),), np.float32),
+            params=each("params", (distributions.outputs(spec.action),), np.float32),
             value=each("value", (), np.float32),
-            log_std=self._array("log_std", (workers, heads.continuous_columns(spec.action)), np.float32),
+            log_std=self._array("log_std", (workers, distributions.continuous_columns(spec.action)), np.float32),
             after={key: each(f"after.{key}", *kind) for key, kind in memory.items()},
             versions=self._array("answered", (workers,), np.int64),
             tally=self._array("tally", (2,), np.int64),

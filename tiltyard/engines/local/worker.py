@@ -33,7 +33,7 @@ from tiltyard.engines.players import acting
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.resources import usable_cores
 from tiltyard.run.checkpoint import write_tree
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from tiltyard.algos.randomness import Generators
+from tiltyard.algos.rng import Generators
 from tiltyard.config.algos import Named
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import FOREIGN, stream_seed

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from ray.rllib.core.distribution.torch.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from tiltyard.models import heads
-from tiltyard.models.net import PolicyNet
+from tiltyard.models import distributions
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, EnvSpec
 
 
@@ -44,23 +44,23 @@ class Actions(TorchDistribution):  # type: ignore[misc]
 
     def __init__(self, spec: EnvSpec, row: Tensor) -> None:
         action = spec.action
-        outputs, stds = heads.outputs(action), heads.continuous_columns(action)
+        outputs, stds = distributions.outputs(action), distributions.continuous_columns(action)
         params, log_std = row[..., :outputs], row[..., outputs : outputs + stds]
         mask = row[..., outputs + stds :] > 0.5 if spec.masked else None
         self.pieces: list[tuple[ActionPart, Tensor, Tensor]] = []  # as `heads.Piece`: parameters, and log_std
         at = std_at = mask_at = 0
         for part in action.parts:
-            width = heads.outputs_of(part)
+            width = distributions.outputs_of(part)
             piece, own = params[..., at : at + width], log_std[..., :0]
             if part.kind == "categorical":
                 if mask is not None:
-                    piece = torch.where(mask[..., mask_at : mask_at + width], piece, float(heads.FORBIDDEN))
+                    piece = torch.where(mask[..., mask_at : mask_at + width], piece, float(distributions.FORBIDDEN))
                     mask_at += width
                 piece = F.log_softmax(piece, -1)
             elif part.kind == "continuous":
                 own = log_std[..., std_at : std_at + width]
                 std_at += width
-                inside = torch.tensor(heads.bounded(part), device=piece.device)
+                inside = torch.tensor(distributions.bounded(part), device=piece.device)
                 piece = torch.where(inside, torch.tanh(piece), piece)
             self.pieces.append((part, piece, own))
             at += width
@@ -76,7 +76,7 @@ class Actions(TorchDistribution):  # type: ignore[misc]
                 terms.append((taken * params - F.softplus(params)).sum(-1))
             else:
                 scaled = (taken - params) / log_std.exp()
-                terms.append((-0.5 * scaled.square() - log_std - heads.HALF_LOG_TAU).sum(-1))
+                terms.append((-0.5 * scaled.square() - log_std - distributions.HALF_LOG_TAU).sum(-1))
         return _added(terms)
 
     def entropy(self) -> Tensor:
@@ -87,7 +87,7 @@ class Actions(TorchDistribution):  # type: ignore[misc]
             elif part.kind == "binary":
                 terms.append((F.softplus(params) - params * torch.sigmoid(params)).sum(-1))
             else:
-                terms.append((log_std + 0.5 + heads.HALF_LOG_TAU).sum(-1))
+                terms.append((log_std + 0.5 + distributions.HALF_LOG_TAU).sum(-1))
         return _added(terms)
 
     def kl(self, other: Actions) -> Tensor:

@@ -39,9 +39,9 @@ from tiltyard.engines.rllib.actions import ActionsOf, inputs
 from tiltyard.engines.rllib.task import KEY, Task
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.actor_critic import VALUE_GAIN, Tower
+from tiltyard.models.distributions import FORBIDDEN
 from tiltyard.models.encoders import Mlp
-from tiltyard.models.heads import FORBIDDEN
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ArraySpec, EnvSpec
 
 Batch = Mapping[str, Any]

@@ -24,7 +24,7 @@ from tiltyard.engines.players import Players
 from tiltyard.engines.rllib.pipeline import BEFORE
 from tiltyard.engines.rllib.task import Task, action_space, observation_space
 from tiltyard.envs.spaces import MASK
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, Arrays, EpisodeEnd
 
 Decided = tuple[Array, Arrays, dict[str, torch.Tensor]]

@@ -42,7 +42,7 @@ from tiltyard.engines.rllib.rows import Decided, Rows
 from tiltyard.engines.rllib.task import KEY, Task, action_space, observation_space
 from tiltyard.engines.rllib.translate import epsilon
 from tiltyard.errors import TiltyardError
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, EpisodeEnd, Tree
 
 

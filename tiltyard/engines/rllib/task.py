@@ -17,7 +17,7 @@ from tiltyard.config.algos import family
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collect import INIT, stream_seed
 from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
-from tiltyard.models.net import PolicyNet
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import EnvSpec
 
 KEY = "tiltyard"  # of ours among the keys that RLlib adds by itself

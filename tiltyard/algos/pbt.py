@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiltyard.algos.bandit import Bandit
+from tiltyard.algos.pb2 import Bandit
 from tiltyard.config.population import PopulationRules
 from tiltyard.config.search_space import Choices, Dimension, dimension
 from tiltyard.errors import UseError

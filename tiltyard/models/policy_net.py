@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tiltyard.algos.fast_mlp import Dense, Layers, is_plain
 from tiltyard.config.experiment import Model
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
-from tiltyard.models import heads
+from tiltyard.models import distributions
 from tiltyard.models.actor_critic import ActorCritic, build_module
-from tiltyard.models.dense import Dense, Layers, is_plain
 from tiltyard.models.encoders import as_numbers
-from tiltyard.models.memory import State
+from tiltyard.models.recurrent import State
 from tiltyard.plugins import resolve
 from tiltyard.types import ArraySpec, EnvSpec
 
@@ -51,7 +51,7 @@ class Acted(NamedTuple):
 
 
 def decided(
-    dist: heads.ActionDist | heads.SquashedDist,
+    dist: distributions.ActionDist | distributions.SquashedDist,
     value: NDArray[Any],
     after: State,
     *,
@@ -126,14 +126,14 @@ class PolicyNet(nn.Module):
         self.spec = spec
         self.settings = model
         self.squashed = squashed
-        outputs = heads.outputs(spec.action) * (2 if squashed else 1)
+        outputs = distributions.outputs(spec.action) * (2 if squashed else 1)
         with torch.random.fork_rng(devices=[]):  # the process's own generator is left as it was
             torch.manual_seed(seed)
             self.model = _build_model(spec, model, base, outputs)
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
-            stds = 0 if squashed else heads.continuous_columns(spec.action)
+            stds = 0 if squashed else distributions.continuous_columns(spec.action)
             self.log_std = nn.Parameter(torch.full((stds,), model.log_std))
-            self._widest = torch.tensor([] if squashed else heads.widest_noise(spec.action))
+            self._widest = torch.tensor([] if squashed else distributions.widest_noise(spec.action))
             self.keep_inside()
             self.obs_stats = nn.ModuleList()  # in the order of `normalised`
             chosen = model.normalise
@@ -184,9 +184,11 @@ class PolicyNet(nn.Module):
             params, value, after = self.numbers(obs, state, first)
         return decided(self._means(params, mask), self.in_rewards(value), after, greedy=greedy, generator=generator)
 
-    def _means(self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None) -> heads.ActionDist | heads.SquashedDist:
+    def _means(
+        self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None
+    ) -> distributions.ActionDist | distributions.SquashedDist:
         if self.squashed:
-            return heads.SquashedDist(params)
+            return distributions.SquashedDist(params)
         return self.distribution(params, mask.cpu().numpy() if isinstance(mask, Tensor) else mask)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
@@ -205,9 +207,9 @@ class PolicyNet(nn.Module):
     def _plain_layers(self) -> Layers | None:
         return None if self.dense is None else self.dense.layers()
 
-    def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> heads.ActionDist:
+    def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> distributions.ActionDist:
         """What the model's parameters [..., outputs] mean, where they are not squashed."""
-        return heads.ActionDist(self.spec.action, params, self._log_std(), mask)
+        return distributions.ActionDist(self.spec.action, params, self._log_std(), mask)
 
     def numbers(
         self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]
