@@ -24,7 +24,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import Candidates, Point, own_point
-from tiltyard.engines.plan import topology
+from tiltyard.engines.topology import topology
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.plugins.snapshot import copy_plugins

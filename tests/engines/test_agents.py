@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.test_serial import build
 from tiltyard.engines.learner import Learner
-from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.toys.games import Visitors
 from tiltyard.types import Rollout

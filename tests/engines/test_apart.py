@@ -17,7 +17,7 @@ from tests.envs.test_isolate import alive, spec_of
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
-from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.envs.episode_stats import first_limits
 from tiltyard.envs.native_vector import make_group
 from tiltyard.envs.vector import EnvGroup

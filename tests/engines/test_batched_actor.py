@@ -19,8 +19,8 @@ from tests.counts import count
 from tests.engines.test_colearners import name_of, wait_until_gone
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
-from tiltyard.engines.local.slab import ACTING
-from tiltyard.engines.plan import is_batched, topology
+from tiltyard.engines.local.shared_memory import ACTING
+from tiltyard.engines.topology import is_batched, topology
 from tiltyard.envs.probe import probe
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import ConfigError, TiltyardError

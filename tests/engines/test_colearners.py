@@ -15,7 +15,7 @@ import torch
 from tests.conftest import Command
 from tests.engines.test_serial import build
 from tiltyard.engines.learner import check_learners
-from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.resources import usable_cores

@@ -15,8 +15,8 @@ import pytest
 import tiltyard as product
 from tests.counts import LONG, count
 from tests.engines.test_serial import build
-from tiltyard.engines.local import LocalEngine
-from tiltyard.engines.local import slab as slabs
+from tiltyard.engines.local import shared_memory as slabs
+from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
 

@@ -11,8 +11,8 @@ from tests.engines.test_policies import MEMORY, TRAIN, same
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
 from tiltyard.config.population import Past
-from tiltyard.engines.local import LocalEngine
-from tiltyard.engines.past import drawn_version, read_versions
+from tiltyard.engines.local.engine import LocalEngine
+from tiltyard.engines.policies.opponent_pool import drawn_version, read_versions
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import ConfigError
 from tiltyard.run.checkpoint import list_checkpoints, read_tree

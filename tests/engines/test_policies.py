@@ -15,8 +15,8 @@ from tiltyard.config.algos import Changes
 from tiltyard.config.load import load
 from tiltyard.data.episodes import read_episodes
 from tiltyard.engines import make_engine
-from tiltyard.engines.local import LocalEngine
-from tiltyard.engines.match import Match
+from tiltyard.engines.local.engine import LocalEngine
+from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError

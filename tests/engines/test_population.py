@@ -18,7 +18,7 @@ from tests.faults.test_kill import tiltyard as started
 from tests.faults.test_kill import wait_until
 from tiltyard.config.load import load
 from tiltyard.config.yaml import dump_yaml
-from tiltyard.engines.local import LocalEngine
+from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.engines.state import read_state
 from tiltyard.errors import ConfigError
 from tiltyard.run import metrics

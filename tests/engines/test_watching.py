@@ -13,7 +13,8 @@ import pytest
 
 from tests.engines.test_local import TWO
 from tests.engines.test_serial import build
-from tiltyard.engines.local import Filled, pool
+from tiltyard.engines.local import worker_pool
+from tiltyard.engines.local.engine import Filled
 from tiltyard.engines.state import read_group
 from tiltyard.envs.vector import STEPPING
 from tiltyard.errors import EnvError
@@ -171,7 +172,7 @@ def test_a_pause_of_the_driver_is_no_hang_of_a_worker(env: str) -> None:
 def test_a_job_that_was_suspended_has_no_hung_workers(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "SUSPENDED", 2.0)
+    monkeypatch.setattr(worker_pool, "SUSPENDED", 2.0)
     engine = build(env, *TWO, "env.step_timeout=3")
     engine.step()
     (tmp_path / "one-slow-step").touch()

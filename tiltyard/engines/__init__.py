@@ -34,12 +34,12 @@ def make_engine(
     What only changes how results are rounded is kept when it is the `same_run` that continues, and chosen anew in a
     fork."""
     if experiment.engine.kind == "rllib":
-        from tiltyard.engines.rllib import RllibEngine
+        from tiltyard.engines.rllib.engine import RllibEngine
         from tiltyard.engines.state import read_env_steps
 
         return RllibEngine(experiment, spec, base, 0 if continues is None else read_env_steps(continues))
-    from tiltyard.engines.plan import topology
     from tiltyard.engines.state import read_state
+    from tiltyard.engines.topology import topology
 
     before = {} if continues is None else read_state(continues)
     chosen = topology(experiment, spec, before.get("groups"), before.get("threads") if same_run else None)
@@ -47,7 +47,7 @@ def make_engine(
         from tiltyard.engines.serial import SerialEngine
 
         return SerialEngine(experiment, spec, base, chosen)
-    from tiltyard.engines.local import LocalEngine
+    from tiltyard.engines.local.engine import LocalEngine
 
     return LocalEngine(experiment, spec, base, chosen)
 
@@ -64,14 +64,14 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     `continues` is the checkpoint that training will go on from: its weights must fit.
     """
     if experiment.engine.kind == "rllib":
-        from tiltyard.engines.rllib import check_rllib
+        from tiltyard.engines.rllib.engine import check_rllib
 
         check_rllib(experiment, spec)
     from tiltyard.algos.pbt import dials_in
     from tiltyard.algos.ppo import Ppo
-    from tiltyard.engines.freeze import frozen_nets
     from tiltyard.engines.learner import check_learners, device_named
-    from tiltyard.engines.match import Match
+    from tiltyard.engines.policies.frozen import frozen_nets
+    from tiltyard.engines.policies.matchmaking import Match
     from tiltyard.models.policy import saved_policies
     from tiltyard.models.policy_net import PolicyNet
     from tiltyard.run.checkpoint import read_tree
@@ -136,7 +136,7 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
 
 def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     """The rollout is allocated whole: more of it than there is memory is refused with the numbers, not tried."""
-    from tiltyard.engines.local import slots_each
+    from tiltyard.engines.local.engine import slots_each
 
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers

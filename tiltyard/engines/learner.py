@@ -15,7 +15,7 @@ from tiltyard.algos.rng import Generators
 from tiltyard.algos.undo import Undo
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collect import FOREIGN, INIT, LEARN, stream_seed
+from tiltyard.engines.collector import FOREIGN, INIT, LEARN, stream_seed
 from tiltyard.errors import UseError
 from tiltyard.models.policy import save_policy
 from tiltyard.models.policy_net import PolicyNet
@@ -23,7 +23,7 @@ from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
 
 if TYPE_CHECKING:
-    from tiltyard.engines.colearners import Colearners
+    from tiltyard.engines.local.learner_group import Colearners
 
 LEARNER = 2**31  # its place among the groups in the seed tree
 
@@ -94,7 +94,7 @@ class Learner:
         if self.experiment.engine.learners == 1:
             return nullcontext()
         if self.colearners is None:
-            from tiltyard.engines.colearners import Colearners
+            from tiltyard.engines.local.learner_group import Colearners
 
             self.colearners = Colearners(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
             self.algo.team = self.colearners.team

@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.cast import Cast
-from tiltyard.engines.collect import Collector, empty_rollout
-from tiltyard.engines.plan import Topology, learner_threads
+from tiltyard.engines.collector import Collector, empty_rollout
+from tiltyard.engines.policies.policy_set import Cast
 from tiltyard.engines.state import groups_left_out, read_state
+from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tiltyard.engines.players import Players
+from tiltyard.engines.policies.multi_policy import Players
 from tiltyard.envs.actions import ActionCodec, random_action
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.vector import EnvGroup

@@ -20,9 +20,9 @@ import torch
 
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment, Member
-from tiltyard.engines.freeze import source_of
-from tiltyard.engines.match import Match
-from tiltyard.engines.players import Players
+from tiltyard.engines.policies.frozen import source_of
+from tiltyard.engines.policies.matchmaking import Match
+from tiltyard.engines.policies.multi_policy import Players
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import trained

@@ -19,9 +19,9 @@ from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
 from tiltyard.config.site_file import runs_root
-from tiltyard.engines.freeze import frozen_nets
-from tiltyard.engines.past import fill_shelves, read_versions, shelves
-from tiltyard.engines.players import Players, acting
+from tiltyard.engines.policies.frozen import frozen_nets
+from tiltyard.engines.policies.multi_policy import Players, acting
+from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.choices import hand_written, trained

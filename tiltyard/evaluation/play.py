@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
-from tiltyard.engines.players import Players
+from tiltyard.engines.policies.multi_policy import Players
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.multi_agent_vector import group_class
 from tiltyard.envs.native_vector import make_group

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from tiltyard.engines.rllib.allocation import ALLOCATION
-from tiltyard.engines.rllib.cluster import (
+from tiltyard.engines.rllib.ray_cluster import (
     QUIET,
     SMALLEST_STORE,
     SOON,

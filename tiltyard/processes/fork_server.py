@@ -186,10 +186,13 @@ def main(fd: int) -> None:
     The kernel is not asked to end this process with the driver: it has to end what envs have left behind first.
     """
     leave_to_others(signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)  # the driver tells us what follows
-    from tiltyard.engines import colearner  # torch and all that is ours
-    from tiltyard.engines.local import actor, worker
+    from tiltyard.engines.local import (
+        inference_server,
+        learner_worker,  # torch and all that is ours
+        worker,
+    )
 
-    _tend(fd, {"w": worker.work, "a": actor.work, "l": colearner.work})
+    _tend(fd, {"w": worker.work, "a": inference_server.work, "l": learner_worker.work})
 
 
 def _tend(fd: int, lives: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ def new_run(
     with tempfile.TemporaryDirectory(prefix="tiltyard-trial-") as folder:
         copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
         if any(member.from_ is not None for member in loaded.experiment.cast.values()):
-            from tiltyard.engines.freeze import freeze
+            from tiltyard.engines.policies.frozen import freeze
 
             copies = freeze(loaded.experiment, loaded.base, copies)
         return create(

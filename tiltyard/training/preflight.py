@@ -25,7 +25,7 @@ from tiltyard.config.load import words as words_of
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines import check_engine, has_workers
-from tiltyard.engines.freeze import freeze
+from tiltyard.engines.policies.frozen import freeze
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.play import require_filmable

@@ -24,7 +24,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded
 from tiltyard.engines import check_engine, make_engine
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
-from tiltyard.engines.plan import topology
+from tiltyard.engines.topology import topology
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies
 from tiltyard.processes import fork_server

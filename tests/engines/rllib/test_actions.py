@@ -11,8 +11,8 @@ from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
+from tiltyard.engines.rllib.connectors import padded, unpadded
 from tiltyard.engines.rllib.learners import Samples, ppo_losses
-from tiltyard.engines.rllib.pipeline import padded, unpadded
 from tiltyard.models.distributions import ActionDist
 
 KINDS = {

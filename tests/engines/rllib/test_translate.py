@@ -3,10 +3,9 @@ import pytest
 from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
-from tiltyard.engines.rllib.cluster import Needs
 from tiltyard.engines.rllib.options import option_problems
-from tiltyard.engines.rllib.task import Task
-from tiltyard.engines.rllib.translate import (
+from tiltyard.engines.rllib.ray_cluster import Needs
+from tiltyard.engines.rllib.settings_map import (
     REFUSED,
     TRANSLATED,
     all_settings,
@@ -16,6 +15,7 @@ from tiltyard.engines.rllib.translate import (
     runners,
     schedule,
 )
+from tiltyard.engines.rllib.worker_spec import Task
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, UseError
 

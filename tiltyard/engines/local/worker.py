@@ -23,13 +23,13 @@ from typing import Any, TextIO
 import torch
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.cast import joined
-from tiltyard.engines.collect import Collector
-from tiltyard.engines.freeze import frozen_nets
-from tiltyard.engines.local.remote import ActorGoneError, Remote
-from tiltyard.engines.local.slab import ACTING, FULL, Slab
-from tiltyard.engines.past import shelves
-from tiltyard.engines.players import acting
+from tiltyard.engines.collector import Collector
+from tiltyard.engines.local.inference_client import ActorGoneError, Remote
+from tiltyard.engines.local.shared_memory import ACTING, FULL, Slab
+from tiltyard.engines.policies.frozen import frozen_nets
+from tiltyard.engines.policies.multi_policy import acting
+from tiltyard.engines.policies.opponent_pool import shelves
+from tiltyard.engines.policies.policy_set import joined
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError

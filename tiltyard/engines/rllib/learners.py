@@ -30,9 +30,9 @@ from torch import Tensor
 from tiltyard.algos.ppo import CHANGEABLE, HOLDS_BACK
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
-from tiltyard.engines.rllib.pipeline import OLD_VALUE, Advantages, Memories, WithOldPolicy
-from tiltyard.engines.rllib.replay import Replayed
-from tiltyard.engines.rllib.task import KEY, SECONDS, UPDATES, Task
+from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, Memories, WithOldPolicy
+from tiltyard.engines.rllib.replay_buffer import Replayed
+from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, Task
 from tiltyard.types import Tree
 
 FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out

@@ -8,8 +8,8 @@ from inspect import signature
 from typing import Any
 
 from tiltyard.config.algos import Named
-from tiltyard.engines.rllib.build import CONFIGS, configured, rllibs_name
-from tiltyard.engines.rllib.task import Task
+from tiltyard.engines.rllib.algorithm_config import CONFIGS, configured, rllibs_name
+from tiltyard.engines.rllib.worker_spec import Task
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.plugins.resolve import short
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltyard.engines.local.slab import Slab, make_memory
+from tiltyard.engines.local.shared_memory import Slab, make_memory
 from tiltyard.envs.isolation.server import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from tiltyard.config.experiment import Model
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
-from tiltyard.engines.rllib.task import KEY, Task
+from tiltyard.engines.rllib.worker_spec import KEY, Task
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.actor_critic import VALUE_GAIN, Tower
 from tiltyard.models.distributions import FORBIDDEN

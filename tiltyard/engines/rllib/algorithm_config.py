@@ -16,12 +16,12 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from tiltyard.config.algos import Appo, Dqn, Impala, Named, Ppo, Sac, family
 from tiltyard.config.algos import Replay as ReplaySettings
-from tiltyard.engines.collect import LEARN, stream_seed
-from tiltyard.engines.rllib import learners, modules
-from tiltyard.engines.rllib.replay import Replay
-from tiltyard.engines.rllib.runner import NoEnv, Runner
-from tiltyard.engines.rllib.task import KEY, Task, action_space, observation_space
-from tiltyard.engines.rllib.translate import envs_each, needs, runners, schedule
+from tiltyard.engines.collector import LEARN, stream_seed
+from tiltyard.engines.rllib import learners, rl_modules
+from tiltyard.engines.rllib.env_runner import NoEnv, Runner
+from tiltyard.engines.rllib.replay_buffer import Replay
+from tiltyard.engines.rllib.settings_map import envs_each, needs, runners, schedule
+from tiltyard.engines.rllib.worker_spec import KEY, Task, action_space, observation_space
 
 CONFIGS: dict[str, Any] = {
     "ppo": PPOConfig,
@@ -40,7 +40,7 @@ LEARNERS: dict[str, type[Any]] = {
     "tqc": learners.Tqc,
     "rllib:PPO": learners.TheirPpo,
 }
-MODULES: dict[str, type[Any]] = {"dqn": modules.Dueling, "sac": modules.Squashed, "tqc": modules.Quantiles}
+MODULES: dict[str, type[Any]] = {"dqn": rl_modules.Dueling, "sac": rl_modules.Squashed, "tqc": rl_modules.Quantiles}
 SECONDS_EACH = 1.0  # of an iteration, for algorithms whose iterations have no length of their own
 PATIENCE = 10.0  # times as long as a step may take, for a whole round of samples
 
@@ -128,7 +128,7 @@ SHAPES = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net"
 
 def _modules(task: Task, told: dict[str, Any], config: Any) -> Any:
     experiment = task.experiment
-    kind = MODULES.get(rllibs_name(experiment.algo), modules.ActorCritic)
+    kind = MODULES.get(rllibs_name(experiment.algo), rl_modules.ActorCritic)
     length = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
     length |= {name: getattr(config, name) for name in SHAPES if hasattr(config, name)}
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.cast import joined
-from tiltyard.engines.collect import empty_rollout
-from tiltyard.engines.past import Shelf
+from tiltyard.engines.collector import empty_rollout
+from tiltyard.engines.policies.opponent_pool import Shelf
+from tiltyard.engines.policies.policy_set import joined
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
 from tiltyard.models.policy_net import PolicyNet

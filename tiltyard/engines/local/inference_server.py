@@ -22,10 +22,10 @@ import torch
 
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collect import FOREIGN, stream_seed
+from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.learner import LEARNER, device_named
-from tiltyard.engines.local.remote import NUMBER
-from tiltyard.engines.local.slab import Slab
+from tiltyard.engines.local.inference_client import NUMBER
+from tiltyard.engines.local.shared_memory import Slab
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.policy_net import PolicyNet

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.freeze import frozen_nets, origins
 from tiltyard.engines.learner import Learner
-from tiltyard.engines.match import Match
-from tiltyard.engines.past import fill_shelves, read_versions, shelves, write_versions
-from tiltyard.engines.players import Players, acting
+from tiltyard.engines.policies.frozen import frozen_nets, origins
+from tiltyard.engines.policies.matchmaking import Match
+from tiltyard.engines.policies.multi_policy import Players, acting
+from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves, write_versions
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy import saved_policies
 from tiltyard.models.policy_net import PolicyNet

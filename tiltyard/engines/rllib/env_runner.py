@@ -36,11 +36,11 @@ from ray.rllib.utils.metrics import (
 )
 
 from tiltyard.algos.schedules import ScheduledValue
-from tiltyard.engines.freeze import frozen_nets
-from tiltyard.engines.players import acting
-from tiltyard.engines.rllib.rows import Decided, Rows
-from tiltyard.engines.rllib.task import KEY, Task, action_space, observation_space
-from tiltyard.engines.rllib.translate import epsilon
+from tiltyard.engines.policies.frozen import frozen_nets
+from tiltyard.engines.policies.multi_policy import acting
+from tiltyard.engines.rllib.episode_collector import Decided, Rows
+from tiltyard.engines.rllib.settings_map import epsilon
+from tiltyard.engines.rllib.worker_spec import KEY, Task, action_space, observation_space
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, EpisodeEnd, Tree

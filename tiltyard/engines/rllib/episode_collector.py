@@ -19,10 +19,10 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 
 from tiltyard.config.algos import family
-from tiltyard.engines.collect import Collector
-from tiltyard.engines.players import Players
-from tiltyard.engines.rllib.pipeline import BEFORE
-from tiltyard.engines.rllib.task import Task, action_space, observation_space
+from tiltyard.engines.collector import Collector
+from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.rllib.connectors import BEFORE
+from tiltyard.engines.rllib.worker_spec import Task, action_space, observation_space
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, Arrays, EpisodeEnd

@@ -28,8 +28,8 @@ import torch
 from tiltyard.algos.allreduce import PATIENCE, LostError, Together
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collect import empty_rollout
-from tiltyard.engines.local.slab import Layout, gather, make_memory
+from tiltyard.engines.collector import empty_rollout
+from tiltyard.engines.local.shared_memory import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet

@@ -20,9 +20,9 @@ import torch
 from tiltyard.algos.allreduce import LostError, Together
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.colearners import Board
-from tiltyard.engines.collect import FOREIGN, stream_seed
+from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.learner import LEARNER, Learner
+from tiltyard.engines.local.learner_group import Board
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError
 

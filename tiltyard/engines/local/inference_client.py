@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.engines.local.slab import Exchange
+from tiltyard.engines.local.shared_memory import Exchange
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions

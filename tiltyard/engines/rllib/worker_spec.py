@@ -15,7 +15,7 @@ import numpy as np
 
 from tiltyard.config.algos import family
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collect import INIT, stream_seed
+from tiltyard.engines.collector import INIT, stream_seed
 from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import EnvSpec

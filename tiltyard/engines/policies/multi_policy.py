@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.match import Match
-from tiltyard.engines.past import Shelf, drawn_version
+from tiltyard.engines.policies.matchmaking import Match
+from tiltyard.engines.policies.opponent_pool import Shelf, drawn_version
 from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree

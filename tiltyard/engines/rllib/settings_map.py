@@ -25,7 +25,7 @@ from tiltyard.config.algos import (
 )
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.rllib.allocation import allocation
-from tiltyard.engines.rllib.cluster import Needs
+from tiltyard.engines.rllib.ray_cluster import Needs
 from tiltyard.errors import Problem
 from tiltyard.models import distributions
 from tiltyard.plugins.resolve import short
