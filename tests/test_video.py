@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tiltyard.errors import TiltyardError
-from tiltyard.video import VideoWriter, to_rgb
+from tiltyard.evaluation.video import VideoWriter, to_rgb
 
 RNG = np.random.default_rng(0)
 

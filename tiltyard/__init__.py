@@ -19,7 +19,7 @@ _WHERE = {
     "Experiment": "tiltyard.config.experiment",
     "Run": "tiltyard.run.folder",
     "TiltyardError": "tiltyard.errors",
-    "evaluate": "tiltyard.evaluation.measure",
+    "evaluate": "tiltyard.evaluation.evaluate",
     "fork": "tiltyard.api",
     "load_policy": "tiltyard.models.policy",
     "read_episodes": "tiltyard.data.episodes",
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.data.episodes import read_episodes
     from tiltyard.errors import TiltyardError
-    from tiltyard.evaluation.measure import evaluate
+    from tiltyard.evaluation.evaluate import evaluate
     from tiltyard.models.policy import load_policy
     from tiltyard.run.folder import Run
 

@@ -22,7 +22,7 @@ from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.evaluation.play import require_filmable
+from tiltyard.evaluation.rollouts import require_filmable
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 from tiltyard.types import EnvSpec

@@ -12,8 +12,8 @@ from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import DivergedError, EnvError, UseError
-from tiltyard.evaluation.choices import hand_written
-from tiltyard.evaluation.play import play
+from tiltyard.evaluation.actors import hand_written
+from tiltyard.evaluation.rollouts import play
 from tiltyard.testing import check_env
 from tiltyard.types import EnvSpec, Step
 

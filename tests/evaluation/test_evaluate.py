@@ -16,9 +16,9 @@ import tiltyard as product
 from tests.conftest import Command
 from tests.faults.test_kill import wait_until
 from tiltyard.errors import UseError
-from tiltyard.evaluation.measure import FilmError
-from tiltyard.evaluation.numbers import student_t, summarise
-from tiltyard.evaluation.play import Played
+from tiltyard.evaluation.evaluate import FilmError
+from tiltyard.evaluation.rollouts import Played
+from tiltyard.evaluation.statistics import student_t, summarise
 from tiltyard.run import metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find

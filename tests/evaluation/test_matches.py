@@ -13,7 +13,7 @@ import pytest
 import tiltyard as product
 from tests.conftest import Command
 from tests.engines.test_policies import TRAIN
-from tiltyard.evaluation.matches import Bout, match, ratings
+from tiltyard.evaluation.tournament import Bout, match, ratings
 from tiltyard.run.checkpoint import list_checkpoints
 
 RUN: dict[str, Any] = {

@@ -79,8 +79,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
-    from tiltyard.evaluation.measure import FilmError, choose_checkpoint, evaluate
-    from tiltyard.evaluation.numbers import as_json, write_files
+    from tiltyard.evaluation.evaluate import FilmError, choose_checkpoint, evaluate
+    from tiltyard.evaluation.statistics import as_json, write_files
     from tiltyard.run.folder import run_of
     from tiltyard.run.redact import mask_command
 

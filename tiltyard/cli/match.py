@@ -14,7 +14,7 @@ from tiltyard.cli.train import data_stdout
 from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from tiltyard.evaluation.matches import Table
+    from tiltyard.evaluation.tournament import Table
 
 
 def configure_match(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def configure_match(parser: argparse.ArgumentParser) -> None:
 
 
 def run_match(args: argparse.Namespace) -> int:
-    from tiltyard.evaluation.matches import match
+    from tiltyard.evaluation.tournament import match
 
     with data_stdout() as data:
         found = match(

@@ -16,7 +16,7 @@ def share_out(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
-    from tiltyard.evaluation.measure import answer  # torch takes seconds to import: the parent is watched by now
+    from tiltyard.evaluation.evaluate import answer  # torch takes seconds to import: the parent is watched by now
 
     return answer(task)
 

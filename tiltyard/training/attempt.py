@@ -24,8 +24,8 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError, UseError
-from tiltyard.evaluation.measure import Evaluator
-from tiltyard.evaluation.play import Cancelled
+from tiltyard.evaluation.evaluate import Evaluator
+from tiltyard.evaluation.rollouts import Cancelled
 from tiltyard.models.policy import saved_policies
 from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event

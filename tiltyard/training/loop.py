@@ -19,8 +19,8 @@ from tiltyard.config.experiment import Experiment, Save, Stop
 from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watch
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
-from tiltyard.evaluation.measure import Evaluator
-from tiltyard.evaluation.play import can_be_filmed
+from tiltyard.evaluation.evaluate import Evaluator
+from tiltyard.evaluation.rollouts import can_be_filmed
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run

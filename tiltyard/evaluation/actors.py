@@ -25,7 +25,7 @@ from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
 from tiltyard.types import Array, Arrays, EnvSpec
 
-BUILTIN_POLICIES = {"random": "tiltyard.evaluation.choices:RandomPolicy"}
+BUILTIN_POLICIES = {"random": "tiltyard.evaluation.actors:RandomPolicy"}
 
 Choose = Callable[[Arrays, Array, Array | None], Array]
 Begin = Callable[[EnvGroup], Choose]

@@ -24,9 +24,9 @@ from tiltyard.engines.policies.multi_policy import Players, acting
 from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.choices import hand_written, trained
-from tiltyard.evaluation.numbers import summarise
-from tiltyard.evaluation.play import Keep, Played, Unfilmed, play, require_filmable
+from tiltyard.evaluation.actors import hand_written, trained
+from tiltyard.evaluation.rollouts import Keep, Played, Unfilmed, play, require_filmable
+from tiltyard.evaluation.statistics import summarise
 from tiltyard.evaluation.workers import share_out
 from tiltyard.models.policy import load_policy
 from tiltyard.models.policy_net import PolicyNet

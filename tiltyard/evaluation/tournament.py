@@ -25,9 +25,9 @@ from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.multi_policy import Players
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.choices import trained
-from tiltyard.evaluation.measure import measured_env
-from tiltyard.evaluation.play import Played, play
+from tiltyard.evaluation.actors import trained
+from tiltyard.evaluation.evaluate import measured_env
+from tiltyard.evaluation.rollouts import Played, play
 from tiltyard.models.policy import Policy, load_policy
 from tiltyard.run.folder import run_of
 from tiltyard.types import EnvSpec

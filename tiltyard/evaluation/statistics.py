@@ -13,7 +13,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from tiltyard.errors import TiltyardError
-from tiltyard.evaluation.play import Played
+from tiltyard.evaluation.rollouts import Played
 from tiltyard.run import atomic
 from tiltyard.types import Evaluation
 

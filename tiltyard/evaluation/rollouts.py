@@ -25,9 +25,9 @@ from tiltyard.envs.native_vector import make_group
 from tiltyard.envs.vector import RESETTING, EnvGroup
 from tiltyard.envs.watchdog import calling_envs
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.choices import Begin
+from tiltyard.evaluation.actors import Begin
+from tiltyard.evaluation.video import VideoWriter
 from tiltyard.types import Arrays, EnvSpec, Episode, EpisodeEnd, Step
-from tiltyard.video import VideoWriter
 
 
 @dataclass(frozen=True)
