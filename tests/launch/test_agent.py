@@ -16,12 +16,12 @@ import pytest
 import tiltyard as product
 from tests.slurm.cluster import wait_for
 from tiltyard.config.site import Profile
-from tiltyard.launch import FOLDER
-from tiltyard.launch.node_agent import Counts, End, judge
-from tiltyard.launch.queue import Told, ask, look, seen
-from tiltyard.launch.slurm import task
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
+from tiltyard.slurm import FOLDER
+from tiltyard.slurm.job_state import Told, ask, look, seen
+from tiltyard.slurm.node_agent import Counts, End, judge
+from tiltyard.slurm.submit import task
 
 
 def end(code: int, asked: str | None = None, **more: Any) -> End:
@@ -123,7 +123,7 @@ def agent(run: Run, *overrides: str, lead: float = 60.0, retry: int = 1, **varia
     told = {**task(Profile(launcher="slurm", name="c"), overrides, False), "lead": lead, "retry": retry}
     (run.folder / FOLDER / "task.json").write_text(json.dumps(told))
     return subprocess.Popen(
-        [sys.executable, "-m", "tiltyard.launch.node_agent", str(run.folder)],
+        [sys.executable, "-m", "tiltyard.slurm.node_agent", str(run.folder)],
         env={**os.environ, "SLURM_JOB_ID": "5", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiltyard.errors import TiltyardError
-from tiltyard.launch.commands import sbatch
+from tiltyard.slurm.commands import sbatch
 
 
 @pytest.fixture

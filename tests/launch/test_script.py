@@ -13,8 +13,8 @@ import pytest
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Profile, Resources, Samplers, Slurm
 from tiltyard.errors import UseError
-from tiltyard.launch.script import Array, Job, head, script, set_up, step, turn
-from tiltyard.launch.slurm import check
+from tiltyard.slurm.script import Array, Job, head, script, set_up, step, turn
+from tiltyard.slurm.submit import check
 
 GOLDEN = Path(__file__).with_name("golden")
 RUN = Path("/scratch/me/runs/cartpole/0007-brisk-otter")

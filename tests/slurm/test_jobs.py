@@ -14,9 +14,9 @@ import pytest
 from tests.conftest import Command
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
-from tiltyard.launch import FOLDER
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find, list_runs
+from tiltyard.slurm import FOLDER
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 SMALL = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=64", "algo.epochs=1", "eval.at_end=false"]
@@ -194,7 +194,7 @@ def test_sbatch_that_is_missing_or_slow(
         (tools / "sbatch").write_text(f'#!/bin/bash\nPATH={path}\nsbatch "$@" >/dev/null\nexec sleep 100\n')
         (tools / "sbatch").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}:{path}")
-        monkeypatch.setattr("tiltyard.launch.commands.PATIENCE", 3.0)
+        monkeypatch.setattr("tiltyard.slurm.commands.PATIENCE", 3.0)
     else:
         monkeypatch.setenv("PATH", str(tools))
     said = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)

@@ -19,10 +19,10 @@ from tests.counts import count, only_when_long
 from tests.engines.test_resume_equals import final
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tests.slurm.conftest import SITE
-from tiltyard.launch import FOLDER
 from tiltyard.run import checkpoint
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
+from tiltyard.slurm import FOLDER
 
 pytestmark = [needs_slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm-own")]
 SLOW = """

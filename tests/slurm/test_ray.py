@@ -17,9 +17,9 @@ from tests.conftest import Command
 from tests.counts import only_when_long
 from tests.engines.rllib.test_commands import without_ray
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tiltyard.launch import FOLDER
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find, list_runs
+from tiltyard.slurm import FOLDER
 
 pytestmark = [needs_slurm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
 SMALL = ["algo.rollout=32", "algo.minibatch=64", "algo.epochs=1", "eval.every=0", "track.tensorboard=false"]

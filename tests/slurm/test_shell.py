@@ -19,9 +19,9 @@ from tests.conftest import Command, in_own_process
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard import api
 from tiltyard.cli.nodes import drawn
-from tiltyard.launch import usage
 from tiltyard.run.folder import find
 from tiltyard.run.status import write_status
+from tiltyard.slurm import usage
 from tiltyard.training import preflight
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tiltyard.cli import report
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, TiltyardError, UseError
-from tiltyard.launch import FOLDER, STOP, queue
-from tiltyard.launch.commands import cancel
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import root_of, write_status
+from tiltyard.slurm import FOLDER, STOP, job_state
+from tiltyard.slurm.commands import cancel
 
 if TYPE_CHECKING:
     from tiltyard.cli.train import Expectation
@@ -80,10 +80,10 @@ def train(
 ) -> int:
     """One job per seed: all submitted, then followed one after another."""
     from tiltyard import api
-    from tiltyard.launch import slurm
-    from tiltyard.launch.script import Job, script
+    from tiltyard.slurm import submit
+    from tiltyard.slurm.script import Job, script
 
-    slurm.check(profile, prepared.experiment)
+    submit.check(profile, prepared.experiment)
     _leave_nothing()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
@@ -115,9 +115,9 @@ def hand_over(
     data: TextIO,
 ) -> int:
     """A run that was checked here goes on as a job, with the settings that `resume` was given."""
-    from tiltyard.launch import slurm
+    from tiltyard.slurm import submit
 
-    slurm.check(profile, settings)
+    submit.check(profile, settings)
     _leave_nothing()
     _submit(run, profile, args.overrides, args)
     return _follow(run, args, expectation, data)
@@ -131,13 +131,13 @@ def _leave_nothing() -> None:
 
 
 def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse.Namespace) -> None:
-    from tiltyard.launch import slurm
+    from tiltyard.slurm import submit
 
     for warning in profile.warnings():
         sys.stderr.write(f"warning: {warning}\n")
     avoided = _avoided(profile, root_of(run.folder))
     trust_code = getattr(args, "trust_code", False)
-    number = slurm.submit(run, profile, overrides, trust_code=trust_code, avoided=avoided)
+    number = submit.submit(run, profile, overrides, trust_code=trust_code, avoided=avoided)
     lines = [
         f"job         {number}",
         f"run folder  {os.path.relpath(run.folder)}",
@@ -185,7 +185,7 @@ def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO)
         whole = {
             "run": run.id,
             "folder": str(run.folder),
-            "job": queue.job_of(run),
+            "job": job_state.job_of(run),
             "state": state,
             "reason": status["reason"],
             "progress": status["progress"],
@@ -201,7 +201,7 @@ def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO)
 
 def follow(run: Run, output: TextIO) -> str:
     """Write the run's log, and on stderr what becomes of its job, until it has ended; returns its state."""
-    from tiltyard.launch.following import Follower, last_output
+    from tiltyard.slurm.follow import Follower, last_output
 
     def write(text: str) -> None:
         output.write(text)
@@ -209,7 +209,7 @@ def follow(run: Run, output: TextIO) -> str:
 
     state = Follower(run, write, lambda sentence: sys.stderr.write(f"{sentence}\n")).follow()
     if state in ("lost", "failed"):
-        reason = run.status()["reason"] or queue.look(run)[1]
+        reason = run.status()["reason"] or job_state.look(run)[1]
         sys.stderr.write(f"run {run.id} is {state}: {reason}\n")
     if state == "lost" and (output_of_job := last_output(run)):
         sys.stderr.write(f"the job's own output ends with:\n{output_of_job}\n")
@@ -219,20 +219,20 @@ def follow(run: Run, output: TextIO) -> str:
 def overlay(rows: list[dict[str, Any]]) -> bool:
     """Correct the states of listed runs by what Slurm says of their jobs; False when it has no answer."""
     open_rows = [(row, job) for row in rows if (job := _open_job(row)) is not None]
-    answers = queue.ask(job for _, job in open_rows)
+    answers = job_state.ask(job for _, job in open_rows)
     if answers is None:
         return False
     for row, job in open_rows:
-        state = queue.seen(row["state"], answers[job])
+        state = job_state.seen(row["state"], answers[job])
         # It may have written its end after it was listed and before Slurm was asked.
-        row["state"] = queue.seen(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
+        row["state"] = job_state.seen(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
     return True
 
 
 def _open_job(row: dict[str, Any]) -> str | None:
     if row["state"] in ("finished", "failed", "broken") or not isinstance(row["job"], dict):
         return None
-    return queue.job_of(Run(Path(row["folder"])), row)
+    return job_state.job_of(Run(Path(row["folder"])), row)
 
 
 # ------------------------------------------------------------------------------------------------ stopping
@@ -240,10 +240,10 @@ def _open_job(row: dict[str, Any]) -> str | None:
 
 def stop(run: Run, wait: float) -> int:
     """Take the run's job out of the queue, or ask it to save and end, and wait until it has."""
-    job = queue.job_of(run)
+    job = job_state.job_of(run)
     if job is None:
         return _leave_word(run)
-    told = (queue.ask([job]) or {}).get(job)
+    told = (job_state.ask([job]) or {}).get(job)
     if told is None:
         raise UseError(f"Slurm gives no answer about job {job} of run {run.id} here", "stop it where Slurm answers")
     if not (told.waits or told.runs):
@@ -257,7 +257,7 @@ def stop(run: Run, wait: float) -> int:
         cancel(job, signal="USR2")  # which Ray's processes do not mind: SIGTERM would end them before the last save
         sys.stderr.write(f"asked job {job} to save run {run.id} and stop\n")
     deadline = time.monotonic() + wait
-    while (now := (queue.ask([job]) or {}).get(job)) is not None and (now.waits or now.runs):
+    while (now := (job_state.ask([job]) or {}).get(job)) is not None and (now.waits or now.runs):
         if time.monotonic() >= deadline:
             sys.stderr.write(f"{now.sentence(job)}; it will save and stop after its update\n")
             return EXIT_FAILED

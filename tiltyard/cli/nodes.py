@@ -37,7 +37,7 @@ def configure_shell(parser: argparse.ArgumentParser) -> None:
 
 def run_shell(args: argparse.Namespace) -> int:
     """Hand the terminal over to srun."""
-    from tiltyard.launch import inside
+    from tiltyard.slurm import shell
 
     if (args.run is None) == (args.on is None):
         raise UseError("tiltyard shell needs a RUN or --on PROFILE, and not both", "tiltyard ls lists the runs")
@@ -48,7 +48,7 @@ def run_shell(args: argparse.Namespace) -> int:
         )
     if args.on is not None:
         profile = _resized(_job_profile(args.on), args)
-        return inside.call(inside.on_new_node(profile, args.command, terminal=terminal), inside.variables(profile))
+        return shell.call(shell.on_new_node(profile, args.command, terminal=terminal), shell.variables(profile))
     run = find(args.run)
     job, groups, profile = _running_job(run)
     node = args.node or groups[0].nodes[0]
@@ -56,8 +56,8 @@ def run_shell(args: argparse.Namespace) -> int:
     if group is None:
         there = ", ".join(node for group in groups for node in group.nodes)
         raise UseError(f"job {job} of run {run.id} does not run on {node}", f"it runs on {there}")
-    command = inside.in_job(job, [inside.Group((node,), group.number)], profile, args.command, terminal=terminal)
-    return inside.call(command, inside.variables(profile, TILTYARD_RUNS=str(root_of(run.folder))))
+    command = shell.in_job(job, [shell.Group((node,), group.number)], profile, args.command, terminal=terminal)
+    return shell.call(command, shell.variables(profile, TILTYARD_RUNS=str(root_of(run.folder))))
 
 
 def _job_profile(name: str) -> Profile:
@@ -86,20 +86,20 @@ def _resized(profile: Profile, args: argparse.Namespace) -> Profile:
 def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
     """The job that the run is, where it runs, and its profile."""
     from tiltyard.config.site import Profile
-    from tiltyard.launch import inside, queue
+    from tiltyard.slurm import job_state, shell
 
-    job = queue.job_of(run)
+    job = job_state.job_of(run)
     if job is None:
         raise UseError(f"run {run.id} is no job of Slurm", f"look at it with: tiltyard show {run.typed}")
-    groups = inside.groups_of(job)
+    groups = shell.groups_of(job)
     if not groups:
-        raise UseError(f"run {run.id} does not run now: {queue.look(run)[1]}", f"tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} does not run now: {job_state.look(run)[1]}", f"tiltyard show {run.typed}")
     try:
         profile = _job_profile(run.status()["job"]["profile"])
     except UseError as error:
         sys.stderr.write(f"warning: no set-up: {error.message}\n")
         profile = Profile(launcher="slurm")
-    return queue.number_of(job), groups, profile
+    return job_state.number_of(job), groups, profile
 
 
 # ------------------------------------------------------------------------------------------------ top
@@ -133,8 +133,8 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
-    from tiltyard.launch.usage import snapshots
     from tiltyard.processes import proc
+    from tiltyard.slurm.usage import snapshots
 
     if owner is None or life(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
@@ -150,15 +150,15 @@ def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterato
 
 def _looks_at_job(run: Run, every: float) -> Iterator[list[dict[str, Any]]]:
     """One step on all nodes of the job, each telling a line whenever it has looked."""
-    from tiltyard.launch import inside
+    from tiltyard.slurm import shell
 
     job, groups, profile = _running_job(run)
     count = sum(len(group.nodes) for group in groups)
     python = profile.slurm.python or sys.executable
-    command = inside.in_job(job, groups, profile, [python, "-m", "tiltyard.launch.usage", job, str(every)])
+    command = shell.in_job(job, groups, profile, [python, "-m", "tiltyard.slurm.usage", job, str(every)])
     step = subprocess.Popen(
         command,
-        env=inside.variables(profile),
+        env=shell.variables(profile),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if not every else subprocess.DEVNULL,

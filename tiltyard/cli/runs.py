@@ -310,7 +310,7 @@ def run_rm(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             sys.stderr.write("nothing was deleted\n")
             return EXIT_FAILED
-    from tiltyard.launch.queue import refuse_queued
+    from tiltyard.slurm.job_state import refuse_queued
 
     for run in runs:
         refuse_queued(run)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import text
-from tiltyard.launch.queue import look
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
+from tiltyard.slurm.job_state import look
 from tiltyard.track.bottleneck import verdict
 
 if TYPE_CHECKING:

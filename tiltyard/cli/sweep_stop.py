@@ -24,7 +24,7 @@ LOOK = 0.1  # seconds between two looks at folders; those at a queue are further
 
 def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Ask, then wait until nobody is at work any more who was asked."""
-    from tiltyard.launch.queue import Pace
+    from tiltyard.slurm.job_state import Pace
     from tiltyard.sweep.report import look
 
     found = look(sweep)

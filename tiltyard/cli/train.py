@@ -175,8 +175,8 @@ def configure_resume(parser: argparse.ArgumentParser) -> None:
 def run_resume(args: argparse.Namespace) -> int:
     expectation = Expectation.parse(args.expect) if args.expect else None
     from tiltyard.cli import jobs
-    from tiltyard.launch.queue import refuse_queued
     from tiltyard.run.folder import find
+    from tiltyard.slurm.job_state import refuse_queued
     from tiltyard.training import resume
 
     with data_stdout() as data:

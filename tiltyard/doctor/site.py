@@ -8,7 +8,7 @@ import subprocess
 from functools import cache
 
 from tiltyard.doctor.finding import Finding
-from tiltyard.launch.commands import environment
+from tiltyard.slurm.commands import environment
 
 SHORT_KILL_WAIT = 15  # seconds from SIGTERM to SIGKILL: a save of a large model takes longer
 PATIENCE = 20.0

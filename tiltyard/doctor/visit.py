@@ -20,11 +20,11 @@ from tiltyard.doctor.finding import Finding
 from tiltyard.doctor.node import REPORT, named
 from tiltyard.doctor.remembered import PLACE
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch.commands import cancel, sbatch
-from tiltyard.launch.inside import hostnames
-from tiltyard.launch.queue import Pace, Told, ask
-from tiltyard.launch.script import head, secret_environment, set_up, step
 from tiltyard.run import atomic
+from tiltyard.slurm.commands import cancel, sbatch
+from tiltyard.slurm.job_state import Pace, Told, ask
+from tiltyard.slurm.script import head, secret_environment, set_up, step
+from tiltyard.slurm.shell import hostnames
 
 LIMIT = "5"  # minutes
 LONGEST_WAIT = 60.0  # seconds that nodes wait for each other: they start together, and have to end within the limit

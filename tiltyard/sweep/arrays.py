@@ -21,13 +21,13 @@ from typing import Any
 
 from tiltyard.doctor.remembered import avoided
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import FORGOTTEN, NUMBER, SCRIPT, TRIALS, queue
-from tiltyard.launch.commands import cancel, hear, sbatch
-from tiltyard.launch.queue import Told
-from tiltyard.launch.script import Array, Job, script
-from tiltyard.launch.slurm import write_script
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
+from tiltyard.slurm import FORGOTTEN, NUMBER, SCRIPT, TRIALS, job_state
+from tiltyard.slurm.commands import cancel, hear, sbatch
+from tiltyard.slurm.job_state import Told
+from tiltyard.slurm.script import Array, Job, script
+from tiltyard.slurm.submit import write_script
 from tiltyard.sweep.jobs import Jobs, Start
 
 PLACE, NAME = "slurm", "name"
@@ -42,13 +42,13 @@ class Arrays(Jobs):
         return super().adopt(numbers)
 
     def ask(self, jobs: Mapping[int, str]) -> dict[int, Told]:
-        answers = queue.ask(jobs.values())
+        answers = job_state.ask(jobs.values())
         if answers is None:
             raise _silent()
         return {number: answers[job] for number, job in jobs.items()}
 
     def job_of(self, run: Run, status: dict[str, Any]) -> str | None:
-        return queue.job_of(run, status)
+        return job_state.job_of(run, status)
 
     def withdraw(self, jobs: Mapping[int, str]) -> None:
         for some in _parts(list(jobs.values()), AT_ONCE):
@@ -132,7 +132,7 @@ class Arrays(Jobs):
         for folder in sorted((self.sweep.folder / PLACE).glob("array-*")):
             if (folder / NUMBER).exists() or (folder / FORGOTTEN).exists():
                 continue
-            number = queue.named((folder / NAME).read_text().strip())
+            number = job_state.named((folder / NAME).read_text().strip())
             if number is None:
                 raise _silent()
             if number:
@@ -154,7 +154,7 @@ def _silent() -> TiltyardError:
 def most_tasks() -> int:
     """How many tasks an array may have at this site."""
     try:
-        done = hear(["scontrol", "show", "config"], patience=queue.PATIENCE)
+        done = hear(["scontrol", "show", "config"], patience=job_state.PATIENCE)
     except (OSError, subprocess.SubprocessError) as error:
         raise _silent() from error
     for line in done.stdout.splitlines():

@@ -22,15 +22,15 @@ from typing import Any
 from tiltyard.config.site import Profile, load_site, pick_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import COUNTS, FOLDER, STOP, VERDICT, queue
-from tiltyard.launch.queue import Told
-from tiltyard.launch.slurm import make_folder, task, write_private
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.logs import last_line
 from tiltyard.run.status import STATUS, observed_state, write_status
+from tiltyard.slurm import COUNTS, FOLDER, STOP, VERDICT, job_state
+from tiltyard.slurm.job_state import Told
+from tiltyard.slurm.submit import make_folder, task, write_private
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.results import SILENT
 
@@ -234,14 +234,14 @@ def job_ids(sweep: Sweep) -> dict[int, str]:
     found = {}
     for trial in sweep.trials() if sweep.launcher == "slurm" else ():
         with contextlib.suppress(UseError):  # it has no folder yet
-            if (job := queue.job_of(Run(sweep.place(trial.number)))) is not None:
+            if (job := job_state.job_of(Run(sweep.place(trial.number)))) is not None:
                 found[trial.number] = job
     return found
 
 
 def told_by_slurm(jobs: Mapping[int, str]) -> dict[int, Told]:
     """What Slurm says of these trials' jobs; nothing where it does not answer."""
-    answers = queue.ask(jobs.values()) or {}
+    answers = job_state.ask(jobs.values()) or {}
     return {number: answers[job] for number, job in jobs.items() if job in answers}
 
 

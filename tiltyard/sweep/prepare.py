@@ -28,10 +28,10 @@ from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError, Problem, UseError
-from tiltyard.launch import slurm
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run.folder import Run, create
 from tiltyard.run.settings_schedule import Stretches
+from tiltyard.slurm import submit
 from tiltyard.sweep import program
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
 from tiltyard.sweep.local import require_gpus
@@ -100,7 +100,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     kept, plugins = _try_out(built[: len(points)] or built, base)
     if chosen is not None:
         for experiment in built:
-            slurm.check(chosen, experiment)
+            submit.check(chosen, experiment)
     return Prepared(name, plan, points, base, chosen, plugins, kept)
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.config.search_space import Choices, fingerprint, is_number
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
-from tiltyard.launch.queue import seen
 from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
 from tiltyard.run.settings_schedule import read as read_stretches
+from tiltyard.slurm.job_state import seen
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.jobs import job_ids, told_by_slurm
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows

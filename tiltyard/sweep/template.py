@@ -23,13 +23,13 @@ from typing import Any
 from tiltyard.config import site
 from tiltyard.config.site import ENTERED, PLACEHOLDER, Profile, Slurm
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import FOLDER, JOB, NUMBER, SCRIPT, SECRETS, VERDICT
-from tiltyard.launch.commands import hear
-from tiltyard.launch.queue import Told
-from tiltyard.launch.script import GO_ON, set_up, turn
-from tiltyard.launch.slurm import write_private, write_secrets
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
+from tiltyard.slurm import FOLDER, JOB, NUMBER, SCRIPT, SECRETS, VERDICT
+from tiltyard.slurm.commands import hear
+from tiltyard.slurm.job_state import Told
+from tiltyard.slurm.script import GO_ON, set_up, turn
+from tiltyard.slurm.submit import write_private, write_secrets
 from tiltyard.sweep.jobs import Jobs, Start
 
 PLACE = "template"
@@ -144,7 +144,7 @@ def script(jobs: Jobs, start: Start, folder: Path) -> str:
         *([f"sleep {start.wait:.0f}"] if start.wait else []),
         *([f'{{ flock 9; sleep {pause:g}; }} 9>"$sweep/{PLACE}/pause"'] if pause else []),
         "while true; do",
-        f'{python} -m tiltyard.launch.node_agent "$run" &',
+        f'{python} -m tiltyard.slurm.node_agent "$run" &',
         "agent=$!",
         "trap 'kill -TERM \"$agent\" 2>/dev/null' TERM INT",
         "trap 'kill -USR2 \"$agent\" 2>/dev/null' USR2",

@@ -22,14 +22,14 @@ from pathlib import Path
 from tiltyard.config.site import Profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
-from tiltyard.launch import FOLDER, JOB, STOP
-from tiltyard.launch.queue import Pace
-from tiltyard.launch.script import GO_ON
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.status import STATUS
+from tiltyard.slurm import FOLDER, JOB, STOP
+from tiltyard.slurm.job_state import Pace
+from tiltyard.slurm.script import GO_ON
 from tiltyard.sweep import results, search
 from tiltyard.sweep.arrays import Arrays
 from tiltyard.sweep.controller import Controller, judge

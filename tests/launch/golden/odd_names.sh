@@ -23,7 +23,7 @@ export SLURM_JOB_END_TIME
 
 # One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
 srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1 --cpu-bind=none --kill-on-bad-exit=0 \
-  /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" &
+  /opt/venv/bin/python -m tiltyard.slurm.node_agent "$run" &
 agents=$!
 trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kill them at once
 trap : USR2

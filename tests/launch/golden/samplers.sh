@@ -35,9 +35,9 @@ export TILTYARD_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0
 # One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
 rm -f "$run/job/verdict"
 srun --het-group=0 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=0 \
-  /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" \
+  /opt/venv/bin/python -m tiltyard.slurm.node_agent "$run" \
   : --het-group=1 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --cpu-bind=none --kill-on-bad-exit=0 \
-  /opt/venv/bin/python -m tiltyard.launch.node_agent "$run" &
+  /opt/venv/bin/python -m tiltyard.slurm.node_agent "$run" &
 agents=$!
 trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kill them at once
 trap : USR2

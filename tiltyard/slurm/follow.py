@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tiltyard.launch.queue import Pace, Told, ask, job_of, seen
 from tiltyard.run.folder import Run
 from tiltyard.run.logs import new_text
+from tiltyard.slurm.job_state import Pace, Told, ask, job_of, seen
 
 LOOK = 0.25  # seconds between looks at the folder
 TAIL = 20  # lines of a job's own output that are shown when it is lost

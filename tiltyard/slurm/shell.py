@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch.commands import environment, hear
-from tiltyard.launch.script import asked_for, secret_environment, set_up
 from tiltyard.processes.child import die_with
+from tiltyard.slurm.commands import environment, hear
+from tiltyard.slurm.script import asked_for, secret_environment, set_up
 
 SET_UP = "TILTYARD_SET_UP"
 PATIENCE = 60.0

@@ -1,4 +1,4 @@
-"""What a run's processes use on one machine: `python -m tiltyard.launch.usage JOB SECONDS` prints a line of JSON.
+"""What a run's processes use on one machine: `python -m tiltyard.slurm.usage JOB SECONDS` prints a line of JSON.
 
 With SECONDS above 0 it prints one every so many seconds, until nobody reads them. Standard library only.
 """

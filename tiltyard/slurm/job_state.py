@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiltyard.errors import UseError
-from tiltyard.launch import AGAIN, FOLDER, NUMBER
-from tiltyard.launch.commands import hear
 from tiltyard.run.folder import Run
+from tiltyard.slurm import AGAIN, FOLDER, NUMBER
+from tiltyard.slurm.commands import hear
 
 PATIENCE = 20.0  # seconds for an answer: somebody waits for a listing
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")

@@ -40,11 +40,11 @@ from tiltyard.engines.rllib.ray_cluster import (
     token_variables,
 )
 from tiltyard.errors import TiltyardError
-from tiltyard.launch import FOLDER
 from tiltyard.processes import proc
 from tiltyard.processes.child import die_with
 from tiltyard.processes.resources import free_memory, own_address, usable_cores
 from tiltyard.run import atomic
+from tiltyard.slurm import FOLDER
 
 LOOK = 0.2  # seconds between looks at the folder
 ANSWER = 120.0  # seconds for a head to answer on its port

@@ -14,14 +14,14 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.launch import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
-from tiltyard.launch.commands import sbatch
-from tiltyard.launch.script import Job, script, secret_environment
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
+from tiltyard.slurm import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
+from tiltyard.slurm.commands import sbatch
+from tiltyard.slurm.script import Job, script, secret_environment
 
 
 def check(profile: Profile, experiment: Experiment) -> None:

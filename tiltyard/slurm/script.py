@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiltyard.config.site import ENTERED, Nodes, Profile
-from tiltyard.launch import FOLDER, FORGOTTEN, JOB, NUMBER, SCRIPT, SECRETS, TRIALS
 from tiltyard.run.redact import looks_secret
 from tiltyard.run.status import root_of
+from tiltyard.slurm import FOLDER, FORGOTTEN, JOB, NUMBER, SCRIPT, SECRETS, TRIALS
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 
@@ -125,7 +125,7 @@ def _middle(job: Job) -> list[str]:
         *([] if array is None else ["while of=; do"]),
         "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
         *(['rm -f "$run/job/verdict"'] if several else []),
-        *step(job.profile, ["-m", "tiltyard.launch.node_agent"], '"$run"', python=job.python, background=True),
+        *step(job.profile, ["-m", "tiltyard.slurm.node_agent"], '"$run"', python=job.python, background=True),
         "agents=$!",
         "trap 'scancel --signal=TERM \"$id\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
         "trap : USR2",

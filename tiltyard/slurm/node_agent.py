@@ -1,4 +1,4 @@
-"""What runs on every node of a job: `python -m tiltyard.launch.node_agent RUN_FOLDER`.
+"""What runs on every node of a job: `python -m tiltyard.slurm.node_agent RUN_FOLDER`.
 
 On the first node it starts the trainer, hands on what Slurm signals, and says at the end what becomes of the job. Where
 there are several nodes, all agents together start one Ray before that (ray_nodes.py).
@@ -33,9 +33,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
-from tiltyard.launch import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
-from tiltyard.launch.commands import environment
-from tiltyard.launch.queue import own_job
 from tiltyard.processes.child import die_with, killed_by
 from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
@@ -43,9 +40,12 @@ from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_error
 from tiltyard.run.status import write_status
+from tiltyard.slurm import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
+from tiltyard.slurm.commands import environment
+from tiltyard.slurm.job_state import own_job
 
 if TYPE_CHECKING:
-    from tiltyard.launch.ray_nodes import RayNode
+    from tiltyard.slurm.ray_nodes import RayNode
 
 TICK = 0.5  # seconds between looks at the clock
 ECHO = 2.0  # seconds until the trainer's last words are in the job's log
@@ -150,7 +150,7 @@ class Agent:
             return EXIT_DONE
         if self.task["nodes"] == 1:
             return self._see_through(os.environ)
-        from tiltyard.launch.ray_nodes import RayNode  # brings torch along
+        from tiltyard.slurm.ray_nodes import RayNode  # brings torch along
 
         self.ray = RayNode(self.run.folder, self.task)
         try:
@@ -354,7 +354,7 @@ def main() -> int:
                 signal.signal(number, signal.SIG_IGN)  # while Python ends there is nobody to hear them
     task = atomic.read_json(run.folder / FOLDER / TASK)
     if task["nodes"] > 1:
-        from tiltyard.launch.ray_nodes import RayNode
+        from tiltyard.slurm.ray_nodes import RayNode
 
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         RayNode(run.folder, task).serve()
