@@ -94,7 +94,7 @@ def test_no_secret_is_in_the_script() -> None:
 def test_a_turn_is_taken_outside_of_containers() -> None:
     """With the interpreter of whoever submitted it: Slurm's commands are not in an image."""
     inside = Profile(launcher="slurm", slurm=Slurm(container="apptainer exec x.sif", python="/usr/bin/python3"))
-    assert turn(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.turn ")
+    assert turn(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.tick ")
     assert turn(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
 
 

@@ -29,7 +29,7 @@ from tiltyard.processes import proc
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.sweep import jobs
+from tiltyard.sweep.backends import jobs
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import look
 
@@ -237,9 +237,9 @@ def test_kill_9_in_the_middle_of_turns_loses_nothing(
 
 def test_two_turns_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=3)
-    from tiltyard.sweep import prepare
+    from tiltyard.sweep import preflight
 
-    sweep = prepare.begin(prepare.prepare("plan.yaml", profile="cluster"))
+    sweep = preflight.begin(preflight.prepare("plan.yaml", profile="cluster"))
     command = [sys.executable, "-m", "tiltyard", "sweep", "start", str(sweep.folder)]
     with Lock.acquire(Run(sweep.folder)):
         children = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(3)]

@@ -12,9 +12,9 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import Run
-from tiltyard.sweep import controller, prepare
+from tiltyard.sweep import controller, preflight
+from tiltyard.sweep.backends.local import Local
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.local import Local
 from tiltyard.training import preflight, resume
 from tiltyard.types import Arrays, EnvSpec
 
@@ -114,7 +114,7 @@ def carry_out(sweep: Sweep) -> int:
 def begun() -> Sweep:
     """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
     with patch.object(preflight, "probe", probe_once):
-        return prepare.begin(prepare.prepare("plan.yaml"))
+        return preflight.begin(preflight.prepare("plan.yaml"))
 
 
 def started() -> Sweep:

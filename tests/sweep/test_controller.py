@@ -30,10 +30,10 @@ from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, list_runs, write_status
 from tiltyard.run.lock import Lock
-from tiltyard.sweep import prepare, search
+from tiltyard.sweep import optuna_search, preflight
+from tiltyard.sweep.backends.local import AT_WORK
 from tiltyard.sweep.controller import Controller
 from tiltyard.sweep.folder import Sweep, find_sweep
-from tiltyard.sweep.local import AT_WORK
 from tiltyard.sweep.report import look
 
 STARTED: "list[subprocess.Popen[str]]" = []
@@ -319,7 +319,7 @@ class Desk:
 
 def desk(**more: Any) -> tuple[Sweep, Desk, Controller]:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=2, **more)
-    sweep, place = prepare.begin(prepare.prepare("plan.yaml")), Desk()
+    sweep, place = preflight.begin(preflight.prepare("plan.yaml")), Desk()
     return sweep, place, Controller(sweep, sweep.plan(), place, print)
 
 
@@ -396,9 +396,9 @@ def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -
     space = {"env.id": [f"{name}:Steady" for name in envs], "algo.lr": {"log": [1e-4, 1e-2]}}
     made = {"name": "toy", "experiment": {**TINY, "env": "one.py:Steady"}, "space": space, "search": "tpe"}
     Path("plan.yaml").write_text(dump_yaml({**made, "trials": 20}))
-    sweep, place = prepare.begin(prepare.prepare("plan.yaml")), Desk()
+    sweep, place = preflight.begin(preflight.prepare("plan.yaml")), Desk()
     place.queues = True
-    gone = search.ask(sweep.plan(), [], 1)["env.id"].removesuffix(":Steady")
+    gone = optuna_search.ask(sweep.plan(), [], 1)["env.id"].removesuffix(":Steady")
     for folder in (Path(), sweep.folder / "plugins"):
         (folder / gone).unlink()
     Controller(sweep, sweep.plan(), place, print).turn(stop=False)
@@ -556,11 +556,11 @@ def test_who_falls_behind_is_ended_and_stays_so(runs: Path, monkeypatch: pytest.
     write_plan(space={"x": [5, 1, 2]}, max_parallel=3, stop={"rule": "asha", "after": 30})
     Path("program.py").write_text(LEARNER)
     from tiltyard.sweep import controller as controlling
-    from tiltyard.sweep import prepare
-    from tiltyard.sweep.local import Local
+    from tiltyard.sweep import preflight
+    from tiltyard.sweep.backends.local import Local
 
     monkeypatch.setattr(controlling, "JUDGE_PERIOD", 0.2)
-    sweep = prepare.begin(prepare.prepare("plan.yaml"))
+    sweep = preflight.begin(preflight.prepare("plan.yaml"))
     assert controlling.carry_out(sweep, Local, print) == 0
     states = {row.trial.settings["x"]: row.state for row in look(sweep).rows}
     assert states == {5: "finished", 1: "ended", 2: "ended"}

@@ -13,8 +13,8 @@ from tiltyard.config.load import dump_yaml
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
-from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
 from tiltyard.sweep.folder import find_sweep, sweeps
+from tiltyard.sweep.python_plan import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
 from tiltyard.sweep.report import look
 
 PARAMS = ParamGrid(
@@ -69,7 +69,7 @@ def test_variables_of_an_experiment_are_added_to_those_of_all() -> None:
 
 def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
     Path("study.py").write_text(
-        "from tiltyard.sweep.description import Experiment, RunDescription\n"
+        "from tiltyard.sweep.python_plan import Experiment, RunDescription\n"
         "RUN_DESCRIPTION = RunDescription('s', [Experiment('e', 'python \"x.py')])\n"
     )
     told = tiltyard("sweep", "start", "study.py", expect=2).stderr
@@ -145,7 +145,7 @@ def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: 
         "from __future__ import annotations\n"
         "import sys\n"
         "from dataclasses import dataclass\n"
-        "from tiltyard.sweep.description import Experiment, ParamList, RunDescription\n"
+        "from tiltyard.sweep.python_plan import Experiment, ParamList, RunDescription\n"
         "sys.path.insert(0, 'elsewhere')\n"
         "@dataclass\n"
         "class Size:\n"
@@ -173,7 +173,7 @@ def test_what_is_no_description(tiltyard: Command) -> None:
         ("import nothing_here", "study.py raised ModuleNotFoundError: No module named 'nothing_here'"),
         ("this is = no Python", "study.py raised SyntaxError"),
         (
-            "from tiltyard.sweep.description import *\nRunDescription('s', [], odd=1)",
+            "from tiltyard.sweep.python_plan import *\nRunDescription('s', [], odd=1)",
             "unexpected keyword argument 'odd'",
         ),
     ],

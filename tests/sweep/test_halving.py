@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tiltyard.config.sweep_plan import EarlyStop, Plan, load_plan
-from tiltyard.sweep.halving import asha, behind, below_median
+from tiltyard.sweep.early_stopping import asha, behind, below_median
 from tiltyard.sweep.results import Curve
 
 ARMS, TOP, EVERY = 27, 27_000, 500

@@ -8,8 +8,8 @@ import pytest
 from tiltyard.algos.pbt import Gain, Member, spread
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
-from tiltyard.sweep.lineage import Lineage
-from tiltyard.sweep.members import dials, first_settings
+from tiltyard.sweep.pbt.lineage import Lineage
+from tiltyard.sweep.pbt.members import dials, first_settings
 from tiltyard.sweep.report import told
 
 TRIALS = [Trial(number, number, 6 + number, {"algo.lr": number / 10}) for number in (1, 2, 3)]

@@ -31,9 +31,10 @@ from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, create, read_events, write_status
 from tiltyard.run.settings_schedule import Stretches
-from tiltyard.sweep import lineage, prepare, replay
+from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.population import Population
+from tiltyard.sweep.pbt import lineage, repeat
+from tiltyard.sweep.pbt.controller import Population
 from tiltyard.sweep.report import look
 from tiltyard.training import resume
 
@@ -139,7 +140,7 @@ CHANGES = Stretches([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
 
 
 def _run(stretches: Stretches | None) -> Run:
-    loaded = prepare.load({**EXPERIMENT, "name": "alone"})
+    loaded = preflight.load({**EXPERIMENT, "name": "alone"})
     return create(Path("runs"), loaded.experiment, base=loaded.base, stretches=stretches)
 
 
@@ -278,7 +279,7 @@ def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
 
 def carry_out_alone(sweep: Sweep) -> int:
     from tiltyard.sweep import controller
-    from tiltyard.sweep.local import Local
+    from tiltyard.sweep.backends.local import Local
 
     return controller.carry_out(sweep, Local, print)
 
@@ -360,7 +361,7 @@ def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
     plan([float(number) for number in scores], retries=1, population={**RULES, **rules})
     sweep = begun()
     for trial in sweep.trials():
-        prepare.make_trial(sweep, sweep.plan(), trial)
+        preflight.make_trial(sweep, sweep.plan(), trial)
         if (score := scores[trial.number]) is not None:
             sweep.decide("period", trial=trial.number, period=1, env_steps=64, score=score)
     return sweep
@@ -432,7 +433,7 @@ def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: S
         schedule
     )
 
-    run = replay.make(sweep, member, ["tiltyard"])
+    run = repeat.make(sweep, member, ["tiltyard"])
     child = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", "resume", str(run.folder), "--here", "--plain"],
         stdout=subprocess.DEVNULL,
@@ -471,7 +472,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
     plan([2.0, 1.0], population={**RULES, "period": 128, "start": 128, "replace": 0.5})
     sweep = begun()
     for number, until in ((1, 128 + max(0, ahead)), (2, 128 + max(0, -ahead))):
-        folder = prepare.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
+        folder = preflight.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
         Stretches([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
         populace.train(folder)
     assert carry_out(sweep) == 0
@@ -512,7 +513,7 @@ def test_what_makes_no_population_is_refused_with_a_sentence(more: Any, said: st
 
 def test_what_rllib_can_move_is_said(runs: Path) -> None:
     from tiltyard.config.load import load
-    from tiltyard.sweep.members import _movable
+    from tiltyard.sweep.pbt.members import _movable
 
     Path("steady.py").write_text(populace.ENV)
     experiment = load({**EXPERIMENT, "engine": {"kind": "rllib", "envs": 2}}).experiment
@@ -546,7 +547,7 @@ def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
     plan([2.0, 1.0])
     sweep = begun()
     whole = sweep.plan()
-    folder = prepare.make_trial(sweep, whole, sweep.trials()[0])
+    folder = preflight.make_trial(sweep, whole, sweep.trials()[0])
     members = Population(sweep, whole)
     members.set_up(1, [1])
     populace.train(folder)

@@ -9,9 +9,9 @@ from tests.conftest import Command
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.processes import fork_server
-from tiltyard.sweep import prepare
+from tiltyard.sweep import preflight
+from tiltyard.sweep.backends.local import environment, least_busy, shares, visible_gpus
 from tiltyard.sweep.folder import find_sweep
-from tiltyard.sweep.local import environment, least_busy, shares, visible_gpus
 
 EXPERIMENT = {
     "env": "CartPole-v1",
@@ -30,7 +30,7 @@ def plan(space: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        prepare.prepare(plan({"algo.lr": [1e-3, -1.0], "algo.gama": [0.9], "algo.epochs": [1, 0]}))
+        preflight.prepare(plan({"algo.lr": [1e-3, -1.0], "algo.gama": [0.9], "algo.epochs": [1, 0]}))
     told = error.value.details
     assert "algo.lr = -1.0: must be at least 0 (in algo.lr=-1.0 algo.gama=0.9 algo.epochs=1, and 1 more)" in told
     assert "algo.epochs = 0: must be at least 1 (in algo.lr=0.001 algo.gama=0.9 algo.epochs=0, and 1 more)" in told
@@ -41,34 +41,34 @@ def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) 
 
 def test_what_only_two_settings_together_show_is_found_in_its_point(runs: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        prepare.prepare(plan({"algo.rollout": [8, 16], "algo.minibatch": [16, 32]}))
+        preflight.prepare(plan({"algo.rollout": [8, 16], "algo.minibatch": [16, 32]}))
     assert "in algo.rollout=8 algo.minibatch=32)" in error.value.details
-    prepare.prepare(plan({"algo.rollout, algo.minibatch": [[8, 16], [16, 32]]}))
+    preflight.prepare(plan({"algo.rollout, algo.minibatch": [[8, 16], [16, 32]]}))
 
 
 def test_ends_of_a_space_are_checked_before_a_search_begins(runs: Path) -> None:
     with pytest.raises(ConfigError, match="points of the plan") as error:
-        prepare.prepare(plan({"algo.gamma": {"range": [0.9, 1.5]}}, search="tpe", trials=3))
+        preflight.prepare(plan({"algo.gamma": {"range": [0.9, 1.5]}}, search="tpe", trials=3))
     assert "algo.gamma" in error.value.details
 
 
 def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
     with pytest.raises(UseError, match="NoSuchEnv"):
-        prepare.prepare(plan({"env.id": ["CartPole-v1", "NoSuchEnv-v7"]}))
+        preflight.prepare(plan({"env.id": ["CartPole-v1", "NoSuchEnv-v7"]}))
     with pytest.raises(UseError, match="no metric"):
-        prepare.prepare(plan({"algo.lr": [1e-3]}, metric="eval/retrun"))
+        preflight.prepare(plan({"algo.lr": [1e-3]}, metric="eval/retrun"))
     with pytest.raises(UseError, match="needs evaluations"):
-        prepare.prepare(plan({"eval.at_end": [True, False]}))
+        preflight.prepare(plan({"eval.at_end": [True, False]}))
     assert not runs.exists()
 
 
 def test_a_rule_that_could_never_end_a_trial_is_refused(runs: Path) -> None:
     stop = {"rule": "asha", "after": 16}
     with pytest.raises(ConfigError) as error:
-        prepare.prepare(plan({"algo.lr": [1e-3, 1e-4]}, stop=stop))
+        preflight.prepare(plan({"algo.lr": [1e-3, 1e-4]}, stop=stop))
     assert "stop.after = 16: no trial goes on after that: stop.env_steps = 16" in error.value.details
     assert not runs.exists()
-    prepare.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # one that is longer can be ended
+    preflight.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # one that is longer can be ended
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
     (folder / "plan.yaml").write_text(
         dump_yaml({"experiment": "own.yaml", "space": {"algo.lr": [1e-3, 1e-4]}, "retries": 0})
     )
-    made = prepare.prepare(folder / "plan.yaml")
-    sweep = prepare.begin(made)
+    made = preflight.prepare(folder / "plan.yaml")
+    sweep = preflight.begin(made)
     (folder / "own.py").write_text("raise SystemExit('the new code was run')")
     (folder / "own.yaml").write_text("broken: [")
     monkeypatch.chdir("/")
@@ -110,38 +110,38 @@ def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
         }
     }
     (tmp_path / "tiltyard.yaml").write_text(dump_yaml(site))
-    made = prepare.prepare(plan({"algo.lr": [1e-3]}), profile="here")
-    sweep = prepare.begin(made)
-    folder = prepare.make_trial(sweep, sweep.plan(), sweep.trials()[0])
+    made = preflight.prepare(plan({"algo.lr": [1e-3]}), profile="here")
+    sweep = preflight.begin(made)
+    folder = preflight.make_trial(sweep, sweep.plan(), sweep.trials()[0])
     from tiltyard.run.folder import Run
 
     assert Run(folder).experiment().engine.threads == 1
     assert Run(folder).status()["profile"] == "here"
     assert sweep.launcher == "local"
-    there = prepare.begin(prepare.prepare(plan({"algo.lr": [1e-3]}), profile="there"))
+    there = preflight.begin(preflight.prepare(plan({"algo.lr": [1e-3]}), profile="there"))
     assert (there.launcher, there.facts()["profile"]) == ("slurm", "there")
     for name, words in (("wide", "asks for several nodes"), ("mixed", "heterogeneous job, which Slurm has no arrays")):
         with pytest.raises(UseError, match=words):
-            prepare.prepare(plan({"algo.lr": [1e-3]}), profile=name)
+            preflight.prepare(plan({"algo.lr": [1e-3]}), profile=name)
     with pytest.raises(UseError, match="trials_per_gpu divides the GPUs of this machine"):
-        prepare.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2), profile="there")
+        preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2), profile="there")
 
 
 def test_nothing_of_a_plan_is_lost_in_its_folder(runs: Path) -> None:
     tree = {**EXPERIMENT, "algo": {**EXPERIMENT["algo"], "kl_stop": None}}  # type: ignore[dict-item]
-    made = prepare.prepare({"experiment": tree, "points": [{"algo.kl_stop": None}, {"algo.kl_stop": 0.1}]})
-    sweep = prepare.begin(made)
+    made = preflight.prepare({"experiment": tree, "points": [{"algo.kl_stop": None}, {"algo.kl_stop": 0.1}]})
+    sweep = preflight.begin(made)
     assert sweep.plan() == made.plan
     assert sweep.plan().points[0] == {"algo.kl_stop": None}
     assert sweep.plan().experiment["algo"]["kl_stop"] is None  # type: ignore[index, call-overload]
-    assert prepare.same_sweep(made) == sweep
+    assert preflight.same_sweep(made) == sweep
     assert sweep.trials() == made.trials
 
 
 def test_a_plan_that_no_file_can_hold_is_refused_before_anything_is_made(runs: Path) -> None:
-    made = prepare.prepare({"program": ["python"], "environment": {"LONG": "x" * 2_000_000}})
+    made = preflight.prepare({"program": ["python"], "environment": {"LONG": "x" * 2_000_000}})
     with pytest.raises(UseError, match="more than 1,048,576"):
-        prepare.begin(made)
+        preflight.begin(made)
     assert list(runs.glob("*/*")) == []
 
 
@@ -182,24 +182,24 @@ def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("MY VAR", "A=1; touch here; B", "1A"):
         with pytest.raises(ConfigError) as error:
-            prepare.prepare(plan({"algo.lr": [1e-3]}, environment={name: "x"}))
+            preflight.prepare(plan({"algo.lr": [1e-3]}, environment={name: "x"}))
         assert "is no name of an environment variable" in error.value.details
     with pytest.raises(UseError, match="shows no GPU"):
-        prepare.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2))
+        preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2))
     assert not runs.exists()
 
 
 def test_nothing_of_a_try_out_is_left_running(runs: Path) -> None:
-    assert prepare.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
+    assert preflight.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
     assert fork_server.early._kept is None
 
 
 def test_many_trials_want_a_yes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "MANY", 3)
+    monkeypatch.setattr(preflight, "MANY", 3)
     four = plan({"algo.lr": [1e-3, 1e-4]}, seeds=2)
     with pytest.raises(UseError, match="this plan has 4 trials"):
-        prepare.prepare(four)
-    assert prepare.prepare(four, many=True).count == 4
+        preflight.prepare(four)
+    assert preflight.prepare(four, many=True).count == 4
 
 
 def test_a_plan_is_no_experiment_and_an_experiment_no_plan(tiltyard: Command, runs: Path) -> None:

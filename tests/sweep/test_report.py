@@ -21,7 +21,7 @@ from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.sweep import results
 from tiltyard.sweep.folder import FACTS
-from tiltyard.sweep.pictures import bands
+from tiltyard.sweep.plots import bands
 from tiltyard.sweep.report import bootstrap, explained, importance, look
 from tiltyard.sweep.results import interquartile_mean
 from tiltyard.sweep.space import fixed_points

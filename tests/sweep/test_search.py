@@ -11,7 +11,7 @@ from tiltyard.config.load import dump_yaml
 from tiltyard.config.search_space import fingerprint
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.run import atomic, metrics
-from tiltyard.sweep import search
+from tiltyard.sweep import optuna_search
 from tiltyard.sweep.folder import Trial, find_sweep
 from tiltyard.sweep.results import Group, Row
 from tiltyard.sweep.space import dimensions, draws
@@ -40,7 +40,7 @@ def group(number: int, point: dict[str, Any], value: float | None, state: str = 
 def searched(made: Plan, count: int, sign: float = 1.0) -> list[dict[str, Any]]:
     found: list[Group] = []
     for number in range(1, count + 1):
-        point = search.ask(made, found, number)
+        point = optuna_search.ask(made, found, number)
         found.append(group(number, point, sign * score(point)))
     return [each.settings for each in found]
 
@@ -64,20 +64,20 @@ def test_the_same_question_has_the_same_answer_and_other_things_count() -> None:
     made = plan("tpe")
     points = searched(made, 12)
     before = [group(i, point, score(point)) for i, point in enumerate(points, start=1)]
-    again = search.ask(made, before, 13)
-    assert again == search.ask(made, before, 13)
-    assert again != search.ask(made, before, 14)
+    again = optuna_search.ask(made, before, 13)
+    assert again == optuna_search.ask(made, before, 13)
+    assert again != optuna_search.ask(made, before, 14)
     on_its_way = [*before, group(13, again, None, "running")]
-    assert search.ask(made, on_its_way, 13) != again, "a point that is on its way is not asked for again"
+    assert optuna_search.ask(made, on_its_way, 13) != again, "a point that is on its way is not asked for again"
     failed = [*before[:-1], group(12, points[-1], None, "failed")]
-    assert search.ask(made, failed, 13) not in points
+    assert optuna_search.ask(made, failed, 13) not in points
 
 
 def test_a_small_space_is_tried_as_a_whole_before_anything_comes_twice() -> None:
     made = load_plan({"experiment": "x", "space": {"a": [1, 2, 3], "b": [1, 2]}, "search": "tpe", "trials": 7})[0]
     found: list[Group] = []
     for number in range(1, 8):
-        point = search.ask(made, found, number)
+        point = optuna_search.ask(made, found, number)
         found.append(group(number, point, float(point["a"])))
     assert len({fingerprint(each.settings) for each in found[:6]}) == 6
 
@@ -87,7 +87,7 @@ def test_points_of_a_span_may_be_fewer_than_trials() -> None:
     made = load_plan({"experiment": "x", "space": space, "search": "tpe", "trials": 6})[0]
     found = [group(1, {"a": 3.9e-4}, 0.0)]  # no choice: as an earlier version drew it
     for number in range(2, 7):
-        point = search.ask(made, found, number)
+        point = optuna_search.ask(made, found, number)
         assert point["a"] in (1e-4, 1e-3, 1e-2)
         found.append(group(number, point, float(point["a"])))
 
@@ -128,7 +128,7 @@ def test_a_model_that_is_sure_of_an_end_is_not_replaced_by_chance() -> None:
     made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})[0]
     found: list[Group] = []
     for number in range(1, 17):
-        point = search.ask(made, found, number)
+        point = optuna_search.ask(made, found, number)
         found.append(group(number, point, -point["a"]))
     drawn = [point for point, _ in zip(draws(dimensions(made), made.seed), range(20), strict=False)]
     later = [each.settings["a"] for each in found[10:]]

@@ -24,9 +24,9 @@ from tiltyard.errors import ConfigError
 from tiltyard.processes import proc
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
+from tiltyard.sweep.backends.custom_queue import words
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import look
-from tiltyard.sweep.template import words
 
 # Jobs are processes; a file each says which one, and what was asked for.
 NGC = """#!PYTHON

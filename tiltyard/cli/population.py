@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
     """Every exploit in its order; of one member, from which env step on it had which settings."""
-    from tiltyard.sweep.replay import schedule_of, story_of
+    from tiltyard.sweep.pbt.repeat import schedule_of, story_of
     from tiltyard.sweep.report import told
 
     story = story_of(sweep)
@@ -40,7 +40,7 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
 
 def replay(sweep: Sweep, args: argparse.Namespace) -> int:
     """Train one run with all that the member's weights saw."""
-    from tiltyard.sweep import replay as replaying
+    from tiltyard.sweep.pbt import repeat as replaying
 
     member = args.member if args.member is not None else _best(sweep)
     sys.stdout.write(_schedule(replaying.schedule_of(sweep, member)))
@@ -63,7 +63,7 @@ def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:
 
 
 def _best(sweep: Sweep) -> int:
-    from tiltyard.sweep.replay import story_of
+    from tiltyard.sweep.pbt.repeat import story_of
     from tiltyard.sweep.report import look
 
     story_of(sweep)

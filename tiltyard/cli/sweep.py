@@ -29,7 +29,7 @@ from tiltyard.run import atomic
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
     from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.prepare import Prepared
+    from tiltyard.sweep.preflight import Prepared
     from tiltyard.sweep.report import Report
 
 HEARS = 2.0  # seconds after which who still carries a sweep out has heard of a decision; one about to end may not
@@ -132,11 +132,11 @@ def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
         if args.new or args.on or args.yes:
             raise UseError(f"{sweep.id} is a sweep, and goes on as it was started", "name a plan for another one")
         return [sweep]
-    from tiltyard.sweep import prepare
+    from tiltyard.sweep import preflight
 
     found: list[Sweep | Prepared] = []
-    for prepared in [prepare.prepare(source, profile=args.on, many=args.yes) for source in sources]:
-        known = None if args.new else prepare.same_sweep(prepared)
+    for prepared in [preflight.prepare(source, profile=args.on, many=args.yes) for source in sources]:
+        known = None if args.new else preflight.same_sweep(prepared)
         if known is not None:
             sys.stderr.write(f"this plan is sweep {known.id}, which goes on; --new starts another\n")
         found.append(known or prepared)
@@ -144,11 +144,11 @@ def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
 
 
 def _begun(each: Sweep | Prepared) -> Sweep:
-    from tiltyard.sweep import prepare
+    from tiltyard.sweep import preflight
 
-    if not isinstance(each, prepare.Prepared):
+    if not isinstance(each, preflight.Prepared):
         return each
-    sweep = prepare.begin(each, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    sweep = preflight.begin(each, [Path(sys.argv[0]).name, *sys.argv[1:]])
     sys.stderr.write(f"sweep {sweep.id}: {_trials(each.count)}, {each.plan.max_parallel} at once\n")
     return sweep
 
@@ -161,7 +161,7 @@ def _plans(target: str) -> list[Any]:
     """The plans that a word means: a YAML file, or RUN_DESCRIPTION in Python; none where it means a sweep."""
     if target.endswith((".yaml", ".yml")):
         return [Path(target)]
-    from tiltyard.sweep.description import is_module, load_description
+    from tiltyard.sweep.python_plan import is_module, load_description
 
     if target.endswith(".py"):
         return list(load_description(target).plans())
@@ -175,7 +175,7 @@ def _plans(target: str) -> list[Any]:
 
 
 def _dry(each: Sweep | Prepared, *, leave_stopped: bool) -> None:
-    from tiltyard.sweep.prepare import Prepared
+    from tiltyard.sweep.preflight import Prepared
 
     if not isinstance(each, Prepared):
         _say_dry(each, leave_stopped=leave_stopped)
@@ -218,8 +218,8 @@ def _carry_out(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
         return sweep_jobs.submit(sweep, _say, leave_stopped=leave_stopped)
     if detach:
         return _in_background([sweep], leave_stopped=leave_stopped)
+    from tiltyard.sweep.backends.local import Local
     from tiltyard.sweep.controller import carry_out
-    from tiltyard.sweep.local import Local
     from tiltyard.sweep.report import look
 
     code = carry_out(sweep, Local, _say, leave_stopped=leave_stopped)
@@ -332,11 +332,11 @@ def _best_value(found: Report, values: list[float]) -> float:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from tiltyard.sweep import pictures
+    from tiltyard.sweep import plots
     from tiltyard.sweep.report import look
 
     found = look(_find(args.target))
-    for picture in pictures.draw(found, args.out or found.sweep.folder / "pictures"):
+    for picture in plots.draw(found, args.out or found.sweep.folder / "pictures"):
         sys.stdout.write(f"{os.path.relpath(picture)}\n")
     return EXIT_DONE
 
@@ -363,9 +363,9 @@ def _retry(args: argparse.Namespace) -> int:
         raise UseError("`tiltyard sweep retry` needs to know which trials", "add --failed")
     sweep = _find(args.target)
     if sweep.launcher != "local" and not args.dry_run:
-        from tiltyard.sweep import turn
+        from tiltyard.sweep import tick
 
-        turn.take(sweep, _say)  # what failed just now is written down before it is forgiven
+        tick.take(sweep, _say)  # what failed just now is written down before it is forgiven
     rows = [row for row in look(sweep).rows if row.state in ("failed", RETRY)]
     failed = [row.trial.number for row in rows if not row.trial.refused]
     if len(failed) < len(rows):
@@ -397,7 +397,7 @@ def _extend(args: argparse.Namespace) -> int:
     if seeds and plan.program and any("seed" in trial.settings for trial in sweep.trials()):
         hint = "write the new ones into the plan, and start that"
         raise UseError(f"seed is a parameter of {sweep.id} like any other: it cannot be given twice", hint)
-    from tiltyard.sweep.prepare import check_more
+    from tiltyard.sweep.preflight import check_more
 
     check_more(sweep, plan, points, seeds, many=args.yes)
     more = [f"{count} {what}{'s' * (count > 1)}" for count, what in ((points, "combination"), (seeds, "seed")) if count]

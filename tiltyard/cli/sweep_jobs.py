@@ -11,14 +11,14 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.prepare import Prepared
+    from tiltyard.sweep.preflight import Prepared
 
 
 def dry(prepared: Prepared) -> None:
     """What would be submitted: the script, and how many trials it would be for."""
     from tiltyard.config.site_file import runs_root
     from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.turn import would_submit
+    from tiltyard.sweep.tick import would_submit
 
     assert prepared.profile is not None
     sweep = Sweep(runs_root().absolute() / prepared.name / "sweep-NNNN")
@@ -29,10 +29,10 @@ def dry(prepared: Prepared) -> None:
 
 def submit(sweep: Sweep, say: Callable[[str], None], *, leave_stopped: bool) -> int:
     """A turn of the sweep, by a person: what is due is submitted."""
-    from tiltyard.sweep import turn
+    from tiltyard.sweep import tick
     from tiltyard.sweep.report import look
 
-    turn.take(sweep, say, afresh=True, leave_stopped=leave_stopped)
+    tick.take(sweep, say, afresh=True, leave_stopped=leave_stopped)
     found = look(sweep)
     sys.stdout.write(summary(found))
     return EXIT_FAILED if found.state == "failed" else EXIT_DONE

@@ -35,9 +35,9 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
     atomic.write_text(sweep.stop_file, f"{atomic.now()}\n")
     away: dict[int, str] = {}  # trial -> the host on which alone it can be asked
     if sweep.launcher != "local":
-        from tiltyard.sweep import turn
+        from tiltyard.sweep import tick
 
-        turn.take(sweep, say)
+        tick.take(sweep, say)
     elif not sweep.controlled:
         away = {row.trial.number: host for row in at_work if (host := _ask(row.folder))}
     pace, deadline = Pace(), time.monotonic() + (STOPS if args.wait is None else args.wait)

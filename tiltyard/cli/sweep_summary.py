@@ -76,7 +76,7 @@ def _table(found: Report) -> str:
 
 def _members(found: Report) -> str:
     """The members of a population, the best first: with what they learn, how far they are, whose copies they are."""
-    from tiltyard.sweep.lineage import read
+    from tiltyard.sweep.pbt.lineage import read
 
     keys, story = found.keys, read(found.sweep)
     lines = []

@@ -42,10 +42,10 @@ def watch(sweep: Sweep, every: float | None, say: Callable[[str], None]) -> int:
 
 def _take_turn(sweep: Sweep, say: Callable[[str], None]) -> bool:
     """False when the queue gave no answer, which it may do later."""
-    from tiltyard.sweep import turn
+    from tiltyard.sweep import tick
 
     try:
-        turn.take(sweep, say)
+        tick.take(sweep, say)
     except UseError:
         raise
     except TiltyardError as error:

@@ -249,7 +249,7 @@ class Agent:
 
     def _command(self) -> list[str]:
         if self.task.get("program"):
-            return [sys.executable, "-m", "tiltyard.sweep.program", str(self.run.folder)]
+            return [sys.executable, "-m", "tiltyard.sweep.external_program", str(self.run.folder)]
         trusted = ["--trust-code"] if self.task["trust_code"] else []
         words = [*trusted, *self.task["overrides"]]
         return [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words]
@@ -287,7 +287,7 @@ class Agent:
         every = float(self.task.get("judge") or 0.0)
         if every and time.monotonic() - self._looks >= every:
             self._looks = time.monotonic()
-            command = [sys.executable, "-m", "tiltyard.sweep.turn", str(self.run.folder.parent), "--judge", str(every)]
+            command = [sys.executable, "-m", "tiltyard.sweep.tick", str(self.run.folder.parent), "--judge", str(every)]
             threading.Thread(target=subprocess.run, args=(command,), daemon=True).start()
 
     def _limit_near(self) -> bool:

@@ -158,7 +158,7 @@ def _what_next(job: Job) -> list[str]:
 def turn(profile: Profile, python: str) -> str:
     """A turn of the sweep in whose trial's job this is: outside of any container, where jobs can be submitted."""
     chosen = python if profile.slurm.container else profile.slurm.python or python
-    return f'{shlex.quote(chosen)} -m tiltyard.sweep.turn "$sweep" --own "$run"'
+    return f'{shlex.quote(chosen)} -m tiltyard.sweep.tick "$sweep" --own "$run"'
 
 
 def _end(job: Job) -> list[str]:

@@ -25,10 +25,10 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardErro
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
-from tiltyard.sweep import halving, results, search
+from tiltyard.sweep import early_stopping, optuna_search, results
 from tiltyard.sweep.folder import Sweep, Trial, wanted
-from tiltyard.sweep.population import Population
-from tiltyard.sweep.prepare import load_trial, make_trial
+from tiltyard.sweep.pbt.controller import Population
+from tiltyard.sweep.preflight import load_trial, make_trial
 from tiltyard.sweep.results import Curve, Row
 from tiltyard.sweep.space import fixed_count, fixed_points
 from tiltyard.training.signals import StopSignals
@@ -72,7 +72,7 @@ def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say,
         ) from error
     with lock, StopSignals() as signals:
         plan = sweep.plan()
-        search.require_optuna(plan)
+        optuna_search.require_optuna(plan)
         sweep.stop_file.unlink(missing_ok=True)
         controller = Controller(sweep, plan, backend(sweep, plan), say, leave_stopped=leave_stopped)
         while not controller.over:
@@ -242,7 +242,7 @@ class Controller:
             self._warned = True
             metric = self.plan.metric.name
             self._tell("warning", f"None of {len(finished)} finished trials has recorded {metric}: nothing is learned.")
-        settings = known or search.ask(self.plan, results.groups(self.rows.values()), point)
+        settings = known or optuna_search.ask(self.plan, results.groups(self.rows.values()), point)
         trial = Trial(number, point, seed, settings)
         try:
             if self.plan.program is None:
@@ -366,7 +366,7 @@ class Controller:
 
 def judge(sweep: Sweep, plan: Plan, curves: Mapping[int, Curve], at_work: set[int]) -> dict[int, str]:
     """Who falls behind from now on, and why; written down."""
-    found = halving.behind(plan, curves, at_work - _ended_early(sweep))
+    found = early_stopping.behind(plan, curves, at_work - _ended_early(sweep))
     for number, why in found.items():
         sweep.decide("ended early", trial=number, why=why)
     return found

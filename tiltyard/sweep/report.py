@@ -23,13 +23,13 @@ from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.slurm.job_state import seen
+from tiltyard.sweep.backends.jobs import job_ids, told_by_slurm
 from tiltyard.sweep.folder import Sweep, wanted
-from tiltyard.sweep.jobs import job_ids, told_by_slurm
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
 
 if TYPE_CHECKING:
-    from tiltyard.sweep.lineage import Copy, Lineage
+    from tiltyard.sweep.pbt.lineage import Copy, Lineage
 
 RESAMPLES = 2000
 BINS = 4
@@ -97,7 +97,7 @@ def look(sweep: Sweep) -> Report:
     failed = failures(decisions)
     found = [_to_retry(row, len(failed.get(row.trial.number, ())), plan.retries) for row in found]
     if plan.search == "population":
-        from tiltyard.sweep.lineage import Lineage
+        from tiltyard.sweep.pbt.lineage import Lineage
 
         story = Lineage([row.trial for row in found], decisions)
         found = [_member(row, story) for row in found]

@@ -80,7 +80,7 @@ def fixed_count(plan: Plan) -> int:
 def fixed_points(plan: Plan, count: int) -> list[Point]:
     """The first points of a plan whose search does not learn."""
     if plan.search == "population":
-        from tiltyard.sweep.members import first_settings
+        from tiltyard.sweep.pbt.members import first_settings
 
         return first_settings(plan, count)
     found = dimensions(plan)

@@ -49,7 +49,7 @@ echo "job $id: ${verdict:-none} (exit code $code)"
 [ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue
 [ "${verdict:-none}" = requeue ] && break
 # What comes next in the sweep; perhaps more of the same.
-/opt/venv/bin/python -m tiltyard.sweep.turn "$sweep" --own "$run"
+/opt/venv/bin/python -m tiltyard.sweep.tick "$sweep" --own "$run"
 [ $? = 10 ] || exit "$code"
 done
 scontrol requeue "$id" && exit 0

@@ -19,7 +19,7 @@ from typing import Any
 from tiltyard.config.search_space import Span, is_number
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
-from tiltyard.sweep.lineage import Lineage, read
+from tiltyard.sweep.pbt.lineage import Lineage, read
 from tiltyard.sweep.report import Report, brief, importance, shown
 from tiltyard.sweep.results import Curve, Group, Row, curve
 from tiltyard.sweep.space import dimensions

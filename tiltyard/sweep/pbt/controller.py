@@ -27,10 +27,11 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, Stretches
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.run.status import STATUS
-from tiltyard.sweep import lineage, results
+from tiltyard.sweep import results
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.lineage import Copy, Lineage
-from tiltyard.sweep.members import dials, draws
+from tiltyard.sweep.pbt import lineage
+from tiltyard.sweep.pbt.lineage import Copy, Lineage
+from tiltyard.sweep.pbt.members import dials, draws
 from tiltyard.sweep.report import told
 
 PINNED = "pinned"

@@ -32,10 +32,10 @@ from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run.folder import Run, create
 from tiltyard.run.settings_schedule import Stretches
 from tiltyard.slurm import submit
-from tiltyard.sweep import program
+from tiltyard.sweep import external_program
+from tiltyard.sweep.backends.local import require_gpus
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
-from tiltyard.sweep.local import require_gpus
-from tiltyard.sweep.search import require_optuna
+from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
 MANY = 10_000
@@ -84,8 +84,8 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     if chosen is None or chosen.launcher == "local":
         require_gpus(plan)
     if plan.program is not None:
-        program.check(plan)
-        return Prepared(plan.name or program.name(plan), plan, _points(plan, many), (), chosen, [])
+        external_program.check(plan)
+        return Prepared(plan.name or external_program.name(plan), plan, _points(plan, many), (), chosen, [])
     tree, base = said(_target(plan, where), profile=chosen)
     plan = plan.model_copy(update={"experiment": _with_sources(tree)})
     points = _points(plan, many)
@@ -93,7 +93,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     _check_metric(plan, built)
     _check_stop(plan, built)
     if plan.search == "population":
-        from tiltyard.sweep.members import check
+        from tiltyard.sweep.pbt.members import check
 
         check(plan, built)
     name = plan.name or built[0].run_name
@@ -144,7 +144,7 @@ def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
     if place.exists():
         return place
     if plan.program is not None:
-        program.make(sweep, plan, trial)
+        external_program.make(sweep, plan, trial)
         return place
     return new_run(
         sweep, plan, trial, ["tiltyard", "train", *words(trial.settings), f"seed={trial.seed}"], place

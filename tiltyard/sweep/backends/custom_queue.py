@@ -30,7 +30,7 @@ from tiltyard.slurm.commands import hear
 from tiltyard.slurm.job_state import Told
 from tiltyard.slurm.script import GO_ON, set_up, turn
 from tiltyard.slurm.submit import write_private, write_secrets
-from tiltyard.sweep.jobs import Jobs, Start
+from tiltyard.sweep.backends.jobs import Jobs, Start
 
 PLACE = "template"
 

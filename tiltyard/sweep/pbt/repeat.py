@@ -12,10 +12,10 @@ from tiltyard.algos.pbt import Settings
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import Stretches
-from tiltyard.sweep import lineage
 from tiltyard.sweep.folder import Sweep, Trial
-from tiltyard.sweep.lineage import Lineage
-from tiltyard.sweep.prepare import new_run
+from tiltyard.sweep.pbt import lineage
+from tiltyard.sweep.pbt.lineage import Lineage
+from tiltyard.sweep.preflight import new_run
 
 
 def story_of(sweep: Sweep) -> Lineage:

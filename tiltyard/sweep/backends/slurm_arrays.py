@@ -28,7 +28,7 @@ from tiltyard.slurm.commands import cancel, hear, sbatch
 from tiltyard.slurm.job_state import Told
 from tiltyard.slurm.script import Array, Job, script
 from tiltyard.slurm.submit import write_script
-from tiltyard.sweep.jobs import Jobs, Start
+from tiltyard.sweep.backends.jobs import Jobs, Start
 
 PLACE, NAME = "slurm", "name"
 AT_ONCE = 500  # jobs in one scancel

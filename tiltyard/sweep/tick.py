@@ -1,4 +1,4 @@
-"""One turn of a sweep whose trials are jobs: `python -m tiltyard.sweep.turn SWEEP_FOLDER`.
+"""One turn of a sweep whose trials are jobs: `python -m tiltyard.sweep.tick SWEEP_FOLDER`.
 
     take the lock -> see what the queue and the folders say -> write down what ended -> start what is due -> let go
 
@@ -30,12 +30,12 @@ from tiltyard.run.status import STATUS
 from tiltyard.slurm import FOLDER, JOB, STOP
 from tiltyard.slurm.job_state import Pace
 from tiltyard.slurm.script import GO_ON
-from tiltyard.sweep import results, search
-from tiltyard.sweep.arrays import Arrays
+from tiltyard.sweep import optuna_search, results
+from tiltyard.sweep.backends.custom_queue import Template
+from tiltyard.sweep.backends.jobs import Jobs, kept_profile
+from tiltyard.sweep.backends.slurm_arrays import Arrays
 from tiltyard.sweep.controller import Controller, judge
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.jobs import Jobs, kept_profile
-from tiltyard.sweep.template import Template
 
 PATIENCE = 600.0  # seconds to wait for somebody else's turn
 AGAIN = 0.2  # seconds between two tries
@@ -59,7 +59,7 @@ def take(
     """
     with wait_for_lock(sweep):
         plan = sweep.plan()
-        search.require_optuna(plan)
+        optuna_search.require_optuna(plan)
         profile = kept_profile(sweep, afresh=afresh)
         if afresh:
             if not leave_stopped:
@@ -150,7 +150,7 @@ def _say(sentence: str) -> None:
 
 def main() -> int:
     """The exit code of a turn."""
-    parser = argparse.ArgumentParser(prog="tiltyard.sweep.turn")
+    parser = argparse.ArgumentParser(prog="tiltyard.sweep.tick")
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--own")
     parser.add_argument("--judge", type=float)

@@ -205,7 +205,7 @@ def require_gpus(plan: Plan) -> list[str]:
 def command(plan: Plan, folder: Path) -> list[str]:
     """What is typed for one trial."""
     if plan.program is not None:
-        return [sys.executable, "-m", "tiltyard.sweep.program", str(folder)]
+        return [sys.executable, "-m", "tiltyard.sweep.external_program", str(folder)]
     return [sys.executable, "-m", "tiltyard", "resume", str(folder), "--here", "--plain"]
 
 

@@ -1,6 +1,6 @@
 """Trials that are any other program: the parameters as flags, a folder with a status, a log per attempt.
 
-    python -m tiltyard.sweep.program FOLDER      what is started in a trial's place: runs it, says how it ended
+    python -m tiltyard.sweep.external_program FOLDER      what is started in a trial's place: runs it, says how it ended
 
 The folder is the program's own to write to: TILTYARD_TRIAL names it. Lines {"env_steps": ..., "metrics": {...}} that it
 appends to metrics.jsonl there are what its trials are compared by. A program that is started again starts anew.

@@ -174,7 +174,7 @@ def _importing_from(folder: Path, text: str) -> Iterator[None]:
     except TiltyardError:
         raise
     except Exception as error:
-        hint = "the traceback shows where; the classes are those of tiltyard.sweep.description"
+        hint = "the traceback shows where; the classes are those of tiltyard.sweep.python_plan"
         raise UseError(f"{text} {raised(error)}", hint, user_traceback(error)) from error
     finally:
         sys.path.remove(str(folder))
