@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from tiltyard.doctor import checkup, display, site, software, storage, system
+from tiltyard.doctor import checkup, display, slurm, software, storage, system
 from tiltyard.doctor.finding import Finding
 
 PROGRAM = """
@@ -327,31 +327,31 @@ def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "check", "state"),
     [
-        ("JobRequeue = 0", site.check_requeue, "note"),
-        ("JobRequeue = 1", site.check_requeue, "ok"),
-        ("KillWait = 3 sec", site.check_preemption, "note"),
-        ("KillWait = 30 sec", site.check_preemption, "ok"),
-        ("MaxArraySize = 0", site.check_arrays, "note"),
-        ("MaxArraySize = 1001", site.check_arrays, "ok"),
-        ("ClusterName = mini", site.check_slurm, "ok"),
+        ("JobRequeue = 0", slurm.check_requeue, "note"),
+        ("JobRequeue = 1", slurm.check_requeue, "ok"),
+        ("KillWait = 3 sec", slurm.check_preemption, "note"),
+        ("KillWait = 30 sec", slurm.check_preemption, "ok"),
+        ("MaxArraySize = 0", slurm.check_arrays, "note"),
+        ("MaxArraySize = 1001", slurm.check_arrays, "ok"),
+        ("ClusterName = mini", slurm.check_slurm, "ok"),
     ],
 )
 def test_what_slurm_allows(
     line: str, check: Callable[[], Finding], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", f"echo 'Configuration data'; echo '{line}'"))
-    site._known.cache_clear()
+    slurm._known.cache_clear()
     try:
         assert check().state == state
     finally:
-        site._known.cache_clear()
+        slurm._known.cache_clear()
 
 
 def test_slurm_that_does_not_answer_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", "exec sleep 100"))
-    monkeypatch.setattr(site, "PATIENCE", 0.5)
-    assert site.settings() == {}
+    monkeypatch.setattr(slurm, "PATIENCE", 0.5)
+    assert slurm.settings() == {}
     program(tmp_path, "scontrol", "echo no; exit 1")
-    assert site.settings() == {}
+    assert slurm.settings() == {}
     monkeypatch.setenv("PATH", "/nowhere")
-    assert site.settings() is None
+    assert slurm.settings() is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiltyard.config.site import Profile, Slurm
-from tiltyard.doctor import node, remembered
+from tiltyard.doctor import bad_nodes, node_probe
 from tiltyard.doctor.across import compare
 from tiltyard.doctor.finding import Finding
 from tiltyard.run import atomic
@@ -67,41 +67,41 @@ def test_who_cannot_reach_whom() -> None:
 def test_calls(tmp_path: Path) -> None:
     folder = tmp_path / "visit-1"
     folder.mkdir()
-    with node.listening("visit-1 b") as port:
+    with node_probe.listening("visit-1 b") as port:
         atomic.write_json(folder / "b.here", {"address": "127.0.0.1", "port": port})
         atomic.write_json(folder / "c.here", {"address": "127.0.0.1", "port": port})
-        off = node.call(folder, "b")
+        off = node_probe.call(folder, "b")
         assert isinstance(off, float) and abs(off) < 5
-        assert node.call(folder, "c") == f"127.0.0.1:{port}: somebody else answers there"
-    assert node.call(folder, "b") == f"127.0.0.1:{port}: Connection refused"
+        assert node_probe.call(folder, "c") == f"127.0.0.1:{port}: somebody else answers there"
+    assert node_probe.call(folder, "b") == f"127.0.0.1:{port}: Connection refused"
 
 
 def test_a_call_that_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "CALL", 0.3)
+    monkeypatch.setattr(node_probe, "CALL", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         number = deaf.getsockname()[1]
         atomic.write_json(tmp_path / "b.here", {"address": "127.0.0.1", "port": number})
-        assert node.call(tmp_path, "b") == f"127.0.0.1:{number} gives no answer"
+        assert node_probe.call(tmp_path, "b") == f"127.0.0.1:{number} gives no answer"
 
 
 def test_bad_nodes_are_remembered_until_they_are_well(tmp_path: Path) -> None:
     full = Finding("shm", "bad", "3 MiB free", node="n1")
     fine = Finding("shm", "ok", "much free", node="n2")
-    assert "n1 is remembered as bad" in remembered.note(tmp_path, [full, fine])[0]
-    assert list(remembered.bad_nodes(tmp_path)) == ["n1"]
-    assert remembered.bad_nodes(tmp_path)["n1"].endswith(": shm: 3 MiB free")
-    assert remembered.avoided(Profile(), tmp_path) == {}
-    assert list(remembered.avoided(Profile(slurm=Slurm(exclude_failed=True)), tmp_path)) == ["n1"]
-    assert remembered.note(tmp_path, [fine]) == []
-    assert remembered.note(tmp_path, [Finding("shm", "note", "some free", node="n1")]) == [
+    assert "n1 is remembered as bad" in bad_nodes.note(tmp_path, [full, fine])[0]
+    assert list(bad_nodes.bad_nodes(tmp_path)) == ["n1"]
+    assert bad_nodes.bad_nodes(tmp_path)["n1"].endswith(": shm: 3 MiB free")
+    assert bad_nodes.avoided(Profile(), tmp_path) == {}
+    assert list(bad_nodes.avoided(Profile(slurm=Slurm(exclude_failed=True)), tmp_path)) == ["n1"]
+    assert bad_nodes.note(tmp_path, [fine]) == []
+    assert bad_nodes.note(tmp_path, [Finding("shm", "note", "some free", node="n1")]) == [
         "n1 is well again, and no longer left out"
     ]
-    assert remembered.bad_nodes(tmp_path) == {}
+    assert bad_nodes.bad_nodes(tmp_path) == {}
 
 
 def test_no_node_is_to_blame_for_what_is_wrong_on_all(tmp_path: Path) -> None:
     everywhere = [Finding("runs", "bad", "cannot be written", node=name) for name in ("n1", "n2")]
-    assert remembered.note(tmp_path, everywhere) == []
-    assert remembered.note(tmp_path, everywhere[:1]) != []
+    assert bad_nodes.note(tmp_path, everywhere) == []
+    assert bad_nodes.note(tmp_path, everywhere[:1]) != []
     (tmp_path / ".doctor" / "nodes.json").write_text("{broken")
-    assert remembered.bad_nodes(tmp_path) == {}
+    assert bad_nodes.bad_nodes(tmp_path) == {}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tiltyard.doctor.remembered import bad_nodes
+from tiltyard.doctor.bad_nodes import bad_nodes
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)

@@ -65,15 +65,15 @@ def _visit(args: argparse.Namespace) -> int:
     """The checks on the profile's nodes: by node what needs attention, and one line for each that is well."""
     from tiltyard.cli.jobs import job_profile
     from tiltyard.config.site_file import runs_root
-    from tiltyard.doctor import remembered
-    from tiltyard.doctor.visit import visit
+    from tiltyard.doctor import bad_nodes
+    from tiltyard.doctor.nodes import visit
 
     profile = job_profile(args.on)
     if profile is None:
         raise UseError(f"profile {args.on} starts no jobs: launcher is local", "without --on this machine is checked")
     root = runs_root()
     findings = visit(profile, root, args.nodes, lambda sentence: sys.stderr.write(f"{sentence}\n"))
-    for change in remembered.note(root, findings):
+    for change in bad_nodes.note(root, findings):
         sys.stderr.write(f"{change}\n")
     if not args.json:
         _print_nodes(findings)

@@ -150,7 +150,7 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
 
 def _avoided(profile: Profile, root: Path) -> list[str]:
     """Nodes that the doctor found bad, if the profile wants them left out; said on stderr."""
-    from tiltyard.doctor.remembered import avoided
+    from tiltyard.doctor.bad_nodes import avoided
 
     bad = avoided(profile, root)
     for node, why in bad.items():

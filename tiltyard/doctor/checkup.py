@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tiltyard.doctor import display, site, software, storage, system
+from tiltyard.doctor import display, slurm, software, storage, system
 from tiltyard.doctor.finding import Finding
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -32,10 +32,10 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     display.check_opengl,
     display.check_opengl_xvfb,
     display.check_opengl_offscreen,
-    site.check_slurm,
-    site.check_requeue,
-    site.check_preemption,
-    site.check_arrays,
+    slurm.check_slurm,
+    slurm.check_requeue,
+    slurm.check_preemption,
+    slurm.check_arrays,
 )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiltyard.doctor.remembered import avoided
+from tiltyard.doctor.bad_nodes import avoided
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run

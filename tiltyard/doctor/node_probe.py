@@ -1,4 +1,4 @@
-"""What the doctor's job starts on every node: `python -m tiltyard.doctor.node FOLDER NODES SECONDS`.
+"""What the doctor's job starts on every node: `python -m tiltyard.doctor.node_probe FOLDER NODES SECONDS`.
 
     FOLDER/NAME.here     where this node listens, as soon as it does
     FOLDER/NAME.report   the findings, the versions, and how the other nodes could be reached

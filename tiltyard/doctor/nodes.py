@@ -16,9 +16,9 @@ from typing import Any
 
 from tiltyard.config.site import Profile
 from tiltyard.doctor.across import compare
+from tiltyard.doctor.bad_nodes import PLACE
 from tiltyard.doctor.finding import Finding
-from tiltyard.doctor.node import REPORT, named
-from tiltyard.doctor.remembered import PLACE
+from tiltyard.doctor.node_probe import REPORT, named
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.slurm.commands import cancel, sbatch
@@ -89,7 +89,7 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
         f"exec >{quoted}/{OUTPUT} 2>&1",
         *set_up(profile, f"{quoted}/{SECRETS}"),
         f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
-        *step(profile, ["-m", "tiltyard.doctor.node"], f"{quoted} {count} {wait:g}"),
+        *step(profile, ["-m", "tiltyard.doctor.node_probe"], f"{quoted} {count} {wait:g}"),
     ]
     (folder / SCRIPT).write_text("\n".join(lines) + "\n")
 
