@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.cli.evaluate import positive
 from tiltyard.cli.train import data_stdout
 from tiltyard.errors import EXIT_DONE
@@ -85,7 +85,7 @@ def _bench_table(found: Bench) -> str:
         ]
 
     head = ("processes", "envs", "env steps/s", *(f"over {width} s" for width in widths), "frames/s", "resets", "env")
-    return text.table(head, [cells(each) for each in found.sampled], right=range(len(head)))
+    return formatting.table(head, [cells(each) for each in found.sampled], right=range(len(head)))
 
 
 # ------------------------------------------------------------------------------------------------ tune
@@ -136,5 +136,5 @@ def _tuned_text(found: Tuned) -> str:
         speed = f"{trial.speed:,.0f}" if trial.turns else "-"
         told = f"failed: {trial.failed}" if trial.failed else remark
         rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.turns), told])
-    table = text.table(head, rows, right=(0, 2, 3, 4, 5, 6))
+    table = formatting.table(head, rows, right=(0, 2, 3, 4, 5, 6))
     return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.words)))

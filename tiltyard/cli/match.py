@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.cli.evaluate import positive
 from tiltyard.cli.train import data_stdout
 from tiltyard.errors import EXIT_DONE
@@ -67,16 +67,16 @@ def summary(found: Table) -> str:
     agents = list(found.bouts[0].seats)
     bouts = [
         [
-            text.clean(bout.one),
-            text.clean(bout.other),
+            formatting.clean(bout.one),
+            formatting.clean(bout.other),
             *(f"{count:,}" for count in (bout.wins, bout.draws, bout.losses)),
-            *(text.number(bout.seats.get(agent)) for agent in agents),
+            *(formatting.number(bout.seats.get(agent)) for agent in agents),
         ]
         for bout in found.bouts
     ]
     ranks = [
         [
-            text.clean(each.policy),
+            formatting.clean(each.policy),
             f"{each.elo:.0f}",
             f"{each.low:.0f} to {each.high:.0f}",
             *(f"{count:,}" for count in (each.wins, each.draws, each.losses)),
@@ -88,7 +88,7 @@ def summary(found: Table) -> str:
     right = range(2, len(seats))
     return (
         head
-        + text.table(seats, bouts, right=right)
+        + formatting.table(seats, bouts, right=right)
         + "\n"
-        + text.table(("policy", "elo", "95 %", "wins", "draws", "losses"), ranks, right=(1, 3, 4, 5))
+        + formatting.table(("policy", "elo", "95 %", "wins", "draws", "losses"), ranks, right=(1, 3, 4, 5))
     )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.run.folder import Run, find, read_owner
 from tiltyard.run.lock import life
@@ -208,7 +208,9 @@ def drawn(nodes: Sequence[dict[str, Any]]) -> str:
             for gpu in node["gpus"]
         ]
     head = ("NODE", "PID", "CPU %", "THREADS", "RSS MiB", "PSS MiB", "COMMAND")
-    return text.table(head, rows, right=(1, 2, 3, 4, 5)) + "".join(f"{text.clean(line)}\n" for line in below)
+    return formatting.table(head, rows, right=(1, 2, 3, 4, 5)) + "".join(
+        f"{formatting.clean(line)}\n" for line in below
+    )
 
 
 def _mebibytes(size: int | None) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.errors import EXIT_DONE, UseError
 from tiltyard.run import atomic
 
@@ -33,7 +33,7 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
     elif args.member is not None:
         sys.stdout.write(_schedule(schedules[args.member]))
     else:
-        said = [text.clean(told(copy)) for copy in story.copies]
+        said = [formatting.clean(told(copy)) for copy in story.copies]
         sys.stdout.write("".join(f"{sentence}\n" for sentence in said) or "nobody was replaced\n")
     return EXIT_DONE
 
@@ -58,8 +58,8 @@ def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:
     from tiltyard.sweep.report import brief
 
     keys = list(schedule[0][1])
-    table = [[text.count(begins), *(brief(settings[key]) for key in keys)] for begins, settings in schedule]
-    return text.table(("from env step", *keys), table, right=(0,))
+    table = [[formatting.count(begins), *(brief(settings[key]) for key in keys)] for begins, settings in schedule]
+    return formatting.table(("from env step", *keys), table, right=(0,))
 
 
 def _best(sweep: Sweep) -> int:

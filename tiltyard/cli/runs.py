@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.config.site_file import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
 from tiltyard.run import atomic, metrics
@@ -80,7 +80,7 @@ def run_ls(args: argparse.Namespace) -> int:
         _write_json(rows)
     elif rows:
         head = ("run", "state", "env", "env steps", "of", "return", "eval", "time", "updated", "tags", "notes")
-        sys.stdout.write(text.table(head, [_line(row) for row in rows], right=(3, 4, 5, 6, 7)))
+        sys.stdout.write(formatting.table(head, [_line(row) for row in rows], right=(3, 4, 5, 6, 7)))
     elif every:
         sys.stderr.write(f"none of the {len(every)} runs in {root} matches\n")
     else:
@@ -102,12 +102,12 @@ def _line(row: dict[str, Any]) -> list[str]:
         row["id"],
         row["state"],
         row["env"],
-        text.count(row["env_steps"]),
-        text.percent(row["env_steps"], row["target"]),
-        text.number(row["return"]),
-        text.number(row["eval_return"]),
-        text.duration(row["seconds"]),
-        text.ago(row["updated"]),
+        formatting.count(row["env_steps"]),
+        formatting.percent(row["env_steps"], row["target"]),
+        formatting.number(row["return"]),
+        formatting.number(row["eval_return"]),
+        formatting.duration(row["seconds"]),
+        formatting.ago(row["updated"]),
         ",".join(row["tags"]),
         (row["notes"].strip().splitlines() or [""])[0],
     ]
@@ -139,13 +139,13 @@ def run_show(args: argparse.Namespace) -> int:
     if args.events:
         return _show_events(run, args)
     if args.lineage:
-        from tiltyard.cli.summary import lineage_text
+        from tiltyard.cli.show import lineage_text
         from tiltyard.training.pbt_state import lineage
 
         found = lineage(run)
         _write_json(found) if args.json else sys.stdout.write(lineage_text(found))
         return EXIT_DONE
-    from tiltyard.cli.summary import facts_of, summary
+    from tiltyard.cli.show import facts_of, summary
 
     facts = facts_of(run)
     if args.json:
@@ -161,7 +161,7 @@ def _show_events(run: Run, args: argparse.Namespace) -> int:
         _write_json(events)
         return EXIT_DONE
     lines = [f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events]
-    sys.stdout.write("".join(text.clean(line) + "\n" for line in lines))
+    sys.stdout.write("".join(formatting.clean(line) + "\n" for line in lines))
     return EXIT_DONE
 
 
@@ -182,13 +182,13 @@ def _show_program(run: Run, args: argparse.Namespace) -> int:
         ("run", run.id),
         ("program", shlex.join(facts["command"])),
         ("state", f"{run.state}{reason}, attempt {status['attempt']}"),
-        ("progress", f"{progress['env_steps']:,} env steps, {text.duration(progress['seconds'])}"),
-        *((name, text.number(value)) for name, value in sorted(last.items())),
+        ("progress", f"{progress['env_steps']:,} env steps, {formatting.duration(progress['seconds'])}"),
+        *((name, formatting.number(value)) for name, value in sorted(last.items())),
         ("folder", os.path.relpath(run.folder)),
         ("next", f"tiltyard logs {run.typed}"),
     ]
     width = max(len(name) for name, _ in lines)
-    sys.stdout.write("".join(f"{name:<{width}}  {text.clean(value)}\n" for name, value in lines))
+    sys.stdout.write("".join(f"{name:<{width}}  {formatting.clean(value)}\n" for name, value in lines))
     return EXIT_DONE
 
 
@@ -362,11 +362,11 @@ def run_diff(args: argparse.Namespace) -> int:
         lines = [
             [
                 row["setting"],
-                *(text.value(side[row["setting"]]) if row["setting"] in side else "-" for side in (left, right)),
+                *(formatting.value(side[row["setting"]]) if row["setting"] in side else "-" for side in (left, right)),
             ]
             for row in rows
         ]
-        sys.stdout.write(text.table(("setting", args.left, args.right), lines))
+        sys.stdout.write(formatting.table(("setting", args.left, args.right), lines))
     else:
         sys.stderr.write("no setting differs\n")
     return EXIT_DONE
@@ -377,9 +377,9 @@ def _settings(name: str, root: Path) -> dict[str, Any]:
     if name.endswith((".yaml", ".yml")):
         from tiltyard.config.load import load
 
-        return text.leaves(load(name).experiment.model_dump(mode="json", by_alias=True))
+        return formatting.leaves(load(name).experiment.model_dump(mode="json", by_alias=True))
     run = find(name, root)
-    found = text.leaves(run.experiment().model_dump(mode="json", by_alias=True))
+    found = formatting.leaves(run.experiment().model_dump(mode="json", by_alias=True))
     with contextlib.suppress(OSError, ValueError):  # provenance is a record, not something that settings depend on
         copies = atomic.read_json(run.folder / "provenance.json").get("plugins")
         found |= {file: f"sha256 {digest[:12]}" for file, digest in copies.items()} if isinstance(copies, dict) else {}

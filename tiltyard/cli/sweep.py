@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.cli import sweep_jobs, text
-from tiltyard.cli.sweep_summary import summary
+from tiltyard.cli import formatting, sweep_jobs
+from tiltyard.cli.sweep_show import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError, did_you_mean
 from tiltyard.run import atomic
 
@@ -195,7 +195,7 @@ def _say_trials(prepared: Prepared) -> None:
         for own in [trial.settings]
     ]
     if table:
-        sys.stdout.write(text.table(("trial", "seed", *keys), table, right=(0, 1)))
+        sys.stdout.write(formatting.table(("trial", "seed", *keys), table, right=(0, 1)))
     else:
         said = f"search: {prepared.plan.search} chooses {prepared.plan.trials} combinations as it goes"
         seeds = len(prepared.plan.seeds)
@@ -228,7 +228,7 @@ def _carry_out(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(text.clean(sentence) + "\n")
+    sys.stderr.write(formatting.clean(sentence) + "\n")
 
 
 def _in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
@@ -306,14 +306,14 @@ def _best(args: argparse.Namespace) -> int:
     run = Run(row.folder)
     words = " ".join(f"{key}={report.shown(value)}" for key, value in group.settings.items())
     over = f" over {len(group.values)} seeds" if len(group.values) > 1 else ""
-    low_high = f" ({text.number(interval[0])} to {text.number(interval[1])})" if interval else ""
+    low_high = f" ({formatting.number(interval[0])} to {formatting.number(interval[1])})" if interval else ""
     lines = [
         ("settings", words or "as in the experiment"),
-        ("value", f"{found.plan.metric.name} {text.number(group.value)}{low_high}{over}"),
-        ("best run", f"{run.id}, {text.number(row.value)}"),
+        ("value", f"{found.plan.metric.name} {formatting.number(group.value)}{low_high}{over}"),
+        ("best run", f"{run.id}, {formatting.number(row.value)}"),
         ("next", _next_to_best(run, is_program=found.plan.program is not None)),
     ]
-    sys.stdout.write("".join(f"{name:<9} {text.clean(value)}\n" for name, value in lines))
+    sys.stdout.write("".join(f"{name:<9} {formatting.clean(value)}\n" for name, value in lines))
     return EXIT_DONE
 
 

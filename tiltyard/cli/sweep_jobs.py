@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tiltyard.cli.sweep_summary import summary
+from tiltyard.cli.sweep_show import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tiltyard.cli.sweep_summary import summary
+from tiltyard.cli.sweep_show import summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.config.sweep_plan import Objective
 from tiltyard.sweep.report import brief, controller_of, recorded_instead
 
@@ -31,7 +31,7 @@ def summary(found: Report) -> str:
         lines += _none_recorded(found)
     lines += ["", _table(found).rstrip("\n")]
     for row in found.failed[:10]:
-        lines.append(f"trial {row.trial.number} failed: {text.clean(row.reason)}")
+        lines.append(f"trial {row.trial.number} failed: {formatting.clean(row.reason)}")
     lines += ["", f"folder   {os.path.relpath(sweep.folder)}", f"next     {_next(found)}"]
     return "\n".join(lines) + "\n"
 
@@ -60,18 +60,18 @@ def _table(found: Report) -> str:
     lines = []
     for group in found.groups[:SHOWN]:
         values = group.values
-        spread = f"{text.number(min(values))} to {text.number(max(values))}" if len(values) > 1 else ""
+        spread = f"{formatting.number(min(values))} to {formatting.number(max(values))}" if len(values) > 1 else ""
         over = sum(row.over for row in group.rows)
         states = ", ".join(dict.fromkeys(row.state for row in group.rows))
         steps = sum(row.env_steps for row in group.rows)
         settings = [brief(group.settings.get(key)) for key in keys]
         seeds = f"{over} of {len(group.rows)}"
-        lines.append([*settings, text.number(group.value), spread, seeds, text.count(steps), states])
+        lines.append([*settings, formatting.number(group.value), spread, seeds, formatting.count(steps), states])
     head = (*keys, "value", "over seeds", "over", "env steps", "state")
     right = (len(keys), len(keys) + 2, len(keys) + 3)
     more = len(found.groups) - SHOWN
     said = f"... and {more:,} more combinations; --csv and --json have all\n" if more > 0 else ""
-    return text.table(head, lines, right=right) + said if lines else ""
+    return formatting.table(head, lines, right=right) + said if lines else ""
 
 
 def _members(found: Report) -> str:
@@ -82,12 +82,17 @@ def _members(found: Report) -> str:
     lines = []
     for row in [group.rows[0] for group in found.groups]:
         copy = story.copy(row.trial.number)
-        source = "" if copy is None else f"{copy.exploit.source} at {text.count(copy.exploit.counts_from)}"
+        source = "" if copy is None else f"{copy.exploit.source} at {formatting.count(copy.exploit.counts_from)}"
         settings = [brief(row.trial.settings.get(key)) for key in keys]
-        about = [text.number(row.value), text.count(row.env_steps), str(story.count(row.trial.number)), source]
+        about = [
+            formatting.number(row.value),
+            formatting.count(row.env_steps),
+            str(story.count(row.trial.number)),
+            source,
+        ]
         lines.append([str(row.trial.number), *settings, *about, row.state])
     head = ("member", *keys, "value", "env steps", "periods", "copy of", "state")
-    return text.table(head, lines, right=(0, len(keys) + 1, len(keys) + 2, len(keys) + 3)) if lines else ""
+    return formatting.table(head, lines, right=(0, len(keys) + 1, len(keys) + 2, len(keys) + 3)) if lines else ""
 
 
 def _next(found: Report) -> str:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.cli import text
+from tiltyard.cli import formatting
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
 from tiltyard.slurm.job_state import look
@@ -74,13 +74,16 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
         ("bound", facts["bound"]),
         ("tags", ", ".join(facts["tags"])),
         ("notes", facts["notes"]),
-        ("forked from", f"{lineage.get('run')} at env step {text.count(lineage.get('env_steps'))}" if lineage else ""),
+        (
+            "forked from",
+            f"{lineage.get('run')} at env step {formatting.count(lineage.get('env_steps'))}" if lineage else "",
+        ),
         *(("damaged", complaint) for complaint in facts["damaged"]),
         *_checkpoints(facts["checkpoints"], experiment),
         ("folder", facts["folder"]),
         *(("" if number else "next", command) for number, command in enumerate(facts["next"])),
     ]
-    return "".join(f"{name:<12} {text.clean(value).rstrip()}\n" for name, value in rows if value)
+    return "".join(f"{name:<12} {formatting.clean(value).rstrip()}\n" for name, value in rows if value)
 
 
 def _progress(facts: dict[str, Any], stop: Stop) -> str:
@@ -88,15 +91,15 @@ def _progress(facts: dict[str, Any], stop: Stop) -> str:
     progress = facts["progress"]
 
     def used(name: str, budget: float | None, unit: str, words: Callable[[Any], str]) -> str:
-        of, share = (f" of {words(budget)}", f" ({text.percent(progress[name], budget)})") if budget else ("", "")
+        of, share = (f" of {words(budget)}", f" ({formatting.percent(progress[name], budget)})") if budget else ("", "")
         return f"{words(progress[name])}{of}{unit}{share}"
 
     parts = [
-        used("env_steps", stop.env_steps, " env steps", text.count),
-        *([used("frames", stop.frames, " frames", text.count)] if stop.frames else []),
-        used("updates", stop.updates, " updates", text.count),
-        used("episodes", None, " episodes", text.count),
-        used("seconds", stop.seconds, "", text.duration),
+        used("env_steps", stop.env_steps, " env steps", formatting.count),
+        *([used("frames", stop.frames, " frames", formatting.count)] if stop.frames else []),
+        used("updates", stop.updates, " updates", formatting.count),
+        used("episodes", None, " episodes", formatting.count),
+        used("seconds", stop.seconds, "", formatting.duration),
         f"attempt {facts['attempt']}",
     ]
     return ", ".join(parts)
@@ -105,24 +108,24 @@ def _progress(facts: dict[str, Any], stop: Stop) -> str:
 def _returns(found: dict[str, float], goal: float | None) -> str:
     if "train/return" not in found:
         return ""
-    low, high = text.number(found.get("train/return_min")), text.number(found.get("train/return_max"))
-    return f"{text.number(found['train/return'])} in training (last 100 episodes, {low} to {high})" + _goal(goal)
+    low, high = formatting.number(found.get("train/return_min")), formatting.number(found.get("train/return_max"))
+    return f"{formatting.number(found['train/return'])} in training (last 100 episodes, {low} to {high})" + _goal(goal)
 
 
 def _evaluation(facts: dict[str, Any], goal: float | None) -> str:
     found = facts["metrics"]
     if "eval/return" not in found:
         return ""
-    words = text.number(found["eval/return"])
+    words = formatting.number(found["eval/return"])
     if "eval/return_low" in found and "eval/return_high" in found:
-        words += f" ({text.number(found['eval/return_low'])} to {text.number(found['eval/return_high'])})"
+        words += f" ({formatting.number(found['eval/return_low'])} to {formatting.number(found['eval/return_high'])})"
     best = atomic.number(facts["best"])
-    words += f" at env step {text.count(facts['evaluated_at'])}"
-    return words + (f", best {text.number(best)}" if best is not None else "") + _goal(goal)
+    words += f" at env step {formatting.count(facts['evaluated_at'])}"
+    return words + (f", best {formatting.number(best)}" if best is not None else "") + _goal(goal)
 
 
 def _goal(goal: float | None) -> str:
-    return "" if goal is None else f", goal {text.number(goal)}"
+    return "" if goal is None else f", goal {formatting.number(goal)}"
 
 
 def _speed(run: Run, experiment: Experiment, facts: dict[str, Any]) -> str:
@@ -137,7 +140,7 @@ def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tup
     best = (max if experiment.save.mode == "max" else min)(scored) if scored else None
     rows = []
     for number, one in enumerate(kept):
-        words = [f"{experiment.save.metric} {text.number(one['score'])}"] if one["score"] is not None else []
+        words = [f"{experiment.save.metric} {formatting.number(one['score'])}"] if one["score"] is not None else []
         words += ["best"] if best is not None and one["score"] == best else []
         words += ["newest"] if number == len(kept) - 1 else []
         rows.append(("" if number else "checkpoints", f"{one['env_steps']:>13,}  {', '.join(words)}"))
@@ -147,7 +150,7 @@ def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tup
 def lineage_text(found: dict[str, Any]) -> str:
     """The policies of a population, what each went through, and every copy that was made."""
     rows = [
-        [name, text.count(each["env_steps"]), text.number(each["score"]), _stretches(each["schedule"])]
+        [name, formatting.count(each["env_steps"]), formatting.number(each["score"]), _stretches(each["schedule"])]
         for name, each in found["policies"].items()
     ]
     copies = [
@@ -156,7 +159,7 @@ def lineage_text(found: dict[str, Any]) -> str:
         for each in found["exploits"]
     ]
     head = ("policy", "env steps", "score", "settings, from which env step of what it is a copy of on")
-    return text.table(head, rows, right=(1, 2)) + "".join(f"{text.clean(line)}\n" for line in copies)
+    return formatting.table(head, rows, right=(1, 2)) + "".join(f"{formatting.clean(line)}\n" for line in copies)
 
 
 def _stretches(schedule: list[dict[str, Any]]) -> str:
@@ -164,4 +167,4 @@ def _stretches(schedule: list[dict[str, Any]]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {text.number(value)}" for key, value in settings.items())
+    return ", ".join(f"{key} {formatting.number(value)}" for key, value in settings.items())
