@@ -35,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch "$@"
 
 # A real Slurm for the tests of jobs, where it may be installed; the tests say what they miss otherwise.
-$(SLURM): tests/slurm/install.sh | $(STAMP)
-	@tests/slurm/install.sh "$@"
+$(SLURM): tests/cluster/install.sh | $(STAMP)
+	@tests/cluster/install.sh "$@"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

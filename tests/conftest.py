@@ -24,40 +24,40 @@ SLOW = (  # files whose tests train or start processes, each for seconds: `make 
     "cli/test_train.py",
     "cli/test_tune.py",
     "data/test_episodes.py",
-    "engines/test_apart.py",
-    "engines/test_batched_actor.py",
-    "engines/test_colearners.py",
-    "engines/test_left_behind.py",
+    "engines/test_isolated_envs.py",
+    "engines/test_inference_server.py",
+    "engines/test_learner_group.py",
+    "engines/test_leftovers.py",
     "engines/test_local.py",
-    "engines/test_nursery.py",
+    "processes/test_fork_server.py",
     "engines/test_population.py",
     "engines/test_resume_equals.py",
-    "envs/test_isolate.py",
+    "envs/test_isolation.py",
     "evaluation/test_evaluate.py",
-    "evaluation/test_matches.py",
+    "evaluation/test_tournament.py",
     "faults/test_disk_full.py",
     "faults/test_diverged.py",
-    "faults/test_foreign_end.py",
+    "faults/test_foreign_exit.py",
     "faults/test_kill.py",
     "faults/test_signals.py",
     "faults/test_takeover.py",
-    "launch/test_agent.py",
+    "slurm/test_agent.py",
     "doctor/test_nodes.py",
     "envs/test_atari.py",
     "envs/test_envpool.py",
     "sweep/test_controller.py",
-    "sweep/test_template.py",
-    "sweep/test_population.py",
-    "tests/test_start.py",
-    "tests/test_training.py",
-    "track/test_mirrors.py",
-    "track/test_verdict.py",
+    "sweep/test_custom_queue.py",
+    "sweep/test_pbt.py",
+    "tests/test_api.py",
+    "tests/training/test_loop.py",
+    "track/test_trackers.py",
+    "track/test_bottleneck.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.as_posix().endswith(SLOW) or "slurm" in item.path.parts:
+        if item.path.as_posix().endswith(SLOW) or "cluster" in item.path.parts:
             item.add_marker(pytest.mark.slow)
 
 

@@ -63,14 +63,14 @@ def test_a_missing_python_is_said(tmp_path):
 
 def test_tests_install_a_slurm_where_they_may_and_else_say_what_is_skipped(tmp_path):
     for target in ("check", "test", "test-long"):
-        assert "tests/slurm/install.sh" in make("-n", target, f"VENV={tmp_path / 'env'}").stdout
+        assert "tests/cluster/install.sh" in make("-n", target, f"VENV={tmp_path / 'env'}").stdout
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "id").write_text("#!/bin/sh\necho 1000\n")
     (tools / "id").chmod(0o755)
-    script = (ROOT / "tests" / "slurm" / "install.sh").read_text().replace(":/usr/sbin:/sbin", "")
+    script = (ROOT / "tests" / "cluster" / "install.sh").read_text().replace(":/usr/sbin:/sbin", "")
     words = ["/bin/bash", "-c", script, "install.sh", str(tmp_path / "stamp")]
     said = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
     assert said.returncode == 0 and not (tmp_path / "stamp").exists()
-    assert "(tests/slurm) are skipped: no Slurm here, and only root may install it" in said.stderr
+    assert "(tests/cluster) are skipped: no Slurm here, and only root may install it" in said.stderr
     assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in said.stderr

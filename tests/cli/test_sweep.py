@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.sweep.talker import PROGRAM, said, write_plan
-from tests.sweep.test_prepare import EXPERIMENT
+from tests.sweep.test_preflight import EXPERIMENT
 from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run

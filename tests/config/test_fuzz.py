@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.test_problems import assert_own_words
+from tests.config.test_validation import assert_own_words
 from tests.counts import count
 from tiltyard.config.load import Loaded, from_resolved, load, resolved_yaml
 from tiltyard.config.reference import describe, flat

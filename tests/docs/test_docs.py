@@ -28,15 +28,15 @@ from pathlib import Path
 import pytest
 
 import tiltyard as product
+from tests.cluster.cluster import PACKAGES, Cluster, missing
 from tests.counts import LONG
-from tests.slurm.cluster import PACKAGES, Cluster, missing
 from tiltyard.cli import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
 NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
-IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/slurm/test_ray.py and tests/engines/rllib have in every run
+IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/cluster/test_ray.py and tests/engines/rllib have in every run
     "tiltyard train cartpole.yaml --on many",
     "tiltyard train far.yaml engine.nodes=2",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import SETTINGS, tiltyard, wait_until
-from tests.test_start import every_byte
+from tests.test_api import every_byte
 from tiltyard.run.folder import find
 from tiltyard.run.lock import GUARD, UNSEEN_PERIODS, Lock
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.counts import LONG, count
-from tests.sweep.populace import ENV
+from tests.sweep.pbt_sweep import ENV
 from tests.sweep.talker import PROGRAM, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc

@@ -136,7 +136,7 @@ class Lodgings:
         pairs = [socket.socketpair() for _ in range(count)]
         self._news, control = socket.socketpair()
         theirs = [pair[1].fileno() for pair in pairs]
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(__file__).resolve().parents[3])
         start = _START.format(root=root, owner=os.getpid(), news=control.fileno(), fds=theirs)
         self._landlord = subprocess.Popen(
             [sys.executable, "-P", "-c", start],

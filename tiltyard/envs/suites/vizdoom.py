@@ -1,7 +1,7 @@
 """Doom scenarios that ViZDoom ships, `doom:NAME`, straight on its engine: one player, rendered small, resized once.
 
 Needs vizdoom (`pip install 'tiltyard[vizdoom]'`). Each env has an engine process of its own, with shared memory and a
-folder; should this process be killed, doom_warden.py ends and removes them.
+folder; should this process be killed, doom_reaper.py ends and removes them.
 
     actions "one"      Discrete: nothing, or one of the scenario's buttons             (doom:basic: 4 choices)
             "any"      MultiBinary: every button by itself
@@ -52,7 +52,7 @@ _OPPOSITE = (
     ("LOOK_UP", "LOOK_DOWN"),
     ("SELECT_NEXT_WEAPON", "SELECT_PREV_WEAPON"),
 )
-_WARDEN = Path(__file__).with_name("doom_warden.py")
+_WARDEN = Path(__file__).with_name("doom_reaper.py")
 _wardens: dict[int, subprocess.Popen[str]] = {}  # by the process that owns it: a forked one gets its own
 # A terminal's Ctrl-C and a cluster's SIGTERM reach the engine too, and end it: it is told to close by us alone.
 _NOT_FOR_ENGINES = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
+from tests.cluster.conftest import SITE
+from tests.cluster.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
 from tests.conftest import Command, in_own_process
 from tests.counts import only_when_long
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tests.slurm.conftest import SITE
-from tests.slurm.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
 from tests.sweep.talker import most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc

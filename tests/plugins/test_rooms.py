@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.test_refs import file_at, loaded
+from tests.plugins.test_resolve import file_at, loaded
 from tiltyard.errors import UseError
 from tiltyard.plugins import rooms
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_refs import file_at, loaded
+from tests.plugins.test_resolve import file_at, loaded
 from tiltyard.config.load import load as load_experiment
 from tiltyard.errors import UseError
 from tiltyard.plugins import resolve, snapshot

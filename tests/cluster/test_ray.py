@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.conftest import Command
 from tests.counts import only_when_long
 from tests.engines.rllib.test_commands import without_ray
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find, list_runs
 from tiltyard.slurm import FOLDER

@@ -11,7 +11,7 @@ complete() {
         { compgen -G '/usr/lib*/*/faketime/libfaketimeMT.so.1' || compgen -G '/usr/lib*/faketime/libfaketimeMT.so.1'; }
 } >/dev/null
 skipped() {
-    printf '%s\n' "" "================ the tests of Slurm jobs (tests/slurm) are skipped: $1" \
+    printf '%s\n' "" "================ the tests of Slurm jobs (tests/cluster) are skipped: $1" \
         "                 install by hand: apt-get install --no-install-recommends $packages" "" >&2
     exit 0
 }

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.conftest import Command, in_own_process
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard import api
 from tiltyard.cli.nodes import drawn
 from tiltyard.run.folder import find

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.conftest import Command
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard.doctor.bad_nodes import bad_nodes
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]

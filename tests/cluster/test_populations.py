@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
+from tests.cluster.test_sweeps import outside_of_jobs, over
 from tests.conftest import Command, in_own_process
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tests.slurm.test_sweeps import outside_of_jobs, over
-from tests.sweep.populace import EXPERIMENT, plan, weights
+from tests.sweep.pbt_sweep import EXPERIMENT, plan, weights
 from tiltyard.run.folder import Run, read_events
 from tiltyard.sweep.folder import find_sweep
 from tiltyard.sweep.report import look

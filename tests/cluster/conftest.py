@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.cluster.cluster import Cluster
 
 SITE = """
 profiles:

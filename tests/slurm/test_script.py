@@ -1,6 +1,6 @@
 """The job script is a pure function of run and profile: compared with golden files, checked by bash, and hard to fool.
 
-`python -m tests.launch.test_script` writes the golden files anew.
+`python -m tests.slurm.test_script` writes the golden files anew.
 """
 
 from __future__ import annotations

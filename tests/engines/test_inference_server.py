@@ -16,7 +16,7 @@ import torch
 
 from tests.conftest import Command
 from tests.counts import count
-from tests.engines.test_colearners import name_of, wait_until_gone
+from tests.engines.test_learner_group import name_of, wait_until_gone
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
 from tiltyard.engines.local.shared_memory import ACTING

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import tiltyard as product
-from tests.slurm.cluster import wait_for
+from tests.cluster.cluster import wait_for
 from tiltyard.config.site import Profile
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run

@@ -32,7 +32,7 @@ from tiltyard.types import EnvSpec
 pytestmark = pytest.mark.slow  # processes that are started and ended
 
 BASE = [Path(__file__).parent]
-WHERE = "apart_envs.py:Where"
+WHERE = "isolated_envs.py:Where"
 APART = ("thread", "process")
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fau
         group.step(np.zeros((3, 1), np.float32))
     assert f"row 6, episode 0, env step 3: {said}" in caught.value.message
     if fault == "raise":
-        assert "apart_envs.py" in caught.value.details and "resident.py" not in caught.value.details
+        assert "isolated_envs.py" in caught.value.details and "server.py" not in caught.value.details
     group.close()
 
 
@@ -191,12 +191,12 @@ def test_an_env_that_cannot_be_made_or_sent_is_refused_with_its_reason() -> None
         make_copies(Env(id=WHERE, isolate="process", options={"lenght": 3}), BASE, 1)
     assert "env.options.lenght" in caught.value.details
     with pytest.raises(UseError, match="a object cannot be sent"):
-        probe(Env(id="apart_envs.py:Strange", isolate="process"), base=BASE)
+        probe(Env(id="isolated_envs.py:Strange", isolate="process"), base=BASE)
 
 
 def test_processes_of_envs_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from tests.envs.test_isolate import *\n"
+        "import sys, numpy as np; from tests.envs.test_isolation import *\n"
         "group = group_of(Env(id=WHERE, isolate='process', options={'length': 1, 'fault': 'hang', 'at': 2}))\n"
         "group.reset()\n"
         "print(*(int(e.metrics['process']) for e in group.step(np.zeros((3, 1), np.float32)).episodes), flush=True)\n"

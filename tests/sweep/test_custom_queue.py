@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tests.sweep.populace import EXPERIMENT, plan
+from tests.sweep.pbt_sweep import EXPERIMENT, plan
 from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site

@@ -169,7 +169,7 @@ def test_a_run_whose_other_learner_fails_says_why_keeps_its_checkpoint_and_leave
 
 
 DRIVER = """
-from tests.engines.test_colearners import build, pids
+from tests.engines.test_learner_group import build, pids
 if __name__ == "__main__":
     engine = build("CartPole-v1", "engine.learners=2")
     engine.step()

@@ -21,8 +21,8 @@ import pytest
 
 from tests.conftest import Command
 from tests.counts import only_when_long
-from tests.sweep import populace
-from tests.sweep.populace import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
+from tests.sweep import pbt_sweep
+from tests.sweep.pbt_sweep import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
 from tests.sweep.test_controller import kill_trials
 from tiltyard import api
 from tiltyard.algos.schedules import ScheduledValue
@@ -170,12 +170,12 @@ def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, m
 
 KILLED = """
 import os, signal, sys
-from tests.sweep.populace import carry_out
+from tests.sweep.pbt_sweep import carry_out
 from tiltyard.run import checkpoint
 from tiltyard.sweep import population
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.population import Population
-from tests.sweep.populace import Here
+from tests.sweep.pbt_sweep import Here
 
 point, before = sys.argv[2], {}
 
@@ -474,7 +474,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
     for number, until in ((1, 128 + max(0, ahead)), (2, 128 + max(0, -ahead))):
         folder = preflight.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
         Stretches([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
-        populace.train(folder)
+        pbt_sweep.train(folder)
     assert carry_out(sweep) == 0
     found = exploits(sweep)[0]
     assert (found["trial"], found["counts_from"] - found["env_steps"]) == (2, ahead)
@@ -515,7 +515,7 @@ def test_what_rllib_can_move_is_said(runs: Path) -> None:
     from tiltyard.config.load import load
     from tiltyard.sweep.pbt.members import _movable
 
-    Path("steady.py").write_text(populace.ENV)
+    Path("steady.py").write_text(pbt_sweep.ENV)
     experiment = load({**EXPERIMENT, "engine": {"kind": "rllib", "envs": 2}}).experiment
     assert _movable("algo.lr", experiment) is None
     assert _movable("env.options.level", experiment) is None
@@ -550,7 +550,7 @@ def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
     folder = preflight.make_trial(sweep, whole, sweep.trials()[0])
     members = Population(sweep, whole)
     members.set_up(1, [1])
-    populace.train(folder)
+    pbt_sweep.train(folder)
     assert members.note([1]) == {1}
     members.set_up(1, [1])
     assert members.note([1]) == {1}

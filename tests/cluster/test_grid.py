@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.conftest import Command
 from tests.counts import LONG
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
 from tiltyard.config.load import dump_yaml
 from tiltyard.sweep.folder import find_sweep
 from tiltyard.sweep.report import look

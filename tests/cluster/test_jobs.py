@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
+from tests.cluster.conftest import SITE
 from tests.conftest import Command
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tests.slurm.conftest import SITE
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find, list_runs
 from tiltyard.slurm import FOLDER

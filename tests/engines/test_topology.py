@@ -12,7 +12,8 @@ import pytest
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
-from tiltyard.engines import make_engine, topology
+from tiltyard.engines import make_engine
+from tiltyard.engines import topology as topologies
 from tiltyard.engines.topology import Topology, learner_threads, topology
 from tiltyard.envs.probe import probe
 from tiltyard.models.policy_net import PolicyNet
@@ -101,8 +102,8 @@ def test_cores_are_looked_at_before_the_nursery_makes_one_busy(slow: EnvSpec) ->
 
 
 def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "SMALL", 0.0)  # every gradient step is worth a measurement,
-    monkeypatch.setattr(topology, "GAIN", 0.0)  # and every measurement is in favour of threads
+    monkeypatch.setattr(topologies, "SMALL", 0.0)  # every gradient step is worth a measurement,
+    monkeypatch.setattr(topologies, "GAIN", 0.0)  # and every measurement is in favour of threads
 
     def threads(*words: str, usable: int = 4, free: float = 4.0, workers: int = 0, before: int | None = None) -> Any:
         settings = experiment(*words)

@@ -12,7 +12,8 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import Run
-from tiltyard.sweep import controller, preflight
+from tiltyard.sweep import controller
+from tiltyard.sweep import preflight as sweep_preflight
 from tiltyard.sweep.backends.local import Local
 from tiltyard.sweep.folder import Sweep
 from tiltyard.training import preflight, resume
@@ -114,7 +115,7 @@ def carry_out(sweep: Sweep) -> int:
 def begun() -> Sweep:
     """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
     with patch.object(preflight, "probe", probe_once):
-        return preflight.begin(preflight.prepare("plan.yaml"))
+        return sweep_preflight.begin(sweep_preflight.prepare("plan.yaml"))
 
 
 def started() -> Sweep:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import tiltyard as product
+from tests.cluster.cluster import Cluster, needs_slurm, wait_for
+from tests.cluster.conftest import SITE
 from tests.conftest import Command
 from tests.counts import count, only_when_long
 from tests.engines.test_resume_equals import final
-from tests.slurm.cluster import Cluster, needs_slurm, wait_for
-from tests.slurm.conftest import SITE
 from tiltyard.run import checkpoint
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find

@@ -13,7 +13,7 @@ import tiltyard as product
 from tests.conftest import Command
 from tests.engines.test_local import SHORT, TWO, weights
 from tests.engines.test_serial import SMALL
-from tests.envs.test_isolate import alive, spec_of
+from tests.envs.test_isolation import alive, spec_of
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
@@ -26,7 +26,7 @@ from tiltyard.types import Engine
 
 pytestmark = pytest.mark.slow  # processes that are started and ended
 
-ENVS = Path(__file__).parents[1] / "envs" / "apart_envs.py"
+ENVS = Path(__file__).parents[1] / "envs" / "isolated_envs.py"
 
 
 def build(target: str, *overrides: str) -> Engine:
@@ -61,11 +61,11 @@ def test_a_worker_whose_isolated_env_hangs_is_explained_and_replaced(
     monkeypatch.chdir(ENVS.parent)
     once = tmp_path / "once"
     options = (f"env.isolate={isolate}", "env.options.fault=hang", "env.options.at=20", f"env.options.flag={once}")
-    engine = build("apart_envs.py:Where", *TWO, *options, "env.step_timeout=1")
+    engine = build("isolated_envs.py:Where", *TWO, *options, "env.step_timeout=1")
     assert isinstance(engine, LocalEngine)
     events = [event for _ in range(10) for event in engine.step().events]
     assert "did not come back from step() within 1 s (env.step_timeout) (it was in" in events[0]
-    assert "apart_envs.py" in events[0] and "_fail" in events[0]
+    assert "isolated_envs.py" in events[0] and "_fail" in events[0]
     assert "it is replaced, and 2 running episodes were cut" in events[0]
     assert len(events) == 1 and engine.step().metrics["workers/restarts"] == 1
     assert all(os.sched_getaffinity(member.pid or 0) == os.sched_getaffinity(0) for member in engine.pool.members)
@@ -97,7 +97,7 @@ def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "apart_envs.py:Pair"])
+@pytest.mark.parametrize("name", ["Pendulum-v1", "isolated_envs.py:Pair"])
 def test_first_episodes_are_cut_at_their_own_times_and_nobody_is_told(name: str) -> None:
     together = ends_of(group_of(8, id=name, time_limit=50), 160)
     assert together == [[50, 100, 150]] * 8
