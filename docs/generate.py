@@ -3,19 +3,25 @@
     docs/reference/settings.md    every setting, from the settings classes
     docs/reference/plans.md       every setting of a sweep's plan, from its class
     docs/reference/metrics.md     every metric, from the table in tiltyard.run.metrics
+    the tables of floors          in docs/concepts/architecture.md and CONTRIBUTING.md, from docs/floors.py
 
 A test compares the pages with what this script would write. Everything else in docs/ is written by hand.
 """
 
 from __future__ import annotations
 
+import re
+import runpy
 import sys
 from pathlib import Path
 
 from tiltyard.config import reference
 from tiltyard.run import metrics
 
-HERE = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+HERE = DOCS / "reference"
+WITH_FLOORS = (DOCS / "concepts" / "architecture.md", DOCS.parent / "CONTRIBUTING.md")
+MARKED = re.compile(r"(?<=<!-- floors: written by docs/generate.py -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 METRICS = """# Metrics
 
@@ -38,7 +44,17 @@ def pages() -> dict[Path, str]:
         HERE / "settings.md": reference.reference_page(),
         HERE / "plans.md": PLANS + reference.plan_page(),
         HERE / "metrics.md": METRICS + metrics.reference_page(),
+        **{path: with_floors(path.read_text(encoding="utf-8")) for path in WITH_FLOORS},
     }
+
+
+def with_floors(text: str) -> str:
+    """The page with the table of floors between its two marks."""
+    table = runpy.run_path(str(DOCS / "floors.py"))["table"]()
+    written, places = MARKED.subn(lambda _: table, text)
+    if places != 1:
+        raise SystemExit("error: the marks of the table of floors are missing")
+    return written
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import pytest
 
 from tiltyard.config.site import Profile, Slurm
 from tiltyard.doctor import bad_nodes, node_probe
-from tiltyard.doctor.across import compare
 from tiltyard.doctor.finding import Finding
+from tiltyard.doctor.nodes import compare
 from tiltyard.run import atomic
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.engines.test_local import TWO
 from tests.engines.test_serial import build
+from tiltyard.engines.engine_state import read_group
 from tiltyard.engines.local import worker_pool
 from tiltyard.engines.local.engine import Filled
-from tiltyard.engines.state import read_group
 from tiltyard.envs.vector import STEPPING
 from tiltyard.errors import EnvError
 from tiltyard.processes import fork_server, proc

@@ -18,14 +18,14 @@ from tests.faults.test_kill import tiltyard as started
 from tests.faults.test_kill import wait_until
 from tiltyard.config.load import load
 from tiltyard.config.yaml import dump_yaml
+from tiltyard.engines.engine_state import read_state
 from tiltyard.engines.local.engine import LocalEngine
-from tiltyard.engines.state import read_state
 from tiltyard.errors import ConfigError
 from tiltyard.run import metrics
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
-from tiltyard.training.pbt_state import lineage, standing_of
+from tiltyard.training.pbt import lineage, standing_of
 
 SMALL: dict[str, Any] = {
     "env": "identity",

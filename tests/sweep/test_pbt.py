@@ -33,7 +33,7 @@ from tiltyard.run.folder import Run, create, read_events, write_status
 from tiltyard.run.settings_schedule import Stretches
 from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.pbt import lineage, repeat
+from tiltyard.sweep.pbt import lineage
 from tiltyard.sweep.pbt.controller import Population
 from tiltyard.sweep.report import look
 from tiltyard.training import resume
@@ -433,7 +433,7 @@ def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: S
         schedule
     )
 
-    run = repeat.make(sweep, member, ["tiltyard"])
+    run = lineage.make(sweep, member, ["tiltyard"])
     child = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", "resume", str(run.folder), "--here", "--plain"],
         stdout=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import EnvError
-from tiltyard.tuning.walk import DRAWN, Walk
+from tiltyard.tuning.sampler import DRAWN, Walk
 
 BASE = [Path(__file__).parents[1] / "cli"]
 PAUSES = "pauses.py:Pauses"

@@ -117,3 +117,25 @@ class Adam:
                     )
                 part.copy_(torch.as_tensor(moments[name]))
         self.steps = int(tree["steps"])
+
+
+class Undo:
+    """`remember`, and then maybe `restore`."""
+
+    def __init__(self, net: nn.Module, adam: Adam) -> None:
+        self._net, self._adam = net, adam
+        self._kept = [torch.empty_like(each) for each in self._live()]
+        self._steps = 0
+
+    def _live(self) -> list[torch.Tensor]:
+        """Looked up each time: a model may put another tensor in the place of a buffer."""
+        return [self._adam.vector, self._adam.first, self._adam.second, *self._net.buffers()]
+
+    def remember(self) -> None:
+        """A copy of some megabytes at most, in one call."""
+        torch._foreach_copy_(self._kept, self._live())
+        self._steps = self._adam.steps
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self._live(), self._kept)
+        self._adam.steps = self._steps

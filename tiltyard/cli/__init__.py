@@ -33,7 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "resume": ("tiltyard.cli.train", "continue a run, or train a finished one longer"),
     "fork": ("tiltyard.cli.train", "start a new run from a checkpoint with changed settings"),
     "eval": ("tiltyard.cli.evaluate", "measure a policy: mean and interval, video, rollout files"),
-    "match": ("tiltyard.cli.match", "play policies against each other: wins in every seating, and an Elo table"),
+    "match": ("tiltyard.cli.evaluate", "play policies against each other: wins in every seating, and an Elo table"),
     "sweep": ("tiltyard.cli.sweep", "many runs from one plan: start, status, watch, best, plot, retry, extend, stop"),
     "bench": ("tiltyard.cli.bench", "how fast an env goes with nobody learning, in 1 to k processes"),
     "tune": ("tiltyard.cli.bench", "find the processes and sizes that train fastest on this machine"),

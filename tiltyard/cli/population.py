@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
     """Every exploit in its order; of one member, from which env step on it had which settings."""
-    from tiltyard.sweep.pbt.repeat import schedule_of, story_of
+    from tiltyard.sweep.pbt.lineage import schedule_of, story_of
     from tiltyard.sweep.report import told
 
     story = story_of(sweep)
@@ -40,16 +40,16 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
 
 def replay(sweep: Sweep, args: argparse.Namespace) -> int:
     """Train one run with all that the member's weights saw."""
-    from tiltyard.sweep.pbt import repeat as replaying
+    from tiltyard.sweep.pbt.lineage import make, schedule_of
 
     member = args.member if args.member is not None else _best(sweep)
-    sys.stdout.write(_schedule(replaying.schedule_of(sweep, member)))
+    sys.stdout.write(_schedule(schedule_of(sweep, member)))
     if args.dry_run:
         return EXIT_DONE
     from tiltyard import api
     from tiltyard.training import resume
 
-    run = replaying.make(sweep, member, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    run = make(sweep, member, [Path(sys.argv[0]).name, *sys.argv[1:]])
     sys.stderr.write(f"run {run.id} repeats what made member {member} of {sweep.id}\n")
     return api.carry_out(run, resume.plan_resume(run)[1]).exit_code
 
@@ -63,7 +63,7 @@ def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:
 
 
 def _best(sweep: Sweep) -> int:
-    from tiltyard.sweep.pbt.repeat import story_of
+    from tiltyard.sweep.pbt.lineage import story_of
     from tiltyard.sweep.report import look
 
     story_of(sweep)

@@ -140,7 +140,7 @@ def run_show(args: argparse.Namespace) -> int:
         return _show_events(run, args)
     if args.lineage:
         from tiltyard.cli.show import lineage_text
-        from tiltyard.training.pbt_state import lineage
+        from tiltyard.training.pbt import lineage
 
         found = lineage(run)
         _write_json(found) if args.json else sys.stdout.write(lineage_text(found))

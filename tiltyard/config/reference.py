@@ -11,7 +11,7 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import Plugin, Settings
-from tiltyard.config.shape import Free, Section, fields
+from tiltyard.config.merge import Free, Section, fields
 from tiltyard.config.yaml import dump_yaml
 
 Row = tuple[str, str, str, str]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tiltyard.config.algos import NAMED, NOT_NAMED, ONLY_RLLIB
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.fields import Settings
-from tiltyard.config.shape import Free, Section, fields, inside
+from tiltyard.config.merge import Free, Section, fields, inside
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.plugins.resolve import short
 

@@ -34,11 +34,11 @@ def make_engine(
     What only changes how results are rounded is kept when it is the `same_run` that continues, and chosen anew in a
     fork."""
     if experiment.engine.kind == "rllib":
+        from tiltyard.engines.engine_state import read_env_steps
         from tiltyard.engines.rllib.engine import RllibEngine
-        from tiltyard.engines.state import read_env_steps
 
         return RllibEngine(experiment, spec, base, 0 if continues is None else read_env_steps(continues))
-    from tiltyard.engines.state import read_state
+    from tiltyard.engines.engine_state import read_state
     from tiltyard.engines.topology import topology
 
     before = {} if continues is None else read_state(continues)

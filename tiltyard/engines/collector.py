@@ -18,8 +18,8 @@ import torch
 
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.engine_state import read_group, read_state
 from tiltyard.engines.policies.multi_policy import Players
-from tiltyard.engines.state import read_group, read_state
 from tiltyard.envs.native_vector import make_group
 from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
 from tiltyard.models.recurrent import State

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiltyard.algos.flat_adam import Undo
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.rng import Generators
-from tiltyard.algos.undo import Undo
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, INIT, LEARN, stream_seed

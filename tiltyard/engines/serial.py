@@ -17,8 +17,8 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import Collector, empty_rollout
+from tiltyard.engines.engine_state import groups_left_out, read_state
 from tiltyard.engines.policies.policy_set import Cast
-from tiltyard.engines.state import groups_left_out, read_state
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
 from tiltyard.run.checkpoint import write_tree

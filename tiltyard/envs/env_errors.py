@@ -9,7 +9,12 @@ from tiltyard.errors import DivergedError, EnvError, TiltyardError, raised
 from tiltyard.plugins import resolve
 
 # modules that call an env and take its answers apart
-_UNPACKING = ("tiltyard.envs.vector", "tiltyard.tuning.walk", "tiltyard.envs.isolation.server", "tiltyard.envs.actions")
+_UNPACKING = (
+    "tiltyard.envs.vector",
+    "tiltyard.tuning.sampler",
+    "tiltyard.envs.isolation.server",
+    "tiltyard.envs.actions",
+)
 
 
 def blamed(error: BaseException, where: str, doing: str) -> TiltyardError:

@@ -9,8 +9,9 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +26,17 @@ from tiltyard.algos.pbt import (
     perturbed,
     replacements,
     rules_of,
+    schedule,
     spread,
 )
 from tiltyard.config.algos import KlAdaptive
 from tiltyard.config.population import Population
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import TiltyardError, UseError, did_you_mean
+from tiltyard.run.checkpoint import newest_valid, read_tree
 from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run
 from tiltyard.training.attempt import Attempt
-from tiltyard.training.pbt_state import KEPT, Standing
+from tiltyard.types import Tree
 
 DECISIONS = 7  # their role in the run's seed tree
 
@@ -158,3 +162,73 @@ def selection_of(attempt: Attempt) -> Selection | None:
     """Where the experiment has a population."""
     population = attempt.experiment.population
     return None if population is None else Selection(attempt, population)
+
+
+KEPT = 200  # gains: PB2 looks at the latest
+
+
+@dataclass
+class Standing:
+    """What selection remembers from decision to decision; policies by name, and by their place in `names`."""
+
+    names: list[str]
+    first: dict[str, Settings] = field(default_factory=dict)
+    settings: dict[str, Settings] = field(default_factory=dict)
+    env_steps: dict[str, int] = field(default_factory=dict)
+    """own ones: those that a policy has learned from"""
+    decided: dict[str, int] = field(default_factory=dict)
+    """own env steps at the last decision about a policy"""
+    scores: dict[str, float] = field(default_factory=dict)
+    """at the last decision about it; after a copy, its source's"""
+    gains: list[Gain] = field(default_factory=list)
+    exploits: list[Exploit] = field(default_factory=list)
+    turns: int = 0
+
+    def dump(self) -> Tree:
+        return asdict(self)
+
+    @staticmethod
+    def read(tree: Tree) -> Standing:
+        gains, exploits = [Gain(**each) for each in tree["gains"]], [Exploit(**each) for each in tree["exploits"]]
+        return Standing(**{**tree, "gains": gains, "exploits": exploits})
+
+
+def standing_of(run: Run) -> Standing:
+    """That of a run's newest checkpoint."""
+    found, _ = newest_valid(run)
+    tree = None if found is None else read_tree(found.folder, "loop").get("selection")
+    if tree is None:
+        raise UseError(
+            f"run {run.id} has no population, or no checkpoint of it yet", "set `population` in an experiment"
+        )
+    return Standing.read(tree)
+
+
+def lineage(run: Run) -> dict[str, Any]:
+    """Who came from whom, and for each policy of today the settings that a run alone would need to repeat it."""
+    now = standing_of(run)
+    return {
+        "policies": {name: _policy(now, place) for place, name in enumerate(now.names)},
+        "exploits": [
+            {**asdict(each), "member": now.names[each.member], "source": now.names[each.source]}
+            for each in now.exploits
+        ],
+    }
+
+
+def _policy(now: Standing, place: int) -> dict[str, Any]:
+    name = now.names[place]
+    return {
+        "env_steps": now.env_steps.get(name, 0),
+        "score": now.scores.get(name),
+        "settings": now.settings[name],
+        "schedule": [{"from": at, "settings": settings} for at, settings in schedule_of(now, name)],
+    }
+
+
+def schedule_of(now: Standing, name: str) -> Sequence[tuple[int, Settings]]:
+    """From which env step on which settings, for one policy alone."""
+    if name not in now.names:
+        raise UseError(f"the population has no policy {name!r}", did_you_mean(name, now.names))
+    first = {place: now.first[each] for place, each in enumerate(now.names)}
+    return schedule(now.names.index(name), now.exploits, first)

@@ -39,7 +39,7 @@ from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import Stretches
 from tiltyard.track import trackers
 from tiltyard.training.loop_state import terms
-from tiltyard.training.pbt_state import schedule_of, standing_of
+from tiltyard.training.pbt import schedule_of, standing_of
 from tiltyard.tuning.autotune import BEFORE_TRAINING, tune
 from tiltyard.types import Checkpoint, EnvSpec
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiltyard.engines.rllib.plain import lively, plain
+from tiltyard.engines.rllib.checkpoint import lively, plain
 from tiltyard.errors import TiltyardError
 from tiltyard.run.checkpoint import read_tree, write_tree
 

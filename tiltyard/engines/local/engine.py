@@ -22,10 +22,10 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
+from tiltyard.engines.engine_state import groups_left_out, read_state
 from tiltyard.engines.local.shared_memory import FREE, LEARNING, Slab, gather
 from tiltyard.engines.local.worker_pool import Pool
 from tiltyard.engines.policies.policy_set import Cast
-from tiltyard.engines.state import groups_left_out, read_state
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree

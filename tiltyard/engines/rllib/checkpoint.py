@@ -7,14 +7,17 @@ and so are the runners' envs. Of RLlib's metrics only the algorithm's own are ke
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from ray.rllib.core import COMPONENT_LEARNER, COMPONENT_RL_MODULE
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME, WEIGHTS_SEQ_NO
 
 from tiltyard.engines.rllib.learners import extra_state, set_extra_state
-from tiltyard.engines.rllib.plain import lively, plain
+from tiltyard.errors import TiltyardError
 from tiltyard.types import Arrays, Tree
 
 METRICS = "metrics_logger"
@@ -93,3 +96,59 @@ def give_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
     version = int(state.get(WEIGHTS_SEQ_NO, 0)) + 1
     group.set_state({COMPONENT_LEARNER: {COMPONENT_RL_MODULE: modules, WEIGHTS_SEQ_NO: version}})
     algo.env_runner_group.sync_weights(from_worker_or_learner_group=group, inference_only=True)
+
+
+MARK = "$"
+
+
+def plain(value: Any, path: str = "") -> Tree:
+    """`value` as nested dicts and lists of arrays, numbers, text, booleans and None."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return {MARK: "tensor", "items": value.detach().cpu().numpy().copy()}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value
+    if isinstance(value, np.generic):
+        return {MARK: "number", "dtype": value.dtype.str, "items": value.item()}
+    if isinstance(value, list):
+        return [plain(each, f"{path}[]") for each in value]
+    if isinstance(value, tuple | set | frozenset):
+        kind = "tuple" if isinstance(value, tuple) else "set"
+        return {MARK: kind, "items": [plain(each, path) for each in value]}
+    if isinstance(value, deque):
+        return {MARK: "deque", "length": value.maxlen, "items": [plain(each, path) for each in value]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key != MARK for key in value):
+            return {key: plain(each, f"{path}.{key}") for key, each in value.items()}
+        return {
+            MARK: "pairs",
+            "items": [[plain(key, path), plain(each, f"{path}.{key}")] for key, each in value.items()],
+        }
+    raise TiltyardError(
+        f"RLlib's state has a {type(value).__module__}.{type(value).__name__} at {path or 'its top'}, "
+        "which a checkpoint cannot hold",
+        "leave out what keeps it there, or train with another engine",
+    )
+
+
+def lively(tree: Tree) -> Any:
+    """The inverse of `plain`."""
+    if isinstance(tree, list):
+        return [lively(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind = tree.get(MARK)
+    if kind is None:
+        return {key: lively(each) for key, each in tree.items()}
+    items = tree["items"]
+    if kind == "tensor":
+        return torch.from_numpy(np.array(items))
+    if kind == "number":
+        return np.dtype(tree["dtype"]).type(items)
+    if kind == "pairs":
+        return {lively(key): lively(each) for key, each in items}
+    made = [lively(each) for each in items]
+    if kind == "deque":
+        return deque(made, maxlen=tree["length"])
+    return tuple(made) if kind == "tuple" else set(made)

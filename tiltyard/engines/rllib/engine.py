@@ -43,7 +43,7 @@ def check_rllib(experiment: Experiment, spec: EnvSpec) -> None:
     require_ray()
     found = list(problems(experiment, spec))
     if isinstance(experiment.algo, Named):
-        from tiltyard.engines.rllib.options import option_problems
+        from tiltyard.engines.rllib.algorithm_options import option_problems
 
         found += option_problems(Task(experiment, spec, ()))
     if found:

@@ -32,7 +32,10 @@ from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
 
-_START = "import sys; sys.path.append({root!r}); from tiltyard.envs.isolation.server import main; main({owner}, {news}, {fds})"
+_START = (
+    "import sys; sys.path.append({root!r}); "
+    "from tiltyard.envs.isolation.server import main; main({owner}, {news}, {fds})"
+)
 _CLOSING = 5.0  # seconds that an env has to close itself
 _KINDS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 

@@ -9,13 +9,17 @@ A line is written before it is acted upon. Every exploit follows from the lines 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tiltyard.algos.pbt import Exploit, Gain, Member, Settings, schedule
+from tiltyard.errors import UseError
 from tiltyard.run import atomic
+from tiltyard.run.folder import Run
+from tiltyard.run.settings_schedule import Stretches
 from tiltyard.sweep.folder import Sweep, Trial
+from tiltyard.sweep.preflight import new_run
 
 
 @dataclass(frozen=True)
@@ -150,3 +154,26 @@ def _with_seed(exploit: Exploit, seeds: Mapping[int, int]) -> Exploit:
     """Whoever becomes a copy goes on with draws of its own."""
     seed = {"seed": seeds[exploit.member]}
     return replace(exploit, before={**exploit.before, **seed}, after={**exploit.after, **seed})
+
+
+def story_of(sweep: Sweep) -> Lineage:
+    """The story of a sweep that is a population; UseError for others."""
+    if sweep.plan().search != "population":
+        raise UseError(f"{sweep.id} is no population: nobody is a copy of anybody", "tiltyard sweep status")
+    return read(sweep)
+
+
+def schedule_of(sweep: Sweep, member: int) -> list[tuple[int, Settings]]:
+    """From which env step on which settings."""
+    story = story_of(sweep)
+    if member not in story.first:
+        raise UseError(f"{sweep.id} has no member {member}", f"it has 1 to {len(story.first)}")
+    return story.schedule(member)
+
+
+def make(sweep: Sweep, member: int, command: Sequence[str]) -> Run:
+    """The run, ready to be trained; made beside the sweep."""
+    schedule = schedule_of(sweep, member)
+    first = dict(schedule[0][1])
+    trial = Trial(member, member, first.pop("seed"), first)
+    return new_run(sweep, sweep.plan(), trial, command, stretches=Stretches(schedule))
