@@ -62,14 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @dataclass(frozen=True)
-class Said:
+class Output:
     """What a command wrote."""
 
     stdout: str
     stderr: str
 
 
-Command = Callable[..., Said]
+Command = Callable[..., Output]
 
 
 @pytest.fixture
@@ -85,22 +85,22 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiltyard(runs: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     """The command line inside this process (torch is imported once): checks the exit code, returns what was written."""
 
-    def call(*words: str, expect: int = 0) -> Said:
+    def call(*words: str, expect: int = 0) -> Output:
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(list(words))
-        said = Said(*capfd.readouterr())
+        said = Output(*capfd.readouterr())
         assert ended.value.code == expect, f"exit {ended.value.code} instead of {expect}\n{said.stdout}\n{said.stderr}"
-        blamed = "raised" in said.stderr or "called sys.exit" in said.stderr  # a plug-in's own traceback
-        assert "Traceback" not in said.stderr or blamed, said.stderr
+        attributed = "raised" in said.stderr or "called sys.exit" in said.stderr  # a plug-in's own traceback
+        assert "Traceback" not in said.stderr or attributed, said.stderr
         return said
 
     return call
 
 
-def in_own_process(*words: str, expect: int = 0, given: str | None = None) -> Said:
+def in_own_process(*words: str, expect: int = 0, given: str | None = None) -> Output:
     """The command line as a shell would start it."""
     command = [sys.executable, "-m", "tiltyard", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, input=given)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return Said(done.stdout, done.stderr)
+    return Output(done.stdout, done.stderr)

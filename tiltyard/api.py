@@ -24,10 +24,10 @@ from tiltyard.run import checkpoint
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, create
 from tiltyard.track.screen import Screen
-from tiltyard.training.attempt import Plan
+from tiltyard.training.attempt import AttemptSetup
 from tiltyard.training.loop import Outcome, train_run
-from tiltyard.training.preflight import Prepared, prepare, prepare_fork
-from tiltyard.training.resume import plan_resume
+from tiltyard.training.preflight import CheckedExperiment, prepare, prepare_fork
+from tiltyard.training.resume import prepare_resume
 from tiltyard.types import EnvSpec
 
 
@@ -57,7 +57,7 @@ def resume(
 
     The code of its plug-ins is run only when the run is this user's own, or with `trust_code`.
     """
-    run, plan = plan_resume(source, overrides, trust_code=trust_code)
+    run, plan = prepare_resume(source, overrides, trust_code=trust_code)
     carry_out(run, plan, live=live)
     return run
 
@@ -80,7 +80,7 @@ def fork(
 # ------------------------------------------------------------------------------------------------ folders
 
 
-def begin(prepared: Prepared, *, seed: int | None = None) -> Run:
+def begin(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
     """Make the run folder; with another seed if asked."""
     loaded, origin = prepared.loaded, prepared.origin
     experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
@@ -103,16 +103,16 @@ def begin(prepared: Prepared, *, seed: int | None = None) -> Run:
     return run
 
 
-def as_it_is(run: Run, spec: EnvSpec) -> Plan:
+def as_it_is(run: Run, spec: EnvSpec) -> AttemptSetup:
     """The plan of a run that was made a moment ago."""
     experiment = run.experiment()
-    return Plan(experiment, experiment, spec)
+    return AttemptSetup(experiment, experiment, spec)
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def carry_out(run: Run, plan: Plan, *, live: bool | None = None) -> Outcome:
+def carry_out(run: Run, plan: AttemptSetup, *, live: bool | None = None) -> Outcome:
     """Train the run in this process as planned, one stretch after another, and say at the end what to type next."""
     while True:
         screen = Screen(run, plan.settings, live=live)
@@ -123,7 +123,7 @@ def carry_out(run: Run, plan: Plan, *, live: bool | None = None) -> Outcome:
             screen.close()
         if not outcome.goes_on:
             return outcome
-        plan = plan_resume(run, trust_code=True)[1]  # whose code was accepted when it began
+        plan = prepare_resume(run, trust_code=True)[1]  # whose code was accepted when it began
 
 
 def next_commands(run: Run, outcome: Outcome) -> list[str]:

@@ -47,14 +47,14 @@ def check_env(
         one, two = first.reset(), second.reset()
         _same(settings, one, two, "reset")
         for index in range(steps):
-            if index == steps // 2 and spec.comes_back != "fresh":
+            if index == steps // 2 and spec.restore_mode != "fresh":
                 _bring_back(settings, first, third)
                 first, third = third, first
                 one = first.current()
                 _same(settings, one, two, "coming back")
             action = _actions(first, index, one)
             one, two = first.step(action), second.step(action.copy())
-            if spec.comes_back != "fresh":
+            if spec.restore_mode != "fresh":
                 _same(settings, one, two, f"env step {index + 1}")
     finally:
         for group in (first, second, third):
@@ -78,7 +78,9 @@ def _actions(group: EnvGroup, index: int, now: Step) -> Any:
 def _bring_back(env: Env, old: EnvGroup, new: EnvGroup) -> None:
     said = new.load(old.save())
     if said:
-        raise EnvError(f"env {env.id} did not come back: {said[0]}", "set env.comes_back=fresh, or make it repeatable")
+        raise EnvError(
+            f"env {env.id} did not come back: {said[0]}", "set env.restore_mode=fresh, or make it repeatable"
+        )
 
 
 def _same(env: Env, one: Step, two: Step, when: str) -> None:

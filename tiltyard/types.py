@@ -91,7 +91,7 @@ class EnvSpec:
     frameskip: int = 1
     """simulator frames per env step: the setting times the frames that the env skips itself"""
     episode_limit: int | None = None
-    comes_back: Literal["state", "replay", "fresh"] = "replay"
+    restore_mode: Literal["state", "rerun", "fresh"] = "rerun"
     """how a running episode is restored from a checkpoint"""
     renders: bool = False
     """the env can draw itself as an RGB array"""

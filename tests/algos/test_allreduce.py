@@ -15,7 +15,7 @@ import torch
 
 from tests.algos.test_ppo import act_out
 from tests.models.specs import CATEGORICAL, CONTINUOUS, env
-from tiltyard.algos.allreduce import Alone, Team, Together
+from tiltyard.algos.allreduce import LearnerGroup, ProcessGroup, SingleProcess
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import A2c, KlAdaptive
 from tiltyard.config.algos import Ppo as Settings
@@ -29,13 +29,13 @@ LSTM = Model(hidden=[16], memory=Memory(kind="lstm", size=8, bptt=4))
 SMALL: dict[str, Any] = {"rollout": 12, "minibatch": 20, "epochs": 3}
 
 
-def all_at_once(folder: Path, size: int, work: Callable[[Together], Any]) -> list[Any]:
+def all_at_once(folder: Path, size: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
     """What `work` returns or raises for each member of a team, in the order of ranks."""
     found: list[Any] = [None] * size
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(Together(folder, rank, size, CPU))
+            found[rank] = work(ProcessGroup(folder, rank, size, CPU))
         except Exception as error:  # noqa: BLE001 - looked at by the test
             found[rank] = error
 
@@ -59,7 +59,7 @@ class Learning:
         self.rollouts = rollouts or [act_out(self.net, spec, algo.rollout, bptt, seed, valid) for seed in range(3)]
         self.ppo = Ppo(algo, self.net, bptt, 10_000, seed=0)
 
-    def learn(self, team: Team) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
+    def learn(self, team: LearnerGroup) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
         """Weights, metrics and where its streams and settings stand after an update with each rollout."""
         ppo = self.ppo
         ppo.team = team
@@ -103,7 +103,7 @@ def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
     alone = Learning(env(action), model, algo, valid)
     others = [Learning(env(action), model, algo, rollouts=alone.rollouts) for _ in range(size)]
     start = alone.net.arrays()
-    weights, told, place = alone.learn(Alone())
+    weights, told, place = alone.learn(SingleProcess())
     members = together(tmp_path, others)
     assert any(not np.array_equal(start[key], array) for key, array in weights.items())
     for theirs, said, end in members:
@@ -133,7 +133,7 @@ def test_a_number_that_is_none_ends_all_of_them_with_the_whole_minibatch(tmp_pat
 
 
 def test_every_thing_is_somebodys_and_nobody_has_two(tmp_path: Path) -> None:
-    def shares(team: Together) -> list[list[int]]:
+    def shares(team: ProcessGroup) -> list[list[int]]:
         return [list(range(count)[team.share(count)]) for count in (0, 1, 2, 7, 64)]
 
     found = all_at_once(tmp_path, 3, shares)

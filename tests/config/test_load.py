@@ -346,3 +346,11 @@ def test_resolved_files_of_other_versions(tmp_path):
     with pytest.raises(ConfigError) as caught:
         from_resolved(path)
     assert "algo.rollout = -1: must be at least 1" in caught.value.details
+
+
+def test_the_old_name_of_the_restore_mode_is_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("env: {id: CartPole-v1, comes_back: replay}\n")
+    assert load(str(file)).experiment.env.restore_mode == "rerun"
+    assert load(str(file), ["env.comes_back=fresh"]).experiment.env.restore_mode == "fresh"
+    assert load("CartPole-v1", ["env.restore_mode=replay"]).experiment.env.restore_mode == "rerun"

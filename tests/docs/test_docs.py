@@ -43,7 +43,7 @@ IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/cluster/test_ray.py and
 ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
-PATIENCE = 120.0  # seconds for a run in the background to write its first checkpoint
+TIMEOUT = 120.0  # seconds for a run in the background to write its first checkpoint
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Reader:
 
     def wait_for_a_checkpoint(self) -> None:
         """As long as it takes on this machine, which is not what it took where the page was written."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not list(self.folder.glob("runs/*/[0-9]*/checkpoints/[0-9]*/manifest.json")):
             assert self.background is not None
             assert self.background.poll() is None, "it ended by itself"

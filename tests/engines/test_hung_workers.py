@@ -21,7 +21,7 @@ from tiltyard.errors import EnvError
 from tiltyard.processes import fork_server, proc
 from tiltyard.processes.reaper import GRACE
 
-PATIENCE = 60
+TIMEOUT = 60
 
 # What it does is in files beside it, so that the same env is well behaved while it is probed.
 ENV = """
@@ -232,7 +232,7 @@ def _born(engine: Any) -> int:
 
 
 def test_every_step_of_a_replay_has_the_whole_time(env: str, tmp_path: Path) -> None:
-    words = ("engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1", "env.comes_back=replay")
+    words = ("engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1", "env.restore_mode=rerun")
     engine = build(env, *words)
     for _ in range(2):
         engine.step()
@@ -299,7 +299,7 @@ def test_what_a_living_worker_sent_away_outlives_another_worker(env: str, tmp_pa
         owner: {int(path.name.split("-")[2]) for path in tmp_path.glob(f"daemon-{owner}-*")} for owner in pids(engine)
     }
     assert all(len(found) == 2 for found in left.values())
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while any(_runs(pid) for pid in left[dead]) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(GRACE + 0.5)

@@ -42,7 +42,7 @@ WORDS = [
     "eval.at_end=false",
     "eval.every=0",
 ]
-PATIENCE = 60
+TIMEOUT = 60
 
 
 def workers(kind: str, folder: Path) -> set[int]:
@@ -91,7 +91,7 @@ class CustomEnv(CustomEnv):
 
 def ended(folder: Path) -> bool:
     """Whether all have ended, after a while."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while running(folder) and time.monotonic() < until:
         time.sleep(0.05)
     return not running(folder)
@@ -130,7 +130,7 @@ def test_what_envs_leave_behind_is_ended_when_the_driver_is_killed(
 ) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
     driver = train(tmp_path, *words, "stop.env_steps=100_000_000")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while not list(runs.glob("*/*/metrics.jsonl")) and time.monotonic() < until:
         time.sleep(0.05)
     assert len(running(tmp_path)) == 2 * 4
@@ -159,9 +159,9 @@ def test_what_others_start_meanwhile_is_left_alone() -> None:
         "made.clear()\n"
         "print(envs, helper, start())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT)
     envs, *others = map(int, done.stdout.split())
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while read(envs) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(2 * GRACE)

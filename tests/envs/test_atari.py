@@ -74,7 +74,7 @@ def test_a_family_is_no_import_string(tmp_path: Path) -> None:
 def test_frames_are_counted_apart_from_env_steps() -> None:
     env = Env(id="atari:pong", frameskip=3, options={"frameskip": 2})
     spec = spec_from_json(examine(env, BASE, False))
-    assert spec.frameskip == 6 and spec.comes_back == "replay" and spec.renders
+    assert spec.frameskip == 6 and spec.restore_mode == "rerun" and spec.renders
     group = EnvGroup(env, spec, 1, 0, base=BASE)
     group.reset()
     for _ in range(5):
@@ -129,7 +129,7 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
     single = [Atari(game, **env.options) for _ in range(rows)]
     obs, action = observation_specs(single[0].observation_space, 1), action_spec(single[0].action_space)
     group = make_group(env, EnvSpec(obs, action, frameskip=4), rows, 5, base=BASE, threads=2)
-    assert isinstance(group, NativeGroup) and group.comes_back == "fresh"
+    assert isinstance(group, NativeGroup) and group.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = np.stack([one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)])
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows

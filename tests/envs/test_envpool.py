@@ -263,7 +263,7 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
     rows, name = 2, env.id.partition(":")[2]
     single = [EnvPool(name, **env.options) for _ in range(rows)]
     group, encoder = group_of(env, rows, threads=2), ObsEncoder(single[0].observation_space)
-    assert isinstance(group, NativeGroup) and group.comes_back == "fresh"
+    assert isinstance(group, NativeGroup) and group.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = [one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)]
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows
@@ -305,7 +305,7 @@ def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
         env = Env(id="envpool:CartPole-v1", **more)
         assert not has_stepper(env)
     spec = spec_from_json(examine(Env(id="envpool:CartPole-v1", native=False), BASE, False))
-    assert spec.comes_back == "replay" and spec.renders and spec.frameskip == 1
+    assert spec.restore_mode == "rerun" and spec.renders and spec.frameskip == 1
 
 
 @installed

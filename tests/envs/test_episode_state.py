@@ -22,7 +22,7 @@ CASES = [
     Env(id="CartPole-v1", frame_stack=3, frameskip=2, time_limit=9, reward_scale=0.1),
     Env(id="Pendulum-v1", time_limit=30),
     Env(id="CarPass-v0"),
-    Env(id="CarPass-v0", comes_back="replay"),
+    Env(id="CarPass-v0", restore_mode="rerun"),
     Env(id="memory"),
     Env(id="delay"),
     Env(id="timeout"),
@@ -56,7 +56,7 @@ def assert_same(one: Any, two: Any) -> None:
     assert one.episodes == two.episodes
 
 
-@pytest.mark.parametrize("env", CASES, ids=lambda env: f"{env.id}-{env.frame_stack}-{env.comes_back}")
+@pytest.mark.parametrize("env", CASES, ids=lambda env: f"{env.id}-{env.frame_stack}-{env.restore_mode}")
 def test_three_interruptions_change_nothing(env: Env, tmp_path: Path) -> None:
     steady, broken = group_of(env), group_of(env)
     steady.reset()
@@ -88,7 +88,7 @@ def test_saving_does_not_disturb_the_episodes() -> None:
 def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
     env = Env(id="bad_envs.py:Unrepeatable")
     group = group_of(env)
-    assert group.comes_back == "replay"
+    assert group.restore_mode == "rerun"
     group.reset()
     for index in range(25):
         group.step(act(group, index))
@@ -98,7 +98,7 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
     now = fresh.current()
     assert now.first.all() and not now.obs["obs"].any() and fresh.tally.number.tolist() == [1, 1, 1]
     assert not fresh.tally.length.any() and not now.obs["previous.reward"].any()
-    assert fresh.save()["comes_back"] == "fresh" and "actions" not in fresh.save()
+    assert fresh.save()["restore_mode"] == "fresh" and "actions" not in fresh.save()
     fresh.step(act(fresh, 0))
     (again,) = group_of(env).load(fresh.save())
     assert "3 of 3 running episodes were cut" in again
@@ -111,16 +111,16 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
         (Env(id="CartPole-v1"), Env(id="CartPole-v1", time_limit=7)),
         (Env(id="CartPole-v1", frameskip=2), Env(id="CartPole-v1")),
         (Env(id="CarPass-v0"), Env(id="CarPass-v0", time_limit=7)),  # comes back by its state
-        (Env(id="CartPole-v1", comes_back="fresh"), Env(id="CartPole-v1", time_limit=7)),
+        (Env(id="CartPole-v1", restore_mode="fresh"), Env(id="CartPole-v1", time_limit=7)),
     ],
-    ids=lambda env: f"{env.id}-{env.comes_back}",
+    ids=lambda env: f"{env.id}-{env.restore_mode}",
 )
 def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: Env, after: Env, tmp_path: Path) -> None:
     group = group_of(before)
     group.reset()
     group.step(act(group, 0))
     forked = group_of(after)
-    manner = forked.comes_back
+    manner = forked.restore_mode
     (sentence,) = forked.load(group.save())
     assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
     assert forked.current().first.all() and not forked.tally.length.any() and forked.tally.number.tolist() == [1, 1, 1]
@@ -128,7 +128,7 @@ def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: En
         forked.step(act(forked, index))
     write_tree(tmp_path, "envs", forked.save())
     again = group_of(after)
-    assert forked.comes_back == manner != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
+    assert forked.restore_mode == manner != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
     action = act(forked, 9)
     assert_same(forked.step(action), again.step(action.copy()))
 
@@ -145,7 +145,7 @@ def test_settings_that_make_no_other_episodes_cut_none_and_older_checkpoints_do_
 
 
 def test_fresh_envs_say_what_was_cut() -> None:
-    env = Env(id="CartPole-v1", comes_back="fresh")
+    env = Env(id="CartPole-v1", restore_mode="fresh")
     group = group_of(env)
     group.reset()
     assert group_of(env).load(group.save()) == []
@@ -159,7 +159,7 @@ def test_fresh_envs_say_what_was_cut() -> None:
 
 def test_an_unseeded_env_is_fresh_from_the_start() -> None:
     spec = spec_from_json(examine(Env(id="bad_envs.py:BadEnv", options={"fault": "unseeded"}), BASE, False))
-    assert spec.comes_back == "fresh" and "behaves differently" in spec.notes[0]
+    assert spec.restore_mode == "fresh" and "behaves differently" in spec.notes[0]
 
 
 def test_rows_may_become_more_or_fewer() -> None:
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_env_is_refused_with_both_shapes() -> None:
 
 def test_state_asked_for_and_not_there_is_refused() -> None:
     with pytest.raises(UseError, match="get_state"):
-        examine(Env(id="CartPole-v1", comes_back="state"), BASE, False)
+        examine(Env(id="CartPole-v1", restore_mode="state"), BASE, False)
 
 
 def test_history_keeps_each_rows_running_episode() -> None:

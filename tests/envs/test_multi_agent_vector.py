@@ -136,7 +136,7 @@ def test_masks_are_the_agents_own_and_those_away_may_do_anything() -> None:
 )
 def test_saved_and_brought_back_they_go_on_to_the_bit(name: str, options: dict[str, Any]) -> None:
     spec = check_env(name, options=options, base=BASE, steps=31)
-    assert spec.comes_back == ("state" if "Keeps" in name else "replay")
+    assert spec.restore_mode == ("state" if "Keeps" in name else "rerun")
 
 
 def test_what_the_departed_said_is_kept_by_a_checkpoint() -> None:

@@ -23,12 +23,12 @@ def test_cartpole() -> None:
         "previous.reward": (1,),
     }
     assert spec.action.parts[0].options == 2 and spec.episode_limit == 500
-    assert spec.comes_back == "replay" and spec.renders and not spec.masked and not spec.notes
+    assert spec.restore_mode == "rerun" and spec.renders and not spec.masked and not spec.notes
 
 
 def test_car_pass_has_a_state() -> None:
     spec = probe(Env(id="CarPass-v0", time_limit=11, frameskip=2), base=BASE)
-    assert spec.comes_back == "state" and spec.renders and spec.episode_limit == 11 and spec.frameskip == 2
+    assert spec.restore_mode == "state" and spec.renders and spec.episode_limit == 11 and spec.frameskip == 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_child_imports_no_torch() -> None:
 @pytest.mark.parametrize("name", ["CartPole-v1", "CarPass-v0", "kitchen_sink", "Taxi-v3", "Blackjack-v1"])
 def test_good_envs_pass_the_contract(name: str) -> None:
     spec = check_env(name, base=BASE, steps=60)
-    assert spec.comes_back in ("state", "replay")
+    assert spec.restore_mode in ("state", "rerun")
 
 
 def test_the_contract_finds_what_the_probe_cannot() -> None:

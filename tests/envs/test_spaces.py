@@ -142,7 +142,7 @@ def test_spec_survives_json() -> None:
         masked=True,
         frameskip=3,
         episode_limit=17,
-        comes_back="fresh",
+        restore_mode="fresh",
         renders=True,
         env_bytes=12,
         notes=("a note",),

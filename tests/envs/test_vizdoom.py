@@ -68,7 +68,7 @@ def test_wrong_names_are_one_sentence(env: Env, said: str, hint: str) -> None:
 def test_basic_is_probed_and_counts_frames() -> None:
     spec = spec_from_json(examine(Env(id="doom:basic"), BASE, False))
     assert spec.obs["obs"].shape == (3, 72, 128) and spec.obs["obs"].image
-    assert spec.frameskip == 4 and spec.comes_back == "replay" and spec.renders
+    assert spec.frameskip == 4 and spec.restore_mode == "rerun" and spec.renders
     assert spec.action.parts[0].options == 4
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tiltyard.envs.vector import RESETTING
-from tiltyard.envs.watchdog import Watch, calling_envs
+from tiltyard.envs.watchdog import Watchdog, calling_envs
 
 
 def stuck(sentence: str) -> None:
@@ -16,19 +16,19 @@ def stuck(sentence: str) -> None:
 
 
 def test_a_call_that_does_not_come_back_is_interrupted() -> None:
-    with Watch(0.5, 60.0, stuck), calling_envs(), pytest.raises(TimeoutError, match=r"step\(\) within 0.5 s"):
+    with Watchdog(0.5, 60.0, stuck), calling_envs(), pytest.raises(TimeoutError, match=r"step\(\) within 0.5 s"):
         time.sleep(100)
 
 
 def test_a_reset_may_take_longer_and_what_is_no_call_as_long_as_it_likes() -> None:
-    with Watch(0.5, 60.0, stuck):
+    with Watchdog(0.5, 60.0, stuck):
         time.sleep(1.5)
         with calling_envs(RESETTING):
             time.sleep(1.5)
 
 
 def test_somebody_who_debugs_has_all_the_time_in_the_world() -> None:
-    with Watch(0.5, 60.0, stuck), calling_envs():
+    with Watchdog(0.5, 60.0, stuck), calling_envs():
         bdb.Bdb().runcall(lambda: time.sleep(1.5))
 
 
@@ -36,7 +36,7 @@ def test_a_signal_of_somebody_else_is_theirs() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        with Watch(60.0, 60.0, stuck):
+        with Watchdog(60.0, 60.0, stuck):
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
         assert heard == [signal.SIGUSR1]

@@ -13,7 +13,7 @@ import pytest
 
 import tiltyard as product
 from tiltyard.errors import UseError
-from tiltyard.processes.fork_server import Nursery, early
+from tiltyard.processes.fork_server import ForkServer, early
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +57,13 @@ def test_a_training_uses_one_and_ends_it(runs: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ copies
 
-PATIENCE = 60
+TIMEOUT = 60
 
 
-def heard(nursery: Nursery) -> dict[str, Any]:
+def heard(nursery: ForkServer) -> dict[str, Any]:
     """The next message."""
-    assert select.select([nursery], [], [], PATIENCE)[0]
-    word = nursery.news()
+    assert select.select([nursery], [], [], TIMEOUT)[0]
+    word = nursery.poll_events()
     assert word is not None
     return word
 
@@ -90,13 +90,13 @@ def test_who_builds_engine_after_engine_has_copies_of_one() -> None:
         one, other = early.take(), early.take()
         assert nurseries() == 1
         below = descendants(os.getpid())
-        one.bear({"role": "w", "number": 7}, [])  # told nothing, its life fails at once
+        one.fork({"role": "w", "number": 7}, [])  # told nothing, its life fails at once
         born = heard(one)
         assert born["number"] == 7 and born["born"] not in below
         assert heard(one) == {"died": born["born"], "status": 1}
-        assert other.news() is None  # which is nothing to the other
+        assert other.poll_events() is None  # which is nothing to the other
         one.close()
-        other.bear({"role": "w", "number": 8}, [])
+        other.fork({"role": "w", "number": 8}, [])
         assert heard(other)["number"] == 8
         other.close()
         assert nurseries() == 1
@@ -115,7 +115,7 @@ def test_a_killed_tune_leaves_nobody(runs: Path) -> None:
     assert len(below) > 3
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while any(Path(f"/proc/{pid}").exists() for pid in below) and time.monotonic() < until:
         time.sleep(0.02)
     assert [pid for pid in below if Path(f"/proc/{pid}").exists()] == []

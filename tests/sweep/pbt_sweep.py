@@ -102,7 +102,7 @@ def probe_once(env: Env, **more: Any) -> EnvSpec:
 def train(folder: Path) -> None:
     try:
         with patch.object(preflight, "probe", probe_once):
-            run, made = resume.plan_resume(Run(folder))
+            run, made = resume.prepare_resume(Run(folder))
             api.carry_out(run, made, live=False)
     except TiltyardError as error:
         print(f"{error.message}\n{error.details}")

@@ -30,7 +30,7 @@ from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, create, read_events, write_status
-from tiltyard.run.settings_schedule import Stretches
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
@@ -115,15 +115,15 @@ def test_negative_objectives_and_what_the_env_calls_its_true_one(
 def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     """And where settings change on the way, the run goes on by itself, whatever it was told before."""
     plan([1.0, 2.0])
-    whole, paused, changing = (_run(stretches) for stretches in (None, Stretches([(0, {})], 100, 1), CHANGES))
-    outcome = [api.carry_out(run, resume.plan_resume(run)[1], live=False) for run in (whole, paused, changing)]
+    whole, paused, changing = (_run(stretches) for stretches in (None, SettingsSchedule([(0, {})], 100, 1), CHANGES))
+    outcome = [api.carry_out(run, resume.prepare_resume(run)[1], live=False) for run in (whole, paused, changing)]
     assert [each.exit_code for each in outcome] == [0, 75, 0]
     assert paused.status()["state"] == "stopped"
     assert paused.status()["progress"]["env_steps"] == 112, "the first update beyond 100"
     assert "paused at env step 100" in paused.status()["reason"]
     api.resume(paused, live=False)
     assert paused.status()["progress"]["env_steps"] == 112
-    Stretches([(0, {})], None, 2).write(paused.folder)
+    SettingsSchedule([(0, {})], None, 2).write(paused.folder)
     api.resume(paused, live=False)
     assert same(weights(whole), weights(paused))
     assert _curve(whole) == _curve(paused)
@@ -133,13 +133,13 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     assert used == {**dict.fromkeys(range(16, 81, 16), 0.01), **dict.fromkeys(range(96, 257, 16), 0.02)}
     assert changing.experiment().algo.lr == 0.02
     with pytest.raises(TiltyardError, match=r"cannot change algo\.lr"):
-        resume.plan_resume(changing, ["algo.lr=0.5"])
+        resume.prepare_resume(changing, ["algo.lr=0.5"])
 
 
-CHANGES = Stretches([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
+CHANGES = SettingsSchedule([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
 
 
-def _run(stretches: Stretches | None) -> Run:
+def _run(stretches: SettingsSchedule | None) -> Run:
     loaded = preflight.load({**EXPERIMENT, "name": "alone"})
     return create(Path("runs"), loaded.experiment, base=loaded.base, stretches=stretches)
 
@@ -473,7 +473,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
     sweep = begun()
     for number, until in ((1, 128 + max(0, ahead)), (2, 128 + max(0, -ahead))):
         folder = preflight.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
-        Stretches([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
+        SettingsSchedule([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
         pbt_sweep.train(folder)
     assert carry_out(sweep) == 0
     found = exploits(sweep)[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tiltyard.track.tensorboard import TensorBoardMirror
+from tiltyard.track.tensorboard import TensorBoardTracker
 
 
 def record(env_steps, **metrics):
@@ -25,7 +25,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_every_metric_is_read_back_at_its_env_step(tmp_path):
-    mirror = TensorBoardMirror(tmp_path / "tb", None)
+    mirror = TensorBoardTracker(tmp_path / "tb", None)
     for step in range(0, 1000, 100):
         mirror.record(record(step, train__return=step / 2, loss__kl=0.25))
     mirror.close()
@@ -37,7 +37,7 @@ def test_every_metric_is_read_back_at_its_env_step(tmp_path):
 
 
 def test_numbers_that_are_none_and_huge_steps_survive(tmp_path):
-    mirror = TensorBoardMirror(tmp_path, None)
+    mirror = TensorBoardTracker(tmp_path, None)
     mirror.record(record(10**15, a=math.nan, b=math.inf, c="-inf", d=7))
     mirror.close()
     found = scalars(tmp_path)
@@ -51,7 +51,7 @@ def test_a_resume_supersedes_what_lies_beyond_its_checkpoint(tmp_path):
         (601, range(700, 1200, 100), 2.0),
         (1001, range(1100, 1300, 100), 3.0),
     ):
-        mirror = TensorBoardMirror(tmp_path, purge)
+        mirror = TensorBoardTracker(tmp_path, purge)
         for step in steps:
             mirror.record(record(step, x=value))
         mirror.close()
@@ -110,7 +110,7 @@ def test_a_full_disk_raises_instead_of_waiting_and_what_was_written_stays_readab
 def test_no_thread_and_no_handle_is_left(tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
     for _ in range(5):
-        mirror = TensorBoardMirror(tmp_path, 0)
+        mirror = TensorBoardTracker(tmp_path, 0)
         mirror.record(record(1, x=1.0))
         mirror.close()
     assert (len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))) == before

@@ -12,7 +12,7 @@ from tests.track.wandb_file import history
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
-from tiltyard.track.trackers import Mirrors, check
+from tiltyard.track.trackers import Trackers, check
 
 
 def experiment(tensorboard=True, wandb="off"):
@@ -48,16 +48,16 @@ def tensorboard_steps(folder):
 
 
 def test_only_what_was_asked_for_is_made(tmp_path):
-    mirrors = Mirrors(tmp_path, experiment(tensorboard=False), 0)
+    mirrors = Trackers(tmp_path, experiment(tensorboard=False), 0)
     assert told(tmp_path, mirrors, [1, 2]) + mirrors.close() == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_both_mirror_the_truth_across_a_resume(tmp_path):
-    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 0)
+    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 0)
     assert told(tmp_path, mirrors, range(100, 600, 100)) + mirrors.close() == []
     metrics.rewind(tmp_path, 300, 2)
-    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 300)
+    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 300)
     assert told(tmp_path, mirrors, range(400, 900, 100)) + mirrors.close() == []
     truth = [line["env_steps"] for line in metrics.read(tmp_path)]
     assert truth == list(range(100, 900, 100))
@@ -67,10 +67,10 @@ def test_both_mirror_the_truth_across_a_resume(tmp_path):
 
 
 def test_a_run_that_starts_over_supersedes_everything(tmp_path):
-    mirrors = Mirrors(tmp_path, experiment(), 0)
+    mirrors = Trackers(tmp_path, experiment(), 0)
     told(tmp_path, mirrors, [100, 200])
     mirrors.close()
-    mirrors = Mirrors(tmp_path, experiment(), 0)
+    mirrors = Trackers(tmp_path, experiment(), 0)
     told(tmp_path, mirrors, [50, 150])
     mirrors.close()
     assert tensorboard_steps(tmp_path) == [50, 150]
@@ -78,7 +78,7 @@ def test_a_run_that_starts_over_supersedes_everything(tmp_path):
 
 def test_a_mirror_that_cannot_open_is_said_once_and_the_other_goes_on(tmp_path):
     (tmp_path / "wandb").write_text("in the way")
-    mirrors = Mirrors(tmp_path, experiment(wandb="offline"), 0)
+    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 0)
     said = told(tmp_path, mirrors, [1, 2, 3]) + mirrors.close()
     assert len(said) == 1
     assert said[0].startswith("W&B is off for the rest of this attempt (FileExistsError: ")
@@ -86,7 +86,7 @@ def test_a_mirror_that_cannot_open_is_said_once_and_the_other_goes_on(tmp_path):
 
 
 def test_a_mirror_that_breaks_while_training_is_said_once_and_training_goes_on(tmp_path):
-    mirrors = Mirrors(tmp_path, experiment(), 0)
+    mirrors = Trackers(tmp_path, experiment(), 0)
     assert told(tmp_path, mirrors, [1]) == []
     mirrors._open["TensorBoard"]._file.close()  # as a file system that was unmounted
     said = told(tmp_path, mirrors, [2, 3]) + mirrors.close()
@@ -111,7 +111,7 @@ def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setenv("HOME", str(tmp_path))
-    mirrors = Mirrors(tmp_path, experiment(wandb="online"), 0)
+    mirrors = Trackers(tmp_path, experiment(wandb="online"), 0)
     said = told(tmp_path, mirrors, [1, 2]) + mirrors.close()
     server.close()
     assert len(said) == 1 and said[0].startswith("W&B is off")

@@ -16,7 +16,7 @@ from tests.track.wandb_file import history, records
 from tiltyard.config.experiment import Experiment, Wandb
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
-from tiltyard.track.wandb import WandbMirror, check
+from tiltyard.track.wandb import WandbTracker, check
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def experiment(**wandb):
 def attempt(folder: Path, steps: range, **wandb) -> str:
     """What training does: append to the truth, then to the mirror."""
     described = experiment(**wandb)
-    mirror = WandbMirror(folder, described, described.track.wandb)
+    mirror = WandbTracker(folder, described, described.track.wandb)
     for env_steps in steps:
         record = {"env_steps": env_steps, "frames": env_steps, "updates": 1, "episodes": 2, "seconds": 0.5,
                   "metrics": {"train/return": env_steps / 10, "loss/kl": float("nan")}}  # fmt: skip

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from tiltyard.config.experiment import Save
-from tiltyard.training.loop_state import Ledger
+from tiltyard.training.loop_state import LoopState
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_no_number_never_becomes_best(mode: str, broken: float) -> None:
-    save, ledger = Save(mode=mode), Ledger()
+    save, ledger = Save(mode=mode), LoopState()
     for step, value, best in ((1, broken, None), (2, 5.0, 5.0), (3, broken, 5.0)):
         ledger.latest["eval/return"], ledger.evaluated_at = value, step
         assert ledger.improves(save, step) == (best == value)
@@ -19,5 +19,5 @@ def test_a_score_that_is_no_number_never_becomes_best(mode: str, broken: float) 
 
 
 def test_an_evaluation_of_other_weights_is_no_score() -> None:
-    ledger = Ledger(latest={"eval/return": 5.0}, evaluated_at=10)
+    ledger = LoopState(latest={"eval/return": 5.0}, evaluated_at=10)
     assert ledger.score(Save(), 20) is None and not ledger.improves(Save(), 20)

@@ -13,15 +13,15 @@ from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import EnvError
-from tiltyard.tuning.sampler import DRAWN, Walk
+from tiltyard.tuning.sampler import DRAWN, EnvStepper
 
 BASE = [Path(__file__).parents[1] / "cli"]
 PAUSES = "pauses.py:Pauses"
 
 
-def walk_of(env: Env, rows: int = 3) -> tuple[Walk, EnvGroup]:
+def walk_of(env: Env, rows: int = 3) -> tuple[EnvStepper, EnvGroup]:
     group = make_group(env, spec_from_json(examine(env, BASE, False)), rows, 0, base=BASE)
-    return Walk(group, group.reset()), group
+    return EnvStepper(group, group.reset()), group
 
 
 def counted(group: EnvGroup) -> list[int]:

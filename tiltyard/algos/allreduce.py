@@ -25,14 +25,14 @@ from tiltyard.errors import TiltyardError
 
 Array = NDArray[Any]
 
-PATIENCE = timedelta(minutes=5)  # between the first and the last to come to a sum: their work is equally long
+TIMEOUT = timedelta(minutes=5)  # between the first and the last to come to a sum: their work is equally long
 
 
 class LostError(TiltyardError):
     """Another learner is gone or does not answer; why is known to whoever started it."""
 
 
-class Team(Protocol):
+class LearnerGroup(Protocol):
     """The learners of a policy, as one of them sees them."""
 
     size: int
@@ -47,7 +47,7 @@ class Team(Protocol):
         """The sum over all learners of each one's array."""
 
 
-class Alone:
+class SingleProcess:
     """One learner: everything is its own, and the sum is what it has."""
 
     size = 1
@@ -62,7 +62,7 @@ class Alone:
         return array
 
 
-class Together:
+class ProcessGroup:
     """One of several in processes of their own, which talk over loopback (gloo), or from GPU to GPU (nccl).
 
     They meet through a file in `folder`, which all of them can write and which is of no use once all are there.
@@ -76,7 +76,7 @@ class Together:
         self.rank, self.size = rank, size
         self._device, self._look = device, look
         store = distributed.FileStore(str(folder / "meeting"), size)  # type: ignore[attr-defined]
-        store.set_timeout(PATIENCE)
+        store.set_timeout(TIMEOUT)
         self._group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
 
     def share(self, count: int) -> slice:
@@ -106,7 +106,7 @@ class Together:
 
 def _gloo(store: Any, rank: int, size: int) -> Any:
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = PATIENCE
+    options._timeout = TIMEOUT
     # Nobody from outside this machine is let in.
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return distributed.ProcessGroupGloo(store, rank, size, options)
@@ -114,5 +114,5 @@ def _gloo(store: Any, rank: int, size: int) -> Any:
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
+    options._timeout = TIMEOUT
     return distributed.ProcessGroupNCCL(store, rank, size, options)

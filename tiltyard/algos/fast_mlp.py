@@ -95,7 +95,7 @@ class Dense:
         return x
 
 
-class Room:
+class Buffers:
     """Memory for batches of one size: what layers put out, and gradients on their way back."""
 
     def __init__(self, rows: int, layers: Layers) -> None:
@@ -114,7 +114,7 @@ class Learning:
 
     def __init__(self, dense: Dense, into: Layers) -> None:
         self._dense, self._into = dense, into
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, Buffers] = {}
 
     def forward(self, x: Tensor) -> tuple[Array, Array]:
         """[N, inputs] -> parameters [N, outputs] and value [N]; valid until the next call."""
@@ -123,7 +123,7 @@ class Learning:
         if len(x) not in self._rooms:
             if len(self._rooms) == ROOMS:
                 self._rooms.clear()
-            self._rooms[len(x)] = Room(len(x), layers)
+            self._rooms[len(x)] = Buffers(len(x), layers)
         room, squash = self._rooms[len(x)], self._dense.squash
         tops = []
         for tower, outs in zip(layers.towers, room.outs, strict=True):

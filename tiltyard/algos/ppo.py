@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiltyard.algos.advantages import clipped_gae, gae, vtrace
-from tiltyard.algos.allreduce import Alone, Team
+from tiltyard.algos.allreduce import LearnerGroup, SingleProcess
 from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.flat_adam import Adam
 from tiltyard.algos.schedules import ScheduledValue
@@ -97,7 +97,7 @@ class Ppo:
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
         }
-        self.team: Team = Alone()
+        self.team: LearnerGroup = SingleProcess()
         self.meanwhile: Callable[[], None] = lambda: None  # called after every gradient step: an update may take long
         self.env_steps = 0  # of the newest update: where the schedules stand
         self.used: dict[str, float] = {}  # what the newest update learned with: none before the first
@@ -343,7 +343,7 @@ class _Epoch:
         self.numbers.append((*losses, norm))
         self.log_ratios.append(log_ratio.reshape(-1) if valid is None else log_ratio[valid > 0])
 
-    def gather(self, team: Team) -> None:
+    def gather(self, team: LearnerGroup) -> None:
         """Once all minibatches are in: let every learner know what its team left, of which it had a part."""
         if team.size == 1 or not self.numbers:
             return

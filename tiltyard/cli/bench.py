@@ -16,7 +16,7 @@ from tiltyard.cli.train import data_stdout
 from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from tiltyard.tuning.autotune import Trial, Tuned
+    from tiltyard.tuning.autotune import Measurement, Tuned
     from tiltyard.tuning.sampler import Bench, Sampled
 
 MOST_SECONDS = 86_400
@@ -117,7 +117,7 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def _tuned_json(found: Tuned) -> str:
-    def told(trial: Trial) -> dict[str, object]:
+    def told(trial: Measurement) -> dict[str, object]:
         figures = {"env_steps_per_second": trial.speed, "turns": trial.turns, "bound": trial.bound}
         return {**asdict(trial.point), **figures, "failed": trial.failed}
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tiltyard.cli.train import Expectation
     from tiltyard.config.experiment import Experiment
     from tiltyard.config.site import Profile
-    from tiltyard.training.preflight import Prepared
+    from tiltyard.training.preflight import CheckedExperiment
 
 EXIT = {"finished": EXIT_DONE, "stopped": EXIT_RESUMABLE}
-LOOK = 0.5  # seconds between questions while a job is being stopped
+POLL_SECONDS = 0.5  # seconds between questions while a job is being stopped
 
 
 # ------------------------------------------------------------------------------------------------ submitting
@@ -71,7 +71,7 @@ def check_words(args: argparse.Namespace, profile: Profile | None, expectation: 
 
 
 def train(
-    prepared: Prepared,
+    prepared: CheckedExperiment,
     profile: Profile,
     seeds: Sequence[int | None],
     args: argparse.Namespace,
@@ -261,7 +261,7 @@ def stop(run: Run, wait: float) -> int:
         if time.monotonic() >= deadline:
             sys.stderr.write(f"{now.sentence(job)}; it will save and stop after its update\n")
             return EXIT_FAILED
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
     if run.status()["state"] in ("created", "queued"):
         with Lock.acquire(run):
             write_status(run, state="stopped", reason=f"job {job} was taken out of the queue")

@@ -29,8 +29,8 @@ from tiltyard.run import atomic
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
     from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.preflight import Prepared
-    from tiltyard.sweep.report import Report
+    from tiltyard.sweep.preflight import CheckedPlan
+    from tiltyard.sweep.report import SweepSummary
 
 HEARS = 2.0  # seconds after which who still carries a sweep out has heard of a decision; one about to end may not
 # action -> options that it has
@@ -124,7 +124,7 @@ def _start(args: argparse.Namespace) -> int:
     return code
 
 
-def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
+def _planned(target: str, args: argparse.Namespace) -> list[Sweep | CheckedPlan]:
     """What a word means: sweeps to go on with, or plans that passed every check."""
     sources = _plans(target)
     if not sources:
@@ -134,7 +134,7 @@ def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
         return [sweep]
     from tiltyard.sweep import preflight
 
-    found: list[Sweep | Prepared] = []
+    found: list[Sweep | CheckedPlan] = []
     for prepared in [preflight.prepare(source, profile=args.on, many=args.yes) for source in sources]:
         known = None if args.new else preflight.same_sweep(prepared)
         if known is not None:
@@ -143,10 +143,10 @@ def _planned(target: str, args: argparse.Namespace) -> list[Sweep | Prepared]:
     return found
 
 
-def _begun(each: Sweep | Prepared) -> Sweep:
+def _begun(each: Sweep | CheckedPlan) -> Sweep:
     from tiltyard.sweep import preflight
 
-    if not isinstance(each, preflight.Prepared):
+    if not isinstance(each, preflight.CheckedPlan):
         return each
     sweep = preflight.begin(each, [Path(sys.argv[0]).name, *sys.argv[1:]])
     sys.stderr.write(f"sweep {sweep.id}: {_trials(each.count)}, {each.plan.max_parallel} at once\n")
@@ -174,10 +174,10 @@ def _plans(target: str) -> list[Any]:
     return []
 
 
-def _dry(each: Sweep | Prepared, *, leave_stopped: bool) -> None:
-    from tiltyard.sweep.preflight import Prepared
+def _dry(each: Sweep | CheckedPlan, *, leave_stopped: bool) -> None:
+    from tiltyard.sweep.preflight import CheckedPlan
 
-    if not isinstance(each, Prepared):
+    if not isinstance(each, CheckedPlan):
         _say_dry(each, leave_stopped=leave_stopped)
     elif each.launcher == "local":
         _say_trials(each)
@@ -185,7 +185,7 @@ def _dry(each: Sweep | Prepared, *, leave_stopped: bool) -> None:
         sweep_jobs.dry(each)
 
 
-def _say_trials(prepared: Prepared) -> None:
+def _say_trials(prepared: CheckedPlan) -> None:
     from tiltyard.sweep.report import shown
 
     keys = list(dict.fromkeys(key for trial in prepared.trials for key in trial.settings))
@@ -327,7 +327,7 @@ def _next_to_best(run: Run, *, is_program: bool) -> str:
     return f"tiltyard eval {run.typed}{' --best' if scored else ''}"
 
 
-def _best_value(found: Report, values: list[float]) -> float:
+def _best_value(found: SweepSummary, values: list[float]) -> float:
     return max(values) if found.plan.better > 0 else min(values)
 
 

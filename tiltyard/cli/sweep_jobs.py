@@ -11,10 +11,10 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED
 
 if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
-    from tiltyard.sweep.preflight import Prepared
+    from tiltyard.sweep.preflight import CheckedPlan
 
 
-def dry(prepared: Prepared) -> None:
+def dry(prepared: CheckedPlan) -> None:
     """What would be submitted: the script, and how many trials it would be for."""
     from tiltyard.config.site_file import runs_root
     from tiltyard.sweep.folder import Sweep

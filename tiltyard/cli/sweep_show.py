@@ -10,12 +10,12 @@ from tiltyard.config.sweep_plan import Objective
 from tiltyard.sweep.report import brief, controller_of, recorded_instead
 
 if TYPE_CHECKING:
-    from tiltyard.sweep.report import Report
+    from tiltyard.sweep.report import SweepSummary
 
 SHOWN = 20  # points in the table; files have all of them
 
 
-def summary(found: Report) -> str:
+def summary(found: SweepSummary) -> str:
     """A sweep on one screen."""
     sweep, plan = found.sweep, found.plan
     who = controller_of(sweep) if found.state == "running" else ""
@@ -36,7 +36,7 @@ def summary(found: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _alone(found: Report) -> str:
+def _alone(found: SweepSummary) -> str:
     """Trials go on when whoever started them is gone."""
     running = found.counts.get("running", 0)
     if found.state == "running" or not running:
@@ -44,7 +44,7 @@ def _alone(found: Report) -> str:
     return f", while {running} trials go on by themselves" if running > 1 else ", while 1 trial goes on by itself"
 
 
-def _none_recorded(found: Report) -> list[str]:
+def _none_recorded(found: SweepSummary) -> list[str]:
     """A warning where trials are over and none has the metric: a search would learn nothing from them."""
     over = [row for row in found.rows if row.state in ("finished", "ended")]
     if not over or any(row.value is not None for row in over):
@@ -53,7 +53,7 @@ def _none_recorded(found: Report) -> list[str]:
     return [f"warning  none of {len(over)} that are over has recorded {found.plan.metric.name}; {hint}"]
 
 
-def _table(found: Report) -> str:
+def _table(found: SweepSummary) -> str:
     if found.plan.search == "population":
         return _members(found)
     keys = found.keys
@@ -74,7 +74,7 @@ def _table(found: Report) -> str:
     return formatting.table(head, lines, right=right) + said if lines else ""
 
 
-def _members(found: Report) -> str:
+def _members(found: SweepSummary) -> str:
     """The members of a population, the best first: with what they learn, how far they are, whose copies they are."""
     from tiltyard.sweep.pbt.lineage import read
 
@@ -95,7 +95,7 @@ def _members(found: Report) -> str:
     return formatting.table(head, lines, right=(0, len(keys) + 1, len(keys) + 2, len(keys) + 3)) if lines else ""
 
 
-def _next(found: Report) -> str:
+def _next(found: SweepSummary) -> str:
     typed = found.sweep.typed
     if found.state == "failed" and not all(row.trial.refused for row in found.failed):
         return f"tiltyard sweep retry --failed {typed}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiltyard.sweep.folder import Sweep
 
 STOPS = 60.0  # seconds that trials have to save and end
-LOOK = 0.1  # seconds between two looks at folders; those at a queue are further apart
+POLL_SECONDS = 0.1  # seconds between two looks at folders; those at a queue are further apart
 
 
 def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -48,7 +48,7 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
         if left <= 0:
             sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")
             return EXIT_FAILED
-        time.sleep(min(left, LOOK if sweep.launcher == "local" else pace.pause()))
+        time.sleep(min(left, POLL_SECONDS if sweep.launcher == "local" else pace.pause()))
     if away:
         which, hosts = ", ".join(map(str, away)), ", ".join(sorted(set(away.values())))
         sys.stderr.write(f"nobody carries {sweep.id} out, and trial {which} can only be asked to end on host {hosts}\n")

@@ -22,7 +22,7 @@ from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.run.folder import Run
-    from tiltyard.training.attempt import Plan
+    from tiltyard.training.attempt import AttemptSetup
     from tiltyard.training.loop import Outcome
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -184,7 +184,7 @@ def run_resume(args: argparse.Namespace) -> int:
         refuse_queued(meant)
         profile = None if args.here else jobs.profile_of(meant)
         jobs.check_words(args, profile, expectation)
-        run, plan = resume.plan_resume(meant, args.overrides, trust_code=args.trust_code)
+        run, plan = resume.prepare_resume(meant, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
             expectation.check(plan.settings)
         if profile is not None:
@@ -220,7 +220,7 @@ def run_fork(args: argparse.Namespace) -> int:
         if args.replay is None:
             prepared = preflight.prepare_fork(args.run, args.overrides, at=at, trust_code=trusted, as_job=as_job)
         else:
-            prepared = preflight.prepare_replay(
+            prepared = preflight.prepare_repeat(
                 args.run, args.replay, args.overrides, trust_code=trusted, as_job=as_job
             )
         if expectation is not None:
@@ -228,7 +228,7 @@ def run_fork(args: argparse.Namespace) -> int:
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
         run = api.begin(prepared)
-        plan = api.as_it_is(run, prepared.spec) if args.replay is None else resume.plan_resume(run)[1]
+        plan = api.as_it_is(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
         return _train_here(run, plan, args, expectation, data)
 
 
@@ -250,7 +250,9 @@ def parse_at(text: str | None) -> int | str | None:
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def _train_here(run: Run, plan: Plan, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
+def _train_here(
+    run: Run, plan: AttemptSetup, args: argparse.Namespace, expectation: Expectation | None, data: TextIO
+) -> int:
     from tiltyard import api
 
     try:

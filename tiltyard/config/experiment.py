@@ -63,8 +63,9 @@ class Env(Settings):
     strict: bool = True
     """Refuse an env whose observations do not have the dtype that its space declares, or that prints to stdout in
     reset() or step(); false casts them, and sends what is printed to stderr."""
-    comes_back: Literal["auto", "state", "replay", "fresh"] = "auto"
-    """How running episodes continue after a resume: the env's own state, its actions replayed, or new episodes."""
+    restore_mode: Literal["auto", "state", "rerun", "fresh"] = "auto"
+    """How running episodes continue after a resume: from the env's own state, by re-running their actions, or as new
+    episodes."""
     native: bool = True
     """Step all rows in one call where the env has a vectorised version (CartPole, Atari, EnvPool)."""
     isolate: Literal["none", "process", "thread"] = "none"
@@ -139,7 +140,7 @@ class Model(Settings):
     """Run or checkpoint whose weights to start from: those that fit are taken, the others are listed."""
 
 
-class Member(Settings):
+class PolicySettings(Settings):
     """One of several policies. It learns, unless it comes from elsewhere."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -340,7 +341,7 @@ class Experiment(Settings):
     env: Annotated[Env, BeforeValidator(bare_id)]
     model: Annotated[Model, BeforeValidator(bare_id)] = Model()
     algo: Annotated[Annotated[Algo, Field(discriminator="id")], BeforeValidator(bare_id)] = Ppo()
-    policies: dict[str, Member] = Field(default={}, max_length=1000)
+    policies: dict[str, PolicySettings] = Field(default={}, max_length=1000)
     """Several policies by name, with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
     numbers, `{from: RUN@STEP}` is frozen, `{past: {of: main}}` is main as it was earlier. The first must learn, and is
     what evaluations measure. None named: one policy, `main`."""
@@ -378,9 +379,9 @@ class Experiment(Settings):
         return re.sub(r"\.\.+", ".", cleaned)[:80] or "run"
 
     @property
-    def cast(self) -> dict[str, Member]:
+    def cast(self) -> dict[str, PolicySettings]:
         """Every policy by name, in order: those named, or `main` alone."""
-        return self.policies or {"main": Member()}
+        return self.policies or {"main": PolicySettings()}
 
     @property
     def learning(self) -> list[str]:

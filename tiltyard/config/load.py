@@ -19,7 +19,7 @@ from typing import Any
 
 from tiltyard.config.cross_checks import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
-from tiltyard.config.merge import ROOT, Merged, Section, fields, nested, override_layer, plain
+from tiltyard.config.merge import ROOT, Merged, Section, fields, nested, override_layer, plain, with_new_names
 from tiltyard.config.reference import describe, flat, schema
 from tiltyard.config.site import Profile, Site, load_site
 from tiltyard.config.validation import Found, prune, special_answers, validate
@@ -391,7 +391,7 @@ def from_resolved(path: Path) -> Experiment:
             f"{path} has no version and so is no experiment of a run",
             "was it edited? source.yaml beside it is your own file",
         )
-    experiment, wrong = validate(Experiment, values)
+    experiment, wrong = validate(Experiment, with_new_names(values))
     if experiment is None:
         raise ConfigError([problem for _, problem in wrong], str(path))
     return experiment

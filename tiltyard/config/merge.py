@@ -243,7 +243,18 @@ def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
             if last in place:
                 problems.append(_twice(key, value))
             place[last] = value
-    return made, problems
+    return with_new_names(made), problems
+
+
+def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings under the names of this version: files of version 0.1 have `env.comes_back`, with a value `replay`."""
+    env = values.get("env")
+    if not isinstance(env, dict):
+        return values
+    env = {"restore_mode" if key == "comes_back" else key: value for key, value in env.items()}
+    if env.get("restore_mode") == "replay":
+        env["restore_mode"] = "rerun"
+    return {**values, "env": env}
 
 
 def _twice(key: str, value: Any) -> Problem:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from tiltyard.doctor.finding import Finding
 
 UNITY = (3, 2)  # the least OpenGL that its players take
-PATIENCE = 30.0  # seconds for a driver to answer, and for Xvfb to come up
+TIMEOUT = 30.0  # seconds for a driver to answer, and for Xvfb to come up
 
 
 def check_display() -> Finding:
@@ -77,10 +77,10 @@ def ask_driver(way: str, display: str | None) -> dict[str, str]:
         environment["DISPLAY"] = display
     command = [sys.executable, "-m", "tiltyard.doctor.opengl", way]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
         told: dict[str, str] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return {"error": f"the driver gave no answer for {PATIENCE:.0f} s"}
+        return {"error": f"the driver gave no answer for {TIMEOUT:.0f} s"}
     except (OSError, ValueError):
         return {"error": "the driver crashed when it was asked"}
     return told
@@ -94,13 +94,13 @@ def invisible_display() -> Iterator[str | None]:
     server = subprocess.Popen(command, pass_fds=[writing], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.close(writing)
     try:
-        said = os.read(reading, 16).decode().strip() if select.select([reading], [], [], PATIENCE)[0] else ""
+        said = os.read(reading, 16).decode().strip() if select.select([reading], [], [], TIMEOUT)[0] else ""
         yield f":{said}" if said.isdecimal() else None
     finally:
         os.close(reading)
         server.terminate()
         try:
-            server.wait(PATIENCE)
+            server.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()

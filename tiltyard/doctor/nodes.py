@@ -29,7 +29,7 @@ from tiltyard.slurm.shell import hostnames
 
 LIMIT = "5"  # minutes
 LONGEST_WAIT = 60.0  # seconds that nodes wait for each other: they start together, and have to end within the limit
-LOOK = 0.25  # seconds between looks at the folder
+POLL_SECONDS = 0.25  # seconds between looks at the folder
 LATE = 5.0  # seconds that files may take to be seen here after the job has ended
 OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
 
@@ -106,7 +106,7 @@ def _job(folder: Path, profile: Profile) -> Iterator[str]:
         yield job
         deadline = time.monotonic() + LATE
         while _is_open(_ask(job)) and time.monotonic() < deadline:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
     finally:
         if _is_open(_ask(job)):
             with contextlib.suppress(TiltyardError, OSError, subprocess.SubprocessError):
@@ -140,7 +140,7 @@ def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) ->
                 say(sentence)
             ended = now if told is not None and not _is_open(told) else None
             due = now + pace.pause()
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
     return hostnames(nodes) if nodes else [], told
 
 

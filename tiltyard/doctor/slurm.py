@@ -11,7 +11,7 @@ from tiltyard.doctor.finding import Finding
 from tiltyard.slurm.commands import environment
 
 SHORT_KILL_WAIT = 15  # seconds from SIGTERM to SIGKILL: a save of a large model takes longer
-PATIENCE = 20.0
+TIMEOUT = 20.0
 ABSENT = "no Slurm at hand"
 
 
@@ -26,7 +26,7 @@ def settings() -> dict[str, str] | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -19,7 +19,7 @@ import torch
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.engine_state import read_group, read_state
-from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.native_vector import make_group
 from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
 from tiltyard.models.recurrent import State
@@ -82,7 +82,7 @@ class Collector:
         threads: int | None = None,
     ) -> None:
         self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
-        self.players = net if isinstance(net, Players) else None
+        self.players = net if isinstance(net, MultiPolicyActor) else None
         rows = self.rows = envs * len(spec.agents)
         self.bptt = experiment.model.memory.bptt
         self.device = net.device
@@ -177,7 +177,7 @@ class Collector:
         self.now = now
         return episodes
 
-    def _with_returns(self, ends: list[EpisodeEnd], players: Players) -> list[EpisodeEnd]:
+    def _with_returns(self, ends: list[EpisodeEnd], players: MultiPolicyActor) -> list[EpisodeEnd]:
         first_row, told = self.group * self.rows, []
         for end in ends:
             begun = self.begun[end.row - first_row :][: len(self.spec.agents)].min()  # agents may come later

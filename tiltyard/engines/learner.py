@@ -23,7 +23,7 @@ from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
 
 if TYPE_CHECKING:
-    from tiltyard.engines.local.learner_group import Colearners
+    from tiltyard.engines.local.learner_group import LearnerProcesses
 
 LEARNER = 2**31  # its place among the groups in the seed tree
 
@@ -54,7 +54,7 @@ class Learner:
         """own ones: those that it has learned from"""
         self.since = 0
         """version of the weights from which on they are this policy's: those before were replaced"""
-        self.colearners: Colearners | None = None
+        self.colearners: LearnerProcesses | None = None
 
     def describe(self) -> list[str]:
         algo, agents = self.experiment.algo, len(self.spec.agents)
@@ -94,9 +94,9 @@ class Learner:
         if self.experiment.engine.learners == 1:
             return nullcontext()
         if self.colearners is None:
-            from tiltyard.engines.local.learner_group import Colearners
+            from tiltyard.engines.local.learner_group import LearnerProcesses
 
-            self.colearners = Colearners(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
+            self.colearners = LearnerProcesses(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
             self.algo.team = self.colearners.team
         return self.colearners.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
 

@@ -18,7 +18,7 @@ import torch
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import Collector, empty_rollout
 from tiltyard.engines.engine_state import groups_left_out, read_state
-from tiltyard.engines.policies.policy_set import Cast
+from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
 from tiltyard.run.checkpoint import write_tree
@@ -30,7 +30,7 @@ class SerialEngine:
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
         self.experiment, self.chosen = experiment, chosen
-        self.cast = Cast(experiment, spec, base)
+        self.cast = PolicySet(experiment, spec, base)
         self.learner = self.cast.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)

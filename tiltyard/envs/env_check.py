@@ -40,7 +40,7 @@ _HINTS = (
 )
 
 
-class Examination:
+class EnvCheck:
     """One env being examined. `masked` is known after the first reset."""
 
     def __init__(self, env: Env, made: gymnasium.Env[Any, Any] | Parallel, action: ActionSpec) -> None:

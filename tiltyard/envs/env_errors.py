@@ -17,7 +17,7 @@ _UNPACKING = (
 )
 
 
-def blamed(error: BaseException, where: str, doing: str) -> TiltyardError:
+def attributed(error: BaseException, where: str, doing: str) -> TiltyardError:
     """What an exception inside the loop over rows means to the user; `doing` is the env's method."""
     if isinstance(error, TiltyardError):
         return error

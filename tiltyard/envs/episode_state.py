@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from tiltyard.envs.isolation.proxy import Away
+from tiltyard.envs.isolation.proxy import EnvProxy
 from tiltyard.envs.pettingzoo import Parallel
+from tiltyard.envs.spaces import restore_mode_in
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.types import Tree
@@ -74,13 +75,13 @@ class History:
             self._actions[self._begin[row] : longest, row] = actions
 
 
-def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | Away, *, anywhere: bool) -> Any:
+def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | EnvProxy, *, anywhere: bool) -> Any:
     """The env or wrapper that has get_state and set_state; the outermost that is not Gymnasium's own, or any.
 
     A wrapper between may have a state of its own, so a keeper further in counts only when the user asks for it.
     """
     layer: Any = env.inner if isinstance(env, Parallel) else env
-    if isinstance(layer, Away):  # looked up where it lives
+    if isinstance(layer, EnvProxy):  # looked up where it lives
         return layer if layer.keeps_state else None
     while True:
         if hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"):
@@ -94,7 +95,7 @@ def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | Away, *, anywhere: bo
 def save(group: EnvGroup) -> Tree:
     """The tree of a group: common arrays, and per copy of the env what its kind of coming back needs."""
     tree: dict[str, Any] = {
-        "comes_back": group.comes_back,
+        "restore_mode": group.restore_mode,
         "agents": group.agents,
         "settings": group.env.episode_digest(),
         "seeds": list(group.tally.seeds),
@@ -102,9 +103,9 @@ def save(group: EnvGroup) -> Tree:
         "mask": None if group.mask is None else group.mask.copy(),
         "counters": {name: array.copy() for name, array in group.counters.items()},
     }
-    if group.comes_back == "state":
+    if group.restore_mode == "state":
         tree["states"] = [_get_state(group, copy) for copy in range(group.copies)]
-    elif group.comes_back == "replay":
+    elif group.restore_mode == "rerun":
         assert group.history is not None
         tree["actions"] = [group.history.of(row) for row in range(group.rows)]
     return tree
@@ -117,7 +118,7 @@ def _get_state(group: EnvGroup, copy: int) -> Tree:
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _blamed(group, copy, "get_state", error) from error
+        raise _attributed(group, copy, "get_state", error) from error
 
 
 def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
@@ -127,13 +128,13 @@ def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _blamed(group, copy, "set_state", error) from error
+        raise _attributed(group, copy, "set_state", error) from error
 
 
-def _blamed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> EnvError:
+def _attributed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> EnvError:
     return EnvError(
         f"env {group.env.id}, row {group.tally.span(copy).start}: {doing}() {raised(error)}",
-        "the traceback is the env's own; env.comes_back=replay does without it",
+        "the traceback is the env's own; env.restore_mode=rerun does without it",
         user_traceback(error),
     )
 
@@ -141,7 +142,7 @@ def _blamed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> Env
 def _keeper(group: EnvGroup, copy: int) -> Any:
     keeper = state_keeper(group.envs[copy], anywhere=True)
     if keeper is None:
-        raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.comes_back=replay")
+        raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.restore_mode=rerun")
     return keeper
 
 
@@ -150,8 +151,8 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     _fit(group, tree)
     now = group.env.episode_digest()
     same = tree.get("settings", now) == now  # older checkpoints do not say
-    if same and tree["comes_back"] == "fresh":  # once found not to replay, it stays that way
-        group.comes_back, group.history = "fresh", None
+    if same and restore_mode_in(tree) == "fresh":  # once found not to replay, it stays that way
+        group.restore_mode, group.history = "fresh", None
     # Rows of more or fewer agents are others, and so are those of an env that counts otherwise.
     alike = tree.get("agents", 1) == group.agents and tree["counters"].keys() == group.counters.keys()
     common = min(group.rows, len(tree["seeds"])) if alike else 0
@@ -196,11 +197,11 @@ def _fit(group: EnvGroup, tree: Tree) -> None:
 
 def _bring_back(group: EnvGroup, tree: Tree, copy: int) -> bool:
     """Put a copy of the env where it was; False when that does not work out to the bit."""
-    if tree["comes_back"] != group.comes_back or group.comes_back == "fresh":
+    if restore_mode_in(tree) != group.restore_mode or group.restore_mode == "fresh":
         return False
     rows, counters = group.tally.span(copy), tree["counters"]
     group.restart(copy, group.tally.seeds[rows.start])
-    if group.comes_back == "state":
+    if group.restore_mode == "state":
         _set_state(group, copy, tree["states"][copy])
         return True
     try:
@@ -226,10 +227,10 @@ def _cut(group: EnvGroup, tree: Tree, what: str, same: bool) -> str:
     """Why episodes were cut. An env that does not replay under the same settings is not asked to again."""
     if not same:
         return f"the settings of env {group.env.id} changed: {what} and new ones begun"
-    if tree["comes_back"] == group.comes_back == "replay":
-        group.comes_back, group.history = "fresh", None
+    if restore_mode_in(tree) == group.restore_mode == "rerun":
+        group.restore_mode, group.history = "fresh", None
         return (
             f"env {group.env.id} does not replay exactly: {what} and new ones begun; from now on checkpoints keep no "
-            "actions (set env.comes_back=fresh to say so from the start)"
+            "actions (set env.restore_mode=fresh to say so from the start)"
         )
     return f"env {group.env.id} begins new episodes after a resume: {what}"

@@ -41,7 +41,7 @@ def first_limits(seed: int, role: str, places: Sequence[int], longest: int) -> A
     return np.array([each.integers(1, longest, endpoint=True) for each in draws], np.int64)
 
 
-class Tally:
+class EpisodeStats:
     """Counters of `rows` rows, `agents` to a copy. Limits are in env steps, `frames` the simulator's per env step."""
 
     def __init__(

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.checks import mask_in
-from tiltyard.envs.env_check import Examination
+from tiltyard.envs.env_check import EnvCheck
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.types import ActionSpec
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiltyard.types import Array
 
 
-class ParallelExamination(Examination):
+class MultiAgentCheck(EnvCheck):
     """Everybody who is there acts at random."""
 
     def __init__(self, env: Env, made: Parallel, action: ActionSpec) -> None:

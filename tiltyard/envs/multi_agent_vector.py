@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiltyard.envs.checks import info_scalars
-from tiltyard.envs.env_errors import blamed
+from tiltyard.envs.env_errors import attributed
 from tiltyard.envs.obs_buffer import FaultyObs
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
 from tiltyard.envs.vector import RESETTING, EnvGroup
@@ -99,7 +99,7 @@ class ParallelGroup(EnvGroup):
             if self.mask is not None and not (self._over[row] or self._cut[row]):
                 self._store_mask(row, env.of(obs, place), env.of(infos, place) or {})
         except FaultyObs as error:
-            raise self._blamed(error, row, "step") from None
+            raise self._attributed(error, row, "step") from None
 
     # ------------------------------------------------------------------------------------------ coming and going
 
@@ -247,7 +247,7 @@ class ParallelGroup(EnvGroup):
     def _blamed_on_copy(self, error: BaseException, copy: int, doing: str) -> TiltyardError:
         """What is no single agent's fault."""
         row = self.tally.span(copy).start
-        return blamed(error, super()._where(row), doing)
+        return attributed(error, super()._where(row), doing)
 
 
 def group_class(spec: EnvSpec) -> type[EnvGroup]:

@@ -33,7 +33,7 @@ class Stepper(Protocol):
 
     observation_space: gymnasium.Space[Any]
     """of one row"""
-    comes_back: str
+    restore_mode: str
     """`state` when there are get_state(row) and set_state(row, state), else `fresh`"""
 
     def step(self, actions: list[Any]) -> tuple[Any, Array, Array, Array]:
@@ -74,7 +74,7 @@ class NativeGroup(EnvGroup):
         super().__init__(*group, base=(), **more)
 
     def _make_envs(self, base: Sequence[Path], render: bool) -> list[gymnasium.Env[Any, Any]]:
-        self.comes_back = self.stepper.comes_back  # type: ignore[assignment]
+        self.restore_mode = self.stepper.restore_mode  # type: ignore[assignment]
         return [Row(self.stepper, row) for row in range(self.rows)]
 
     def _advance_all(self, actions: list[Any]) -> None:
@@ -87,7 +87,7 @@ class NativeGroup(EnvGroup):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed(error, 0, "step") from error
+            raise self._attributed(error, 0, "step") from error
         self._raw = reward.tolist()
         self._over, self._cut = terminated.tolist(), truncated.tolist()
         self._beats[0] += 1
@@ -105,7 +105,7 @@ class _Anything:
 class CartPoles:
     """Gymnasium's vectorised CartPole, told not to reset by itself: rows begin as the single env does for that seed."""
 
-    comes_back = "state"
+    restore_mode = "state"
 
     def __init__(self, name: str, rows: int, options: dict[str, Any], threads: int | None) -> None:
         self._all: Any = CartPoleVectorEnv(rows, max_episode_steps=np.iinfo(np.int32).max, **options)

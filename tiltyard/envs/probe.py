@@ -134,11 +134,11 @@ def main(folder: str) -> None:
 def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     """The spec as JSON, after making the env in this process and acting in it."""
     from tiltyard.envs.actions import action_spec
-    from tiltyard.envs.env_check import Examination
+    from tiltyard.envs.env_check import EnvCheck
     from tiltyard.envs.episode_state import state_keeper
     from tiltyard.envs.isolation.pool import make_copies
     from tiltyard.envs.make import can_render, frames_per_step, registered_limit
-    from tiltyard.envs.multi_agent_check import ParallelExamination
+    from tiltyard.envs.multi_agent_check import MultiAgentCheck
     from tiltyard.envs.pettingzoo import Parallel
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
@@ -150,18 +150,19 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     action = action_spec(made.action_space)
     if previous:
         obs |= previous_specs(action)
-    found = ParallelExamination(env, made, action) if isinstance(made, Parallel) else Examination(env, made, action)
+    found = MultiAgentCheck(env, made, action) if isinstance(made, Parallel) else EnvCheck(env, made, action)
     repeats = found.run(STEPS, _SEED)
     notes = list(found.casts.values())
-    comes_back = env.comes_back
-    keeper = state_keeper(made, anywhere=comes_back == "state")
-    if comes_back == "state" and keeper is None:
+    restore_mode = env.restore_mode
+    keeper = state_keeper(made, anywhere=restore_mode == "state")
+    if restore_mode == "state" and keeper is None:
         raise UseError(
-            f"env.comes_back = state and env {env.id} has no get_state() and set_state()", "set env.comes_back=replay"
+            f"env.restore_mode = state and env {env.id} has no get_state() and set_state()",
+            "set env.restore_mode=rerun",
         )
-    if comes_back == "auto":
-        comes_back = "state" if keeper is not None else "replay" if repeats else "fresh"
-    if not repeats and comes_back != "state":
+    if restore_mode == "auto":
+        restore_mode = "state" if keeper is not None else "rerun" if repeats else "fresh"
+    if not repeats and restore_mode != "state":
         notes.append(
             f"env {env.id} behaves differently when reset with the same seed and given the same actions: "
             "runs are not reproducible, and a resume begins new episodes"
@@ -182,7 +183,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
         masked=found.masked,
         frameskip=env.frameskip * frames_per_step(made),
         episode_limit=limit,
-        comes_back=comes_back,
+        restore_mode=restore_mode,
         renders=can_render(env, made, base),
         env_bytes=_one_more(env, base),
         step_seconds=median(found.step_times) * env.frameskip,

@@ -232,7 +232,7 @@ def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
         "masked": spec.masked,
         "frameskip": spec.frameskip,
         "episode_limit": spec.episode_limit,
-        "comes_back": spec.comes_back,
+        "restore_mode": spec.restore_mode,
         "renders": spec.renders,
         "env_bytes": spec.env_bytes,
         "step_seconds": spec.step_seconds,
@@ -254,9 +254,15 @@ def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
         masked=data["masked"],
         frameskip=data["frameskip"],
         episode_limit=data["episode_limit"],
-        comes_back=data["comes_back"],
+        restore_mode=restore_mode_in(data),
         renders=data["renders"],
         env_bytes=data.get("env_bytes", 0),
         step_seconds=data.get("step_seconds", 0.0),
         notes=tuple(data["notes"]),
     )
+
+
+def restore_mode_in(data: Mapping[str, Any]) -> Any:
+    """How saved episodes continue; checkpoints of version 0.1 call it `comes_back`, and `rerun` `replay`."""
+    mode = data["restore_mode"] if "restore_mode" in data else data["comes_back"]
+    return "rerun" if mode == "replay" else mode

@@ -26,8 +26,8 @@ from tiltyard.config.experiment import Env
 from tiltyard.envs import episode_state
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.checks import info_scalars, mask_fault, mask_in, reset_fault, reward_fault, shown
-from tiltyard.envs.env_errors import blamed, diverged
-from tiltyard.envs.episode_stats import Seeds, Tally, episode_seed, first_limits
+from tiltyard.envs.env_errors import attributed, diverged
+from tiltyard.envs.episode_stats import EpisodeStats, Seeds, episode_seed, first_limits
 from tiltyard.envs.isolation.pool import make_copies
 from tiltyard.envs.make import require_agents
 from tiltyard.envs.obs_buffer import FaultyObs, ObsBuffer, all_finite
@@ -77,8 +77,8 @@ class EnvGroup:
         places = range(first_row // self.agents, (first_row + rows) // self.agents)
         first = first_limits(seed, role, places, env.decorrelate) if env.decorrelate and role == "train" else None
         seeds = own if seeds is None else seeds
-        self.tally = Tally(rows, self.agents, first_row, seeds, self._frames, limit, first)
-        self.comes_back = spec.comes_back
+        self.tally = EpisodeStats(rows, self.agents, first_row, seeds, self._frames, limit, first)
+        self.restore_mode = spec.restore_mode
         self.codec = ActionCodec(spec.action)
         self._options = [part.options for part in spec.action.parts if part.kind == "categorical"]
         self.envs: list[Any] = self._make_envs(base, render)
@@ -107,7 +107,7 @@ class EnvGroup:
         self.terminated, self.truncated = np.zeros(rows, bool), np.zeros(rows, bool)
         self.first, self.valid = np.ones(rows, bool), np.ones(rows, bool)
         self.acting = np.ones(rows, bool)  # which rows the next action is a decision in
-        self.history = episode_state.History(rows, columns) if self.comes_back == "replay" else None
+        self.history = episode_state.History(rows, columns) if self.restore_mode == "rerun" else None
         self.infos: list[Any] = [{}] * rows  # as the last step gave them: of the ended episode where one ended
         self.at_end: Callable[[int], None] | None = None  # told a row whose episode has ended, before its env is reset
         self._raw: list[float] = [0.0] * rows
@@ -191,7 +191,7 @@ class EnvGroup:
         except KeyboardInterrupt:  # the user's own
             raise
         except BaseException as error:
-            raise self._blamed(error, row, "step") from error
+            raise self._attributed(error, row, "step") from error
 
     def _skip(self, row: int, action: Any) -> Any:
         """One env step of several frames: rewards are added, an end ends it."""
@@ -277,7 +277,7 @@ class EnvGroup:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed(error, row, "reset") from error
+            raise self._attributed(error, row, "reset") from error
 
     def replay(self, row: int, actions: list[Array]) -> list[float] | None:
         """Act again as in an earlier life of this row; its return, or None when the episode ends on the way.
@@ -315,8 +315,8 @@ class EnvGroup:
         now = self.tally
         return f"env {self.env.id}, row {self.first_row + row}, episode {now.number[row]}, env step {now.length[row]}"
 
-    def _blamed(self, error: BaseException, row: int, doing: str) -> TiltyardError:
-        return blamed(error, self._where(row), doing)
+    def _attributed(self, error: BaseException, row: int, doing: str) -> TiltyardError:
+        return attributed(error, self._where(row), doing)
 
     def _diverged(self, what: str, row: int, batch: dict[str, object]) -> TiltyardError:
         return diverged(what, self._where(row), batch)
@@ -367,7 +367,7 @@ class EnvGroup:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed(error, row, "render") from error
+            raise self._attributed(error, row, "render") from error
         if isinstance(frame, list):
             frame = frame[-1] if frame else None
         return None if frame is None else np.asarray(frame)

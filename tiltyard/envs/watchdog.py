@@ -21,8 +21,8 @@ from types import FrameType, TracebackType
 
 from tiltyard.envs.vector import HERE, IDLE, RESETTING, STEPPING
 
-LOOK = 0.25  # seconds between two looks
-SUSPENDED = 20 * LOOK  # a look that took this long was held up together with what it looks at
+POLL_SECONDS = 0.25  # seconds between two looks
+SUSPENDED = 20 * POLL_SECONDS  # a look that took this long was held up together with what it looks at
 DEAF = 5.0  # seconds after which nobody will hear a signal any more
 DOING = {STEPPING: "step", RESETTING: "reset"}
 
@@ -37,7 +37,7 @@ def calling_envs(doing: int = STEPPING) -> Iterator[None]:
         HERE[1] = before
 
 
-class Watch:
+class Watchdog:
     """While entered, from the main thread. Elsewhere nobody watches: only there signals are heard."""
 
     def __init__(self, step_timeout: float, reset_timeout: float, stuck: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class Watch:
         self._heard, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGUSR1, self._interrupt)
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -72,7 +72,7 @@ class Watch:
 
     def _look(self) -> None:
         beat, since, last = -1, time.monotonic(), time.monotonic()
-        while not self._ended.wait(LOOK):
+        while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
             count, phase = HERE.tolist()
             if count != beat or phase == IDLE or now - last > SUSPENDED or _debugged():

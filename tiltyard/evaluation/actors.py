@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.actions import ActionCodec, random_action
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.vector import EnvGroup
@@ -49,7 +49,7 @@ class RandomPolicy:
         return self._codec.decode(random_action(self._action, self._rng, mask))
 
 
-def trained(net: PolicyNet | Players, greedy: bool, seed: int) -> Begin:
+def trained(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin:
     """Acts as the policy does, or as several do; the memory of all slots is kept between calls."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,7 +58,7 @@ def trained(net: PolicyNet | Players, greedy: bool, seed: int) -> Begin:
 
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             nonlocal state
-            if isinstance(net, Players):
+            if isinstance(net, MultiPolicyActor):
                 net.take_seats(group.tally.seeds)
             acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator, valued=False)
             state = acted.state

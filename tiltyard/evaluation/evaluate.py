@@ -20,7 +20,7 @@ from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, parse_override, texts
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import Players, acting
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
 from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
@@ -97,7 +97,7 @@ class Evaluator:
             slots=settings.envs,
             seed=settings.seed,
             video=video,
-            players=self.actor if isinstance(self.actor, Players) else None,
+            players=self.actor if isinstance(self.actor, MultiPolicyActor) else None,
             cancelled=cancelled,
         )
 
@@ -282,7 +282,7 @@ def _perform(task: Task) -> Answer:
     unfilmed: list[TiltyardError] = []
     seed = task.seed
     begin = trained(actor, task.greedy, seed + task.first)  # workers draw apart
-    players = actor if isinstance(actor, Players) else None
+    players = actor if isinstance(actor, MultiPolicyActor) else None
     if task.policy is not None:
         begin, players = hand_written(task.policy, spec, (Path.cwd(), *run.base)), None
     keep: Keep | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tiltyard.config.experiment import Env
-from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.multi_agent_vector import group_class
 from tiltyard.envs.native_vector import make_group
@@ -119,7 +119,7 @@ def play(
     steps: int | None = None,
     video: tuple[Path, Unfilmed] | None = None,
     keep: Keep | None = None,
-    players: Players | None = None,
+    players: MultiPolicyActor | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Played]:
     """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps.
@@ -225,14 +225,14 @@ def _note_after(
         records[row].info.append(deepcopy(infos[row]))  # an env may fill the same dict again
 
 
-def _shared(end: EpisodeEnd, players: Players) -> tuple[float, dict[str, float]]:
+def _shared(end: EpisodeEnd, players: MultiPolicyActor) -> tuple[float, dict[str, float]]:
     """The return of who is measured (of everybody, should none of its agents have come), and that of each."""
     returns = players.returns(end, first_row=0)
     first = players.match.policies[players.match.whom]
     return returns.get(first, end.total), {f"policy/{name}/return": value for name, value in returns.items()}
 
 
-def _about(row: int, spec: EnvSpec, players: Players | None) -> dict[str, str]:
+def _about(row: int, spec: EnvSpec, players: MultiPolicyActor | None) -> dict[str, str]:
     """Who a row is, and who plays it."""
     agent = {"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {}
     return agent if players is None else {**agent, "policy": players.match.policies[players.seats[row]]}

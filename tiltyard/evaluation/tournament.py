@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from tiltyard.algos.rng import Generators
-from tiltyard.config.experiment import Experiment, Member
+from tiltyard.config.experiment import Experiment, PolicySettings
 from tiltyard.engines.policies.frozen import source_of
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.actors import trained
@@ -147,8 +147,10 @@ def _played(
     greedy: bool,
 ) -> list[Played]:
     seated = {agent: {(ONE, OTHER)[place % 2]: 1.0} for place, agent in enumerate(spec.agents)}
-    who = Match(experiment.model_copy(update={"policies": dict.fromkeys(pair, Member()), "match": seated}), spec.agents)
-    players = Players({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
+    who = Match(
+        experiment.model_copy(update={"policies": dict.fromkeys(pair, PolicySettings()), "match": seated}), spec.agents
+    )
+    players = MultiPolicyActor({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
     with Generators(seed).in_place():
         return play(
             trained(players, greedy, seed),

@@ -252,7 +252,7 @@ class PolicyNet(nn.Module):
         except (TiltyardError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise self._blamed(error) from error
+            raise self._attributed(error) from error
 
     def _forget(self, state: State, first: Tensor) -> State:
         """Rows that start an episode get their initial memory, so that a model of the user's need not think of it."""
@@ -278,7 +278,7 @@ class PolicyNet(nn.Module):
         except (TiltyardError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise self._blamed(error) from error
+            raise self._attributed(error) from error
 
     def _unrolled(self, obs: dict[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
         steps, rows = first.shape
@@ -294,7 +294,7 @@ class PolicyNet(nn.Module):
             values.append(worth)
         return torch.stack(outs), torch.stack(values)
 
-    def _blamed(self, error: BaseException) -> TiltyardError:
+    def _attributed(self, error: BaseException) -> TiltyardError:
         """What a model raised in the midst of acting or learning, told as its own."""
         own = [text for _, _, text in resolve.model_plugins(self.settings) if resolve.kind_of(text)]
         hint = "the traceback is the model's own" if own else "it is a built-in one: device memory is the usual reason"

@@ -54,7 +54,7 @@ def is_own(folder: Path, name: str) -> bool:
     return any((folder / top).rglob("*.py"))
 
 
-class Room:
+class Namespace:
     """The modules of one folder. An edited file makes it stale, and the next load begins another room."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -136,7 +136,7 @@ class Room:
 class _Importlib(ModuleType):
     """importlib as the modules of a room see it."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Namespace) -> None:
         super().__init__(importlib.__name__, importlib.__doc__)
         self.import_module = room.import_module
 
@@ -147,7 +147,7 @@ class _Importlib(ModuleType):
 class _Loader(SourceFileLoader):
     """Runs a file of a room. No __pycache__: a run folder holds text, and a quick edit must not meet an old cache."""
 
-    def __init__(self, name: str, path: str, room: Room) -> None:
+    def __init__(self, name: str, path: str, room: Namespace) -> None:
         super().__init__(name, path)
         self.room = room
 
@@ -170,18 +170,18 @@ class _Finder:
         return room.spec_of(name, path) if room is not None else None
 
 
-_named: dict[str, Room] = {}
-_newest: dict[Path, Room] = {}
+_named: dict[str, Namespace] = {}
+_newest: dict[Path, Namespace] = {}
 
 
-def room_of(folder: Path) -> Room:
+def room_of(folder: Path) -> Namespace:
     """The room of a folder as its files are now."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
     folder = folder.resolve()
     room = _newest.get(folder)
     if room is None or room.stale():
-        room = Room(folder, len(_named))
+        room = Namespace(folder, len(_named))
         _named[room.name] = _newest[folder] = room
     return room
 

@@ -2,7 +2,7 @@
 Learners beside the driver's and an actor that decides for all workers are born and die in the same way.
 
     driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker, or another nursery
-    driver <── {"born": pid} / {"died": pid, "status": s} ── nursery
+    driver <── {"started": pid} / {"exited": pid, "status": s} ── nursery
 
 Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver goes, in whatever way, the
 socket closes, the nursery ends its workers and itself; when the nursery is killed, the kernel kills its workers. What
@@ -33,25 +33,27 @@ LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
 _START = "import sys; sys.path.append({root!r}); from tiltyard.processes.fork_server import main; main({fd})"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 NURSERY = "n"  # the role of a copy of the nursery itself
-PATIENCE = 10.0  # seconds that a nursery may take to end
+TIMEOUT = 10.0  # seconds that a nursery may take to end
 
 
-class Nursery:
+class ForkServer:
     """The driver's end. `without` says how to do without those that are born here. A process of its own, or with a
     `mother` a copy of hers, which is there at once."""
 
     def __init__(
-        self, without: str = "engine.workers=0 does without workers", *, mother: Nursery | None = None
+        self, without: str = "engine.workers=0 does without workers", *, parent: ForkServer | None = None
     ) -> None:
         self._without = without
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-        self._process = self._started(theirs) if mother is None else None
-        if mother is not None:
-            while mother.news() is not None:  # births and deaths of others, which would fill the socket in the end
+        self._process = self._started(theirs) if parent is None else None
+        if parent is not None:
+            while (
+                parent.poll_events() is not None
+            ):  # births and deaths of others, which would fill the socket in the end
                 pass
-            mother.bear({"role": NURSERY, "number": 0}, [theirs.fileno()])
+            parent.fork({"role": NURSERY, "number": 0}, [theirs.fileno()])
         theirs.close()
         self._socket = ours
 
@@ -73,7 +75,7 @@ class Nursery:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def bear(self, task: dict[str, Any], fds: list[int]) -> None:
+    def fork(self, task: dict[str, Any], fds: list[int]) -> None:
         """Ask for a worker (`role` w), an actor (a), a learner (l) or a copy (n); its birth is told by `news`."""
         try:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
@@ -82,7 +84,7 @@ class Nursery:
                 f"processes cannot be started: {error.strerror}", f"see the messages above; {self._without}"
             ) from error
 
-    def news(self) -> dict[str, Any] | None:
+    def poll_events(self) -> dict[str, Any] | None:
         """The next message if there is one; a nursery that is gone is an error."""
         if not select.select([self._socket], [], [], 0)[0]:
             return None
@@ -108,14 +110,14 @@ class Nursery:
         """End all workers and the nursery, and wait until they are gone."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            self._socket.settimeout(PATIENCE)
+            self._socket.settimeout(TIMEOUT)
             while self._socket.recv(LARGEST):  # deaths that nobody asks about any more, and then its own
                 pass
         self._socket.close()
         if self._process is None:
             return
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -125,27 +127,27 @@ class _Early:
     """At most one nursery that imports torch while the driver still looks at the env, and where it was started."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Nursery, tuple[object, ...]] | None = None
-        self._mother: tuple[Nursery, tuple[object, ...]] | None = None
+        self._kept: tuple[ForkServer, tuple[object, ...]] | None = None
+        self._parent: tuple[ForkServer, tuple[object, ...]] | None = None
         self._many = False
 
-    def start(self) -> Nursery:
+    def start(self) -> ForkServer:
         self.end()
-        self._kept = (Nursery(), self._here())
+        self._kept = (ForkServer(), self._here())
         return self._kept[0]
 
-    def take(self) -> Nursery:
+    def take(self) -> ForkServer:
         """The one that was started in this folder with these environment variables; a new one if there is none, and a
         copy of the first within `many`."""
-        if self._mother is not None and self._mother[1] == self._here():
-            return Nursery(mother=self._mother[0])
+        if self._parent is not None and self._parent[1] == self._here():
+            return ForkServer(parent=self._parent[0])
         if self._kept is None or self._kept[1] != self._here():
             self.start()
         assert self._kept is not None
         taken, self._kept = self._kept, None
-        if self._many and self._mother is None:
-            self._mother = taken
-            return Nursery(mother=taken[0])
+        if self._many and self._parent is None:
+            self._parent = taken
+            return ForkServer(parent=taken[0])
         return taken[0]
 
     def end(self) -> None:
@@ -160,9 +162,9 @@ class _Early:
         try:
             yield
         finally:
-            mother, self._mother, self._many = self._mother, None, False
-            if mother is not None:
-                mother[0].close()
+            parent, self._parent, self._many = self._parent, None, False
+            if parent is not None:
+                parent[0].close()
 
     @staticmethod
     def _here() -> tuple[object, ...]:
@@ -192,10 +194,10 @@ def main(fd: int) -> None:
         worker,
     )
 
-    _tend(fd, {"w": worker.work, "a": inference_server.work, "l": learner_worker.work})
+    _serve(fd, {"w": worker.work, "a": inference_server.work, "l": learner_worker.work})
 
 
-def _tend(fd: int, lives: dict[str, Any]) -> None:
+def _serve(fd: int, lives: dict[str, Any]) -> None:
     """Fork whoever is asked for, tell who ended, and end all when the driver goes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -215,7 +217,7 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
             dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + reaper.GRACE)
         if reader in ready:
             os.read(reader, 4096)
-            dead |= dict.fromkeys(_bury(channel, alive), now + reaper.GRACE)
+            dead |= dict.fromkeys(_reap(channel, alive), now + reaper.GRACE)
         if fd in ready:
             try:
                 word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
@@ -234,12 +236,12 @@ def _tend(fd: int, lives: dict[str, Any]) -> None:
                 if task["role"] == NURSERY:
                     os.setsid()
                     die_with(here)
-                    _tend(fds[0], lives)
+                    _serve(fds[0], lives)
                 _live(here, lives[task["role"]], task, fds)
             for each in fds:
                 os.close(each)
             alive.add(pid)
-            _tell(channel, {"born": pid, "number": json.loads(word)["number"]})
+            _tell(channel, {"started": pid, "number": json.loads(word)["number"]})
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:
@@ -279,13 +281,13 @@ def _end_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[
     return set(found.values())
 
 
-def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
+def _live(fork_server: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
     """A worker's life, in a session of its own; it never returns into the nursery's loop."""
     code = 1
     try:
         os.setsid()
         os.environ[reaper.WORKER] = str(os.getpid())
-        die_with(nursery)
+        die_with(fork_server)
         name_process(f"tiltyard-{task['role']}{task['number']}")
         work(task, fds)
         code = 0
@@ -300,7 +302,7 @@ def _live(nursery: int, work: Any, task: dict[str, Any], fds: list[int]) -> None
         os._exit(code)
 
 
-def _bury(channel: socket.socket, alive: set[int]) -> list[int]:
+def _reap(channel: socket.socket, alive: set[int]) -> list[int]:
     """Tell of every worker that ended; returns them."""
     buried = []
     while alive:
@@ -310,7 +312,7 @@ def _bury(channel: socket.socket, alive: set[int]) -> list[int]:
         if pid in alive:
             alive.remove(pid)
             buried.append(pid)
-            _tell(channel, {"died": pid, "status": os.waitstatus_to_exitcode(status)})
+            _tell(channel, {"exited": pid, "status": os.waitstatus_to_exitcode(status)})
     return buried
 
 

@@ -30,7 +30,7 @@ _PATIENCE = 10.0  # seconds that the kernel has to end what was killed
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-class Guard:
+class Reaper:
     """Ends whatever carries `mark` when this process has gone, and gives `terminal` back as it is now."""
 
     def __init__(self, *, mark: str = "", terminal: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Guard:
 
 # ---------------------------------------------------------------------------------------------- what envs start
 
-_own: Guard | None = None
+_own: Reaper | None = None
 _open = 0
 
 
@@ -69,7 +69,7 @@ def own_mark() -> str:
     """What carries this in its environment, alone or followed by a dot and more, ends soon after this process."""
     global _own
     if _own is None or _own.owner != os.getpid():
-        _own = Guard(mark=f"{os.getpid()}-{os.urandom(8).hex()}")
+        _own = Reaper(mark=f"{os.getpid()}-{os.urandom(8).hex()}")
     return _own.mark
 
 

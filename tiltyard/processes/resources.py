@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 CACHE_LINE = 64  # bytes
-LOOK = 0.2  # seconds that cores are watched for
+POLL_SECONDS = 0.2  # seconds that cores are watched for
 
 
 def usable_cores() -> int:
@@ -33,7 +33,7 @@ def free_cores() -> float:
     usable = usable_cores()
     try:
         before, began = _idle_seconds(), time.monotonic()
-        time.sleep(LOOK)  # so that the core this runs on is seen as free, which it is
+        time.sleep(POLL_SECONDS)  # so that the core this runs on is seen as free, which it is
         return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - began)))
     except (OSError, ValueError, LookupError):
         return float(usable)

@@ -42,7 +42,7 @@ from tiltyard.run.status import (
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.plugins.snapshot import Copies
-    from tiltyard.run.settings_schedule import Stretches
+    from tiltyard.run.settings_schedule import SettingsSchedule
 
 __all__ = [
     "Lock",
@@ -161,7 +161,7 @@ def create(
     copies: Copies | None = None,
     profile: str | None = None,
     place: Path | None = None,
-    stretches: Stretches | None = None,
+    stretches: SettingsSchedule | None = None,
 ) -> Run:
     """A new run folder below root/<name>/, complete before anybody can list it.
 

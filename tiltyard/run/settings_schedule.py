@@ -23,7 +23,7 @@ PAUSED = "paused at env step"  # how the reason begins of a run that ended where
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """A part of a run: with these settings, up to this env step."""
 
     settings: Mapping[str, Any]
@@ -32,38 +32,38 @@ class Stretch:
     """whether nothing follows: at its end the run waits for whoever paused it"""
 
 
-WHOLE = Stretch({})
+WHOLE = Segment({})
 
 
 @dataclass(frozen=True)
-class Stretches:
+class SettingsSchedule:
     """All of a run's, by the env step that each begins at."""
 
     parts: Sequence[tuple[int, Mapping[str, Any]]]
     until: int | None = None
     period: int = 0
 
-    def at(self, env_steps: int) -> Stretch:
+    def at(self, env_steps: int) -> Segment:
         """The stretch that a run is in which has come so far."""
         begun = [said for begins, said in self.parts if begins <= env_steps]
         settings = begun[-1] if begun else {}
         later = [begins for begins, _ in self.parts if begins > env_steps]
         if later and (self.until is None or later[0] < self.until):
-            return Stretch(settings, later[0], last=False)
-        return Stretch(settings, self.until)
+            return Segment(settings, later[0], last=False)
+        return Segment(settings, self.until)
 
     def write(self, folder: Path) -> None:
         parts = [{"from": begins, "settings": dict(settings)} for begins, settings in self.parts]
         atomic.write_json(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
 
 
-def read(folder: Path) -> Stretches | None:
+def read(folder: Path) -> SettingsSchedule | None:
     """What the folder says, or None where it says nothing."""
     try:
         told = atomic.read_json(folder / FILE)
         parts = [(int(part["from"]), dict(part["settings"])) for part in told["stretches"]]
         until = told["until"]
-        return Stretches(parts, None if until is None else int(until), int(told["period"]))
+        return SettingsSchedule(parts, None if until is None else int(until), int(told["period"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiltyard.errors import TiltyardError
 
-PATIENCE = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
+TIMEOUT = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
 
 
 def hear(
@@ -29,7 +29,7 @@ def hear(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=PATIENCE if patience is None else patience,
+        timeout=TIMEOUT if patience is None else patience,
         start_new_session=apart,
     )
 
@@ -48,7 +48,7 @@ def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise TiltyardError(
-            f"sbatch gave no answer for {PATIENCE:.0f} s: Slurm's controller is down or busy",
+            f"sbatch gave no answer for {TIMEOUT:.0f} s: Slurm's controller is down or busy",
             f"try again later; the script is {path}",
         ) from error
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").removeprefix(

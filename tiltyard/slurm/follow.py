@@ -13,7 +13,7 @@ from tiltyard.run.folder import Run
 from tiltyard.run.logs import new_text
 from tiltyard.slurm.job_state import Pace, Told, ask, job_of, seen
 
-LOOK = 0.25  # seconds between looks at the folder
+POLL_SECONDS = 0.25  # seconds between looks at the folder
 TAIL = 20  # lines of a job's own output that are shown when it is lost
 
 
@@ -36,7 +36,7 @@ class Follower:
                 self._write(text)
             if over:
                 return state
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def _look(self) -> tuple[str, bool]:
         """The state as seen now, and whether the run is over. Slurm is asked first: a job writes before it ends, its

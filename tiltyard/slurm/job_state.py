@@ -28,7 +28,7 @@ from tiltyard.run.folder import Run
 from tiltyard.slurm import AGAIN, FOLDER, NUMBER
 from tiltyard.slurm.commands import hear
 
-PATIENCE = 20.0  # seconds for an answer: somebody waits for a listing
+TIMEOUT = 20.0  # seconds for an answer: somebody waits for a listing
 WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 UNKNOWN = "UNKNOWN"
@@ -137,7 +137,7 @@ def number_of(job: str) -> str:
 
 def _lines(command: list[str]) -> list[str] | None:
     try:
-        done = hear(command, patience=PATIENCE)
+        done = hear(command, patience=TIMEOUT)
     except (OSError, subprocess.SubprocessError):
         return None
     if done.returncode != 0 and "Invalid job id" not in done.stderr:

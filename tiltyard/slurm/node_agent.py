@@ -276,7 +276,7 @@ class Agent:
 
     def _look_after(self, ray: RayNode, trainer: subprocess.Popen[bytes]) -> None:
         """What other nodes have to say; a trainer without a head can do nothing more, not even save."""
-        for sentence in ray.news(self._news):
+        for sentence in ray.poll_events(self._news):
             self._tell("warning", sentence)
         if not self._lost and trainer.poll() is None and (lost := ray.lost()):
             self._lost = lost

@@ -46,7 +46,7 @@ from tiltyard.processes.resources import free_memory, own_address, usable_cores
 from tiltyard.run import atomic
 from tiltyard.slurm import FOLDER
 
-LOOK = 0.2  # seconds between looks at the folder
+POLL_SECONDS = 0.2  # seconds between looks at the folder
 ANSWER = 120.0  # seconds for a head to answer on its port
 FAREWELL = 10.0  # seconds for Ray to end when asked to
 TRIES = 3  # ports that are tried
@@ -112,7 +112,7 @@ class RayNode:
             return ""
         return f"Ray's head on {self.name} has ended by itself (its output is in logs/ray/{self.output.name})"
 
-    def news(self, told: set[str]) -> Iterator[str]:
+    def poll_events(self, told: set[str]) -> Iterator[str]:
         """Sentences that other nodes' agents have for the run's events, each once."""
         for path in sorted(self.place.glob("*.json")):
             with contextlib.suppress(OSError, ValueError):
@@ -169,7 +169,7 @@ class RayNode:
                 raise TiltyardError(
                     f"{self.name} heard nothing of the first node for {self.task['wait']:g} s", f"see {self.place}"
                 )
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         found: dict[str, Any] = atomic.read_json(self.place / "head.json")
         return found
 
@@ -178,7 +178,7 @@ class RayNode:
         while not (self.ended or (self.place / "end").exists()):
             if failed():
                 return False
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -249,7 +249,7 @@ class RayNode:
         while self.process is not None and self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
                 return True
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return False
 
     # -- words

@@ -21,7 +21,7 @@ from tiltyard.slurm.commands import environment, hear
 from tiltyard.slurm.script import asked_for, secret_environment, set_up
 
 SET_UP = "TILTYARD_SET_UP"
-PATIENCE = 60.0
+TIMEOUT = 60.0
 _RUN = f'eval "${SET_UP}" >&2; unset {SET_UP}; exec "$@"'
 # The set-up is read by the shell itself: functions and aliases of it stay.
 _OPEN = (
@@ -54,7 +54,7 @@ def hostnames(nodes: str) -> list[str]:
 
 def _ask(command: list[str]) -> list[str]:
     try:
-        done = hear(command, patience=PATIENCE)
+        done = hear(command, patience=TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
         raise TiltyardError(f"{command[0]} gives no answer: {error}", "type this where Slurm is") from error
     return done.stdout.split() if done.returncode == 0 else []

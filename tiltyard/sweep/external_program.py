@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known
 GRACE = 60.0  # seconds that they have to save and end
-LOOK = 0.05
+POLL_SECONDS = 0.05
 NOT_STARTED = 127  # as a shell says it
 
 
@@ -180,7 +180,7 @@ def _end(folder: Path, grace: float) -> None:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def _trial_of(pid: int) -> str | None:

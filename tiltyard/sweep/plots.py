@@ -20,7 +20,7 @@ from tiltyard.config.search_space import Span, is_number
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
 from tiltyard.sweep.pbt.lineage import Lineage, read
-from tiltyard.sweep.report import Report, brief, importance, shown
+from tiltyard.sweep.report import SweepSummary, brief, importance, shown
 from tiltyard.sweep.results import Curve, Group, Row, curve
 from tiltyard.sweep.space import dimensions
 
@@ -32,7 +32,7 @@ _LABELS = 12  # choices that an axis names
 _PANELS = 4  # settings of a population that are drawn
 
 
-def draw(report: Report, out: Path) -> list[Path]:
+def draw(report: SweepSummary, out: Path) -> list[Path]:
     """Draw what there is to draw into a folder; the pictures made."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
@@ -87,7 +87,7 @@ def _figure(title: str, width: float = 8.0, height: float = 4.5) -> tuple[Any, A
 # ---------------------------------------------------------------------------------------------- curves
 
 
-def _curves(report: Report, groups: list[Group]) -> Any:
+def _curves(report: SweepSummary, groups: list[Group]) -> Any:
     from matplotlib.ticker import EngFormatter
 
     metric = report.plan.metric.name
@@ -145,7 +145,7 @@ def bands(found: list[Curve]) -> tuple[list[int], list[float], list[float], list
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def _importance(report: Report, found: list[tuple[str, float]]) -> Any:
+def _importance(report: SweepSummary, found: list[tuple[str, float]]) -> Any:
     figure, axes = _figure(
         f"what matters for {report.plan.metric.name}   {report.sweep.id}", height=1.3 + 0.4 * len(found)
     )
@@ -159,7 +159,7 @@ def _importance(report: Report, found: list[tuple[str, float]]) -> Any:
     return figure
 
 
-def _parallel(report: Report, groups: list[Group]) -> Any:
+def _parallel(report: SweepSummary, groups: list[Group]) -> Any:
     from matplotlib import colormaps
 
     keys = report.keys
@@ -219,7 +219,7 @@ def _places(key: str, groups: list[Group], span: Span | None) -> tuple[Any, list
 # ---------------------------------------------------------------------------------------------- populations
 
 
-def _lineage(report: Report) -> Any:
+def _lineage(report: SweepSummary) -> Any:
     """Scores over env steps, an arrow for each copy that was made, and below them the numbers that were moved."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -30,7 +30,7 @@ from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.run.folder import Run, create
-from tiltyard.run.settings_schedule import Stretches
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
 from tiltyard.sweep.backends.local import require_gpus
@@ -43,7 +43,7 @@ _SAMPLE = 20  # random draws of a space that are checked before a search that le
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CheckedPlan:
     """A plan that passed every check and only needs its folder."""
 
     name: str
@@ -75,7 +75,7 @@ class Prepared:
         return (self.plan.trials or len(self.points)) * len(self.plan.seeds)
 
 
-def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> Prepared:
+def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> CheckedPlan:
     """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
     plan, where = load_plan(source)
     found = dimensions(plan)
@@ -85,7 +85,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
         require_gpus(plan)
     if plan.program is not None:
         external_program.check(plan)
-        return Prepared(plan.name or external_program.name(plan), plan, _points(plan, many), (), chosen, [])
+        return CheckedPlan(plan.name or external_program.name(plan), plan, _points(plan, many), (), chosen, [])
     tree, base = said(_target(plan, where), profile=chosen)
     plan = plan.model_copy(update={"experiment": _with_sources(tree)})
     points = _points(plan, many)
@@ -101,7 +101,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     if chosen is not None:
         for experiment in built:
             submit.check(chosen, experiment)
-    return Prepared(name, plan, points, base, chosen, plugins, kept)
+    return CheckedPlan(name, plan, points, base, chosen, plugins, kept)
 
 
 def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool = False) -> None:
@@ -116,7 +116,7 @@ def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool 
         _try_out(_build(plan, fixed_points(plan, known + points)[known:], base), base)
 
 
-def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
+def begin(prepared: CheckedPlan, command: Sequence[str] = ()) -> Sweep:
     """Make the sweep's folder."""
     return make(
         runs_root(),
@@ -131,7 +131,7 @@ def begin(prepared: Prepared, command: Sequence[str] = ()) -> Sweep:
     )
 
 
-def same_sweep(prepared: Prepared) -> Sweep | None:
+def same_sweep(prepared: CheckedPlan) -> Sweep | None:
     """The newest sweep that was started from the same plan."""
     mark = digest(prepared.plan, prepared.profile.name if prepared.profile else None)
     of_name = [sweep for sweep in sweeps(runs_root()) if sweep.folder.parent.name == prepared.name]
@@ -157,7 +157,7 @@ def new_run(
     trial: Trial,
     command: Sequence[str],
     place: Path | None = None,
-    stretches: Stretches | None = None,
+    stretches: SettingsSchedule | None = None,
 ) -> Run:
     """A run with a trial's settings: at its place in the sweep or, where none is given, beside it."""
     facts, loaded = sweep.facts(), load_trial(sweep, plan, trial)

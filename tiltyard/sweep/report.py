@@ -39,7 +39,7 @@ ORDER = ("finished", "ended", "running", "queued", "created", "paused", "stopped
 
 
 @dataclass(frozen=True)
-class Report:
+class SweepSummary:
     """A sweep as it stands."""
 
     sweep: Sweep
@@ -86,7 +86,7 @@ class Report:
         return list(dict.fromkeys(key for row in self.rows for key in row.trial.settings))
 
 
-def look(sweep: Sweep) -> Report:
+def look(sweep: Sweep) -> SweepSummary:
     """Read everything there is to say. Members of a population are told with their settings of now."""
     plan, jobs = sweep.plan(), job_ids(sweep)
     while True:
@@ -106,7 +106,7 @@ def look(sweep: Sweep) -> Report:
         found = [row if row.over else replace(row, state=seen(row.state, told.get(row.trial.number))) for row in found]
         under_way = any(each.waits or each.runs for each in told.values())
         under_way |= any(row.state in ("queued", "running") for row in found)
-    return Report(sweep, plan, found, total, under_way)
+    return SweepSummary(sweep, plan, found, total, under_way)
 
 
 def _to_retry(row: Row, failures: int, retries: int) -> Row:
@@ -131,7 +131,7 @@ def controller_of(sweep: Sweep) -> str:
     return f"pid {owner.get('pid')} on host {owner.get('host')}"
 
 
-def recorded_instead(report: Report) -> str:
+def recorded_instead(report: SweepSummary) -> str:
     """Which metrics trials have recorded, for whoever asked for one that none has."""
     names = {
         name
@@ -147,7 +147,7 @@ def recorded_instead(report: Report) -> str:
 # ---------------------------------------------------------------------------------------------- for programs
 
 
-def as_data(report: Report) -> dict[str, Any]:
+def as_data(report: SweepSummary) -> dict[str, Any]:
     """Everything as plain data."""
     return {
         "sweep": report.sweep.id,
@@ -187,7 +187,7 @@ def row_data(row: Row) -> dict[str, Any]:
     }
 
 
-def as_csv(report: Report) -> str:
+def as_csv(report: SweepSummary) -> str:
     """One line per trial, a column per setting."""
     keys = report.keys
     lines = io.StringIO(newline="")
@@ -234,7 +234,7 @@ def bootstrap(values: Sequence[float], *, level: float = 0.95) -> tuple[float, f
     return found[math.floor(cut * (RESAMPLES - 1))], found[math.ceil((1 - cut) * (RESAMPLES - 1))]
 
 
-def importance(report: Report) -> list[tuple[str, float]]:
+def importance(report: SweepSummary) -> list[tuple[str, float]]:
     """(settings, share) of each dimension, the largest first: how much of the variance between points it explains by
     itself, less what as many groups would explain by chance. Needs at least four points with a value."""
     known = [group for group in report.groups if group.value is not None]
@@ -253,7 +253,7 @@ def importance(report: Report) -> list[tuple[str, float]]:
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _axes(report: Report) -> list[tuple[tuple[str, ...], bool]]:
+def _axes(report: SweepSummary) -> list[tuple[tuple[str, ...], bool]]:
     if report.plan.points:
         numbers = {key for key in report.keys if all(is_number(group.settings.get(key)) for group in report.groups)}
         return [((key,), key not in numbers) for key in report.keys]

@@ -37,7 +37,7 @@ from tiltyard.sweep.backends.slurm_arrays import Arrays
 from tiltyard.sweep.controller import Controller, judge
 from tiltyard.sweep.folder import Sweep
 
-PATIENCE = 600.0  # seconds to wait for somebody else's turn
+TIMEOUT = 600.0  # seconds to wait for somebody else's turn
 AGAIN = 0.2  # seconds between two tries
 OUTAGE = 600.0  # seconds for which a task tries again where its queue gives no answer, as while that is restarted
 JUDGED = "judged"
@@ -84,7 +84,7 @@ def would_submit(sweep: Sweep, plan: Plan, profile: Profile, trials: int) -> str
 
 def wait_for_lock(sweep: Sweep) -> Lock:
     """The sweep's lock, as soon as whoever has it lets go."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while True:
         try:
             return Lock.acquire(Run(sweep.folder))
@@ -93,7 +93,7 @@ def wait_for_lock(sweep: Sweep) -> Lock:
             if time.monotonic() >= deadline:
                 who = f"pid {owner.get('pid')} on host {owner.get('host')}" if owner else "somebody"
                 raise TiltyardError(
-                    f"{who} has had the lock of sweep {sweep.id} for {PATIENCE:.0f} s: {error.message}", error.hint
+                    f"{who} has had the lock of sweep {sweep.id} for {TIMEOUT:.0f} s: {error.message}", error.hint
                 ) from error
             time.sleep(AGAIN)
 

@@ -384,7 +384,7 @@ class _Terminal:
     it; an env may, or what an env starts."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._mode, self._guard = fd, reaper.mode_of(fd), reaper.Guard(terminal=fd)
+        self._fd, self._mode, self._guard = fd, reaper.mode_of(fd), reaper.Reaper(terminal=fd)
 
     def close(self) -> None:
         self._guard.close()

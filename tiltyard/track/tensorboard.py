@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 
-class TensorBoardMirror:
+class TensorBoardTracker:
     """Scalars by env step in `folder`; `purge_step` is the first env step of older files that no longer counts."""
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:

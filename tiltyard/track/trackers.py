@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from tiltyard.config.experiment import Experiment, Track
 from tiltyard.processes.reaper import unmarked
 from tiltyard.track import wandb
-from tiltyard.track.tensorboard import TensorBoardMirror
+from tiltyard.track.tensorboard import TensorBoardTracker
 
 
-class Mirror(Protocol):
+class Tracker(Protocol):
     """One tracker's side of a run."""
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -31,19 +31,19 @@ def check(track: Track) -> None:
     wandb.check(track.wandb)
 
 
-class Mirrors:
+class Trackers:
     """All mirrors of one attempt, opened when metrics.jsonl has its rewind line and before it gets a record.
 
     `resumed_at` is the env step that the attempt continues from: what mirrors hold beyond it is superseded.
     """
 
     def __init__(self, run_folder: Path, experiment: Experiment, resumed_at: int) -> None:
-        makers: dict[str, Callable[[], Mirror]] = {}
+        makers: dict[str, Callable[[], Tracker]] = {}
         if experiment.track.tensorboard:
-            makers["TensorBoard"] = lambda: TensorBoardMirror(run_folder / "tb", resumed_at + 1)
+            makers["TensorBoard"] = lambda: TensorBoardTracker(run_folder / "tb", resumed_at + 1)
         if experiment.track.wandb.mode != "off":
-            makers["W&B"] = lambda: wandb.WandbMirror(run_folder, experiment, experiment.track.wandb)
-        self._open: dict[str, Mirror] = {}
+            makers["W&B"] = lambda: wandb.WandbTracker(run_folder, experiment, experiment.track.wandb)
+        self._open: dict[str, Tracker] = {}
 
         def open_one(name: str) -> None:
             self._open[name] = makers[name]()

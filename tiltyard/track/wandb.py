@@ -52,7 +52,7 @@ def _logged_in() -> bool:
         return bool(wandb.login(prompt=False, verify=False))
 
 
-class WandbMirror:
+class WandbTracker:
     """One W&B run below `run_folder`/wandb. `record` takes what metrics.jsonl takes, after metrics.jsonl took it."""
 
     def __init__(self, run_folder: Path, experiment: Experiment, settings: Wandb) -> None:

@@ -31,18 +31,18 @@ from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.settings_schedule import WHOLE, Stretch
+from tiltyard.run.settings_schedule import WHOLE, Segment
 from tiltyard.run.status import write_status
 from tiltyard.track.screen import Screen
-from tiltyard.track.trackers import Mirrors
-from tiltyard.training.loop_state import Ledger, terms
+from tiltyard.track.trackers import Trackers
+from tiltyard.training.loop_state import LoopState, terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 
 CLOSES = 300.0  # seconds that closing everything may take after a failure
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttemptSetup:
     """What an attempt is to do: every check has passed and nothing is written yet."""
 
     found: Experiment
@@ -53,7 +53,7 @@ class Plan:
     changes: tuple[str, ...] = ()
     afresh: bool = False
     """whether the run's checkpoints are set aside and training starts from scratch"""
-    stretch: Stretch = WHOLE
+    stretch: Segment = WHOLE
     """the part of the run to train now, and what it is told to go on with; all of it for most runs"""
 
 
@@ -67,9 +67,9 @@ class Attempt:
     engine: Engine
     evaluator: Evaluator
     screen: Screen
-    ledger: Ledger
+    ledger: LoopState
     progress: Progress
-    mirrors: Mirrors
+    mirrors: Trackers
     filmable: bool
     stepping: bool = False
     """whether the engine is in a step, or one has failed half-way"""
@@ -84,7 +84,7 @@ def tell(run: Run, screen: Screen, kind: str, sentence: str) -> None:
     screen.say(sentence)
 
 
-def begin(run: Run, plan: Plan, screen: Screen) -> int:
+def begin(run: Run, plan: AttemptSetup, screen: Screen) -> int:
     """Count this start of the run and write it, and the settings it changes, into the folder; returns its number."""
     number = int(run.status().get("attempt", 0)) + 1
     now = plan.settings
@@ -154,12 +154,12 @@ def starting_point(run: Run, experiment: Experiment) -> tuple[Checkpoint | None,
 
 def restore(
     run: Run,
-    plan: Plan,
+    plan: AttemptSetup,
     engine: Engine,
     number: int,
     screen: Screen,
     start: tuple[Checkpoint | None, list[str]] | None,
-) -> tuple[Ledger, Progress]:
+) -> tuple[LoopState, Progress]:
     """Bring the engine to its `starting_point`; to the start of a fresh run when that is None or holds none."""
     say, experiment = partial(tell, run, screen), plan.settings
     found, complaints = start if start is not None else (None, checkpoint.set_aside(run, number))
@@ -172,10 +172,10 @@ def restore(
         if experiment.model.init:
             for name in experiment.learning:
                 say("started", _take_weights(engine, name, Path(experiment.model.init)))
-        return Ledger(), Progress()
+        return LoopState(), Progress()
     for sentence in engine.load(found.folder):
         say("warning", sentence)
-    ledger = Ledger.read(checkpoint.read_tree(found.folder, "loop"), experiment)
+    ledger = LoopState.read(checkpoint.read_tree(found.folder, "loop"), experiment)
     ledger.saved = found.progress
     metrics.rewind(run.metrics_file, ledger.recorded_to(found.env_steps), number)
     say("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")

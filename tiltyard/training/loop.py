@@ -17,7 +17,7 @@ from typing import Literal
 
 from tiltyard.config.experiment import Experiment, Save, Stop
 from tiltyard.engines import make_engine
-from tiltyard.envs.watchdog import Watch
+from tiltyard.envs.watchdog import Watchdog
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.evaluate import Evaluator
 from tiltyard.evaluation.rollouts import can_be_filmed
@@ -25,12 +25,12 @@ from tiltyard.plugins.resolve import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.settings_schedule import PAUSED, Stretch
+from tiltyard.run.settings_schedule import PAUSED, Segment
 from tiltyard.track.screen import Screen
-from tiltyard.track.trackers import Mirrors
+from tiltyard.track.trackers import Trackers
 from tiltyard.training.attempt import (
     Attempt,
-    Plan,
+    AttemptSetup,
     begin,
     closing_deadline,
     end_stuck,
@@ -43,7 +43,7 @@ from tiltyard.training.attempt import (
     starting_point,
     write_progress,
 )
-from tiltyard.training.loop_state import Ledger, Stopwatch
+from tiltyard.training.loop_state import LoopState, Stopwatch
 from tiltyard.training.pbt import selection_of
 from tiltyard.training.settings_check import check_learned, check_restored
 from tiltyard.training.signals import StopSignals
@@ -71,7 +71,7 @@ class Outcome:
         return EXIT_DONE if self.state == "finished" else EXIT_RESUMABLE
 
 
-def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
+def train_run(run: Run, plan: AttemptSetup, *, screen: Screen) -> Outcome:
     """Train the run in `run.folder` as planned, from where it stands until it is done, stopped or failed."""
     experiment, spec = plan.settings, plan.spec
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as closing:
@@ -89,14 +89,14 @@ def train_run(run: Run, plan: Plan, *, screen: Screen) -> Outcome:
             evaluator = Evaluator(experiment, spec, run.base)
             ledger, progress = restore(run, plan, engine, number, screen, start)
             check_restored(experiment, plan.stretch.settings, engine)
-            mirrors = Mirrors(run.folder, experiment, ledger.recorded_to(progress.env_steps))
+            mirrors = Trackers(run.folder, experiment, ledger.recorded_to(progress.env_steps))
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(
                 run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
             )
             stuck = partial(end_stuck, run, attempt, lock)
-            with Watch(experiment.env.step_timeout, experiment.env.reset_timeout, stuck):
+            with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, stuck):
                 return _loop(attempt, plan.stretch, lock, signals)
         except BaseException as error:
             told = error if signals.interrupted or isinstance(error, Exception) else _foreign_end(experiment, error)
@@ -117,7 +117,7 @@ def _foreign_end(experiment: Experiment, error: BaseException) -> TiltyardError:
     )
 
 
-def _loop(attempt: Attempt, stretch: Stretch, lock: Lock, signals: StopSignals) -> Outcome:
+def _loop(attempt: Attempt, stretch: Segment, lock: Lock, signals: StopSignals) -> Outcome:
     experiment, engine, ledger = attempt.experiment, attempt.engine, attempt.ledger
     save, every, first = experiment.save, experiment.eval.every, attempt.progress
     last_save, last_status = time.monotonic(), 0.0
@@ -175,7 +175,7 @@ def _loop(attempt: Attempt, stretch: Stretch, lock: Lock, signals: StopSignals) 
     return _ended(attempt, stretch, reason if whole else None, signals, trained=attempt.progress != first)
 
 
-def _ended(attempt: Attempt, stretch: Stretch, reason: str | None, signals: StopSignals, *, trained: bool) -> Outcome:
+def _ended(attempt: Attempt, stretch: Segment, reason: str | None, signals: StopSignals, *, trained: bool) -> Outcome:
     """Say in the folder how it ended: finished for a reason, asked to, or at the end of a stretch."""
     state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
     paused = reason is None and not signals.asked
@@ -213,7 +213,7 @@ def _evaluate(attempt: Attempt, lock: Lock, signals: StopSignals, watch: Stopwat
 # ------------------------------------------------------------------------------------------------ decisions
 
 
-def stop_reason(stop: Stop, progress: Progress, ledger: Ledger) -> str | None:
+def stop_reason(stop: Stop, progress: Progress, ledger: LoopState) -> str | None:
     """The first stop condition that is met, in words."""
     reached = (
         ("env_steps", stop.env_steps, progress.env_steps),
@@ -229,12 +229,12 @@ def stop_reason(stop: Stop, progress: Progress, ledger: Ledger) -> str | None:
     return None
 
 
-def pause_due(stretch: Stretch, progress: Progress) -> bool:
+def pause_due(stretch: Segment, progress: Progress) -> bool:
     """Whether the part of the run that was to be trained now is over."""
     return stretch.end is not None and progress.env_steps >= stretch.end
 
 
-def final_due(experiment: Experiment, reason: str | None, ledger: Ledger, progress: Progress) -> bool:
+def final_due(experiment: Experiment, reason: str | None, ledger: LoopState, progress: Progress) -> bool:
     """Whether training is over and its last evaluation is not."""
     return reason is not None and experiment.eval.at_end and ledger.evaluated_at != progress.env_steps
 

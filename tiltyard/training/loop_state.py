@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Member, Save
+from tiltyard.config.experiment import Experiment, PolicySettings, Save
 from tiltyard.types import Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of
 
 
 @dataclass
-class Ledger:
+class LoopState:
     """What the loop remembers from update to update; saved with every checkpoint, so that a resume forgets nothing."""
 
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -101,12 +101,12 @@ class Ledger:
         return {**plain, **kept, **waiting, "saved": asdict(self.saved)}
 
     @staticmethod
-    def read(tree: Tree, now: Experiment) -> Ledger:
+    def read(tree: Tree, now: Experiment) -> LoopState:
         """What a checkpoint's ledger still says under the settings of now (a fork may have changed them)."""
         then = tree.get("terms") or terms(now)
         if then.get("episodes", terms(now)["episodes"]) != terms(now)["episodes"]:
-            return Ledger()  # returns of another env mean nothing here
-        ledger = Ledger._read(tree)
+            return LoopState()  # returns of another env mean nothing here
+        ledger = LoopState._read(tree)
         if then["eval"] != terms(now)["eval"]:
             ledger.latest = {name: value for name, value in ledger.latest.items() if not name.startswith("eval/")}
             ledger.evaluated_at, ledger.best = -1, None
@@ -115,12 +115,12 @@ class Ledger:
         return ledger
 
     @staticmethod
-    def _read(tree: Tree) -> Ledger:
+    def _read(tree: Tree) -> LoopState:
         extras, policies, alone = (
             {name: deque(values, maxlen=WINDOW) for name, values in tree.get(windows, {}).items()}
             for windows in ("extras", "policies", "alone")
         )
-        return Ledger(
+        return LoopState(
             deque(tree["returns"], maxlen=WINDOW),
             deque(tree["lengths"], maxlen=WINDOW),
             extras,
@@ -148,7 +148,7 @@ def terms(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _past(member: Member) -> dict[str, Any] | None:
+def _past(member: PolicySettings) -> dict[str, Any] | None:
     return None if member.past is None else member.past.model_dump(mode="json")
 
 

@@ -41,14 +41,14 @@ from tiltyard.types import Tree
 DECISIONS = 7  # their role in the run's seed tree
 
 
-class Selection:
+class PbtSelection:
     """Who of the policies of an attempt copies whom."""
 
     def __init__(self, attempt: Attempt, population: Population) -> None:
         self.attempt, self.population, self.names = attempt, population, attempt.experiment.learning
         self.dials, self.rules = dials_in(population.space), rules_of(population, population.goal == "maximise")
         told = attempt.ledger.selection
-        self.now = self._restored(Standing.read(told)) if told and told["names"] == self.names else self._begun()
+        self.now = self._restored(PbtState.read(told)) if told and told["names"] == self.names else self._begun()
         attempt.ledger.selection = self.now.dump()
 
     def turn(self, found: Mapping[str, float]) -> None:
@@ -79,9 +79,9 @@ class Selection:
 
     # ------------------------------------------------------------------------------------------ settings
 
-    def _begun(self) -> Standing:
+    def _begun(self) -> PbtState:
         """Policies that begin spread over the space, but for numbers of their own."""
-        experiment, now = self.attempt.experiment, Standing(list(self.names))
+        experiment, now = self.attempt.experiment, PbtState(list(self.names))
         keys = [key for dial in self.dials for key in dial.keys]
         for name, drawn in zip(self.names, spread(self.dials, len(self.names), self._draws(0)), strict=True):
             own = {f"algo.{number}": value for number, value in experiment.cast[name].algo.made().items()}
@@ -90,7 +90,7 @@ class Selection:
             self.attempt.say("started", f"policy {name} begins with {_said(now.first[name])}")
         return now
 
-    def _restored(self, now: Standing) -> Standing:
+    def _restored(self, now: PbtState) -> PbtState:
         """What was decided holds, also where the experiment's own number was changed since. What adapts by itself went
         on from there, and is as it was."""
         algo = self.attempt.experiment.algo
@@ -158,17 +158,17 @@ def _said(settings: Settings) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in settings.items())
 
 
-def selection_of(attempt: Attempt) -> Selection | None:
+def selection_of(attempt: Attempt) -> PbtSelection | None:
     """Where the experiment has a population."""
     population = attempt.experiment.population
-    return None if population is None else Selection(attempt, population)
+    return None if population is None else PbtSelection(attempt, population)
 
 
 KEPT = 200  # gains: PB2 looks at the latest
 
 
 @dataclass
-class Standing:
+class PbtState:
     """What selection remembers from decision to decision; policies by name, and by their place in `names`."""
 
     names: list[str]
@@ -188,12 +188,12 @@ class Standing:
         return asdict(self)
 
     @staticmethod
-    def read(tree: Tree) -> Standing:
+    def read(tree: Tree) -> PbtState:
         gains, exploits = [Gain(**each) for each in tree["gains"]], [Exploit(**each) for each in tree["exploits"]]
-        return Standing(**{**tree, "gains": gains, "exploits": exploits})
+        return PbtState(**{**tree, "gains": gains, "exploits": exploits})
 
 
-def standing_of(run: Run) -> Standing:
+def standing_of(run: Run) -> PbtState:
     """That of a run's newest checkpoint."""
     found, _ = newest_valid(run)
     tree = None if found is None else read_tree(found.folder, "loop").get("selection")
@@ -201,7 +201,7 @@ def standing_of(run: Run) -> Standing:
         raise UseError(
             f"run {run.id} has no population, or no checkpoint of it yet", "set `population` in an experiment"
         )
-    return Standing.read(tree)
+    return PbtState.read(tree)
 
 
 def lineage(run: Run) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def lineage(run: Run) -> dict[str, Any]:
     }
 
 
-def _policy(now: Standing, place: int) -> dict[str, Any]:
+def _policy(now: PbtState, place: int) -> dict[str, Any]:
     name = now.names[place]
     return {
         "env_steps": now.env_steps.get(name, 0),
@@ -226,7 +226,7 @@ def _policy(now: Standing, place: int) -> dict[str, Any]:
     }
 
 
-def schedule_of(now: Standing, name: str) -> Sequence[tuple[int, Settings]]:
+def schedule_of(now: PbtState, name: str) -> Sequence[tuple[int, Settings]]:
     """From which env step on which settings, for one policy alone."""
     if name not in now.names:
         raise UseError(f"the population has no policy {name!r}", did_you_mean(name, now.names))

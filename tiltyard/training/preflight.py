@@ -36,7 +36,7 @@ from tiltyard.processes.resources import free_cores
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
-from tiltyard.run.settings_schedule import Stretches
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.track import trackers
 from tiltyard.training.loop_state import terms
 from tiltyard.training.pbt import schedule_of, standing_of
@@ -60,7 +60,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CheckedExperiment:
     """An experiment that has passed every check and only needs its folder."""
 
     loaded: Loaded
@@ -70,7 +70,7 @@ class Prepared:
     """of its plug-ins, in a temporary folder that is deleted with this object"""
     profile: str | None = None
     origin: Origin | None = None
-    stretches: Stretches | None = None
+    stretches: SettingsSchedule | None = None
     """where its settings change on the way"""
 
     @property
@@ -85,7 +85,7 @@ def prepare(
     profile: str | None = None,
     debug: bool = False,
     as_job: bool = False,
-) -> Prepared:
+) -> CheckedExperiment:
     """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory.
 
     `as_job`: it will be trained elsewhere."""
@@ -108,7 +108,7 @@ def prepare_fork(
     at: int | str | None = None,
     trust_code: bool = False,
     as_job: bool = False,
-) -> Prepared:
+) -> CheckedExperiment:
     """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
     parent = run_meant(source)
     chosen = checkpoint.select(parent, at)
@@ -132,14 +132,14 @@ def prepare_fork(
     return _prepared(loaded, runs_root(), chosen.folder, profile, origin)
 
 
-def prepare_replay(
+def prepare_repeat(
     source: Run | str | Path,
     policy: str,
     overrides: Sequence[str] = (),
     *,
     trust_code: bool = False,
     as_job: bool = False,
-) -> Prepared:
+) -> CheckedExperiment:
     """A run alone with the settings that one of a population's policies went through, as long as that took: everything
     checked as by `prepare`. Of the parent's envs it has the policy's share, where that is possible."""
     parent = run_meant(source)
@@ -155,12 +155,12 @@ def prepare_replay(
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
     loaded = load(values, [*words_of(schedule[0][1]), *overrides], base=parent.base)
     _refuse_tuning(loaded.experiment, as_job)
-    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), stretches=Stretches(schedule))
+    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), stretches=SettingsSchedule(schedule))
 
 
 def _prepared(
     loaded: Loaded, root: Path, continues: Path | None, profile: str | None, origin: Origin | None = None
-) -> Prepared:
+) -> CheckedExperiment:
     """Check copies of the plug-ins, which wait in a temporary folder to be put into the run folder."""
     folder = Path(tempfile.mkdtemp(prefix="tiltyard-plugins-"))
     try:
@@ -171,7 +171,7 @@ def _prepared(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    prepared = Prepared(loaded, root, spec, copies, profile, origin)
+    prepared = CheckedExperiment(loaded, root, spec, copies, profile, origin)
     weakref.finalize(prepared, shutil.rmtree, folder, ignore_errors=True)
     return prepared
 

@@ -18,19 +18,19 @@ from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_live
 from tiltyard.run.redact import mask_command
-from tiltyard.run.settings_schedule import WHOLE, Stretch
+from tiltyard.run.settings_schedule import WHOLE, Segment
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.track import trackers
-from tiltyard.training.attempt import Plan, starting_point
+from tiltyard.training.attempt import AttemptSetup, starting_point
 from tiltyard.training.preflight import check_metric, run_meant, try_out
 
 # What a run is: changing one of these makes another run, which is what `fork` is for.
 IDENTITY = ("env", "model", "policies", "match", "seed", "name", "engine")
 
 
-def plan_resume(
+def prepare_resume(
     source: Run | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
-) -> tuple[Run, Plan]:
+) -> tuple[Run, AttemptSetup]:
     """A run and how it would go on: everything is checked, and not a byte of its folder has changed."""
     run = run_meant(source)
     run.require_own_code(trust_code)
@@ -51,7 +51,7 @@ def plan_resume(
     _require_same_run(run, before, settings, words)
     run.enter_profile()
     spec = try_out(settings, run.base, start.folder if start is not None else None)
-    return run, Plan(found, settings, spec, tuple(mask_command([*told, *words])), afresh, stretch)
+    return run, AttemptSetup(found, settings, spec, tuple(mask_command([*told, *words])), afresh, stretch)
 
 
 def _changed(run: Run, experiment: Experiment, words: Sequence[str]) -> Experiment:
@@ -60,7 +60,7 @@ def _changed(run: Run, experiment: Experiment, words: Sequence[str]) -> Experime
     return load(experiment.model_dump(mode="json", by_alias=True), words, base=run.base).experiment
 
 
-def _stretch(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Stretch, list[str]]:
+def _stretch(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Segment, list[str]]:
     """The part of the run that comes now, and the settings that it is told to have and has not yet, as overrides."""
     stretches = read_stretches(run.folder)
     if stretches is None:

@@ -47,7 +47,7 @@ TUNED = ("engine.workers", "engine.envs", "algo.rollout", "algo.minibatch")
 
 
 @dataclass(frozen=True)
-class Trial:
+class Measurement:
     """One point and how fast it was."""
 
     point: Point
@@ -63,9 +63,9 @@ class Tuned:
     """What was tried, the experiment's own point among it, and what was chosen."""
 
     experiment: Experiment
-    trials: list[Trial]
-    own: Trial
-    chosen: Trial
+    trials: list[Measurement]
+    own: Measurement
+    chosen: Measurement
     kept: list[str]
     seconds: float
 
@@ -183,10 +183,10 @@ class _Entry:
         """Whether most of the learner's time goes into getting samples."""
         return self.split.get("env", 0.0) + self.split.get("wait", 0.0) > sum(self.split.values()) / 2
 
-    def trial(self) -> Trial:
+    def trial(self) -> Measurement:
         total = sum(self.split.values()) or 1.0
         shares = {part: seconds / total for part, seconds in self.split.items()}
-        return Trial(self.point, self.speed, len(self.speeds), verdict(shares, self.workers), self.failed)
+        return Measurement(self.point, self.speed, len(self.speeds), verdict(shares, self.workers), self.failed)
 
 
 class _Field:

@@ -25,7 +25,7 @@ import numpy as np
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.config.site_file import runs_root
-from tiltyard.envs.env_errors import blamed
+from tiltyard.envs.env_errors import attributed
 from tiltyard.envs.native_vector import NativeGroup, make_group
 from tiltyard.envs.probe import probe
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
@@ -223,12 +223,12 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     group.envs = [*timed]
     parent.tell({"ready": True, "env_bytes": env_bytes})
     parent.hear()
-    _step(Walk(group, now), timed, task["seconds"], parent)
+    _step(EnvStepper(group, now), timed, task["seconds"], parent)
     group.close()
     return {"over": True}
 
 
-def _step(walk: Walk, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
+def _step(walk: EnvStepper, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
     """Walk until the time is over, telling how far it is now and then."""
     interval = max(SHORTEST_TICK, seconds / TICKS)
     mark = began = time.monotonic()
@@ -249,7 +249,7 @@ if __name__ == "__main__":
 DRAWN = 256  # env steps whose actions are drawn beforehand
 
 
-class Walk:
+class EnvStepper:
     """A group on its way, from its first observations on."""
 
     def __init__(self, group: EnvGroup, now: Step) -> None:
@@ -299,7 +299,7 @@ class Walk:
         except KeyboardInterrupt:  # the user's own
             raise
         except BaseException as error:
-            raise self._blamed(error, row, doing) from error
+            raise self._attributed(error, row, doing) from error
         self.env_steps += len(calls)
 
     def _all_at_once(self) -> None:
@@ -318,7 +318,7 @@ class Walk:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed(error, row, doing) from error
+            raise self._attributed(error, row, doing) from error
         self.env_steps += group.rows
         self.frames += group.rows * group.spec.frameskip
 
@@ -328,6 +328,6 @@ class Walk:
         self.env_steps += int(self.now.valid.sum())
         self.frames += self.group.frames_taken - before
 
-    def _blamed(self, error: BaseException, row: int, doing: str) -> Exception:
+    def _attributed(self, error: BaseException, row: int, doing: str) -> Exception:
         where = f"env {self.group.env.id}, row {self.group.first_row + row}, env step {self.env_steps}"
-        return blamed(error, where, doing)
+        return attributed(error, where, doing)

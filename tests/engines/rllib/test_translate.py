@@ -15,7 +15,7 @@ from tiltyard.engines.rllib.settings_map import (
     runners,
     schedule,
 )
-from tiltyard.engines.rllib.worker_spec import Task
+from tiltyard.engines.rllib.worker_spec import WorkerSpec
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, UseError
 
@@ -69,7 +69,7 @@ def test_what_is_refused_is_named_with_its_reason(algo, override, named):
 def test_options_of_rllibs_own_are_judged_before_anything_starts():
     def said(algo: str, **options: object) -> list[str]:
         settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}, engine={"runners": 1})
-        task = Task(settings, probe(settings.env, base=(), previous=False), ())
+        task = WorkerSpec(settings, probe(settings.env, base=(), previous=False), ())
         return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(task)]
 
     assert said("rllib:PPO", lr=1e-4, num_epochs=3) == []

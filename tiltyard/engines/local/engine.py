@@ -23,9 +23,9 @@ import torch
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
 from tiltyard.engines.engine_state import groups_left_out, read_state
-from tiltyard.engines.local.shared_memory import FREE, LEARNING, Slab, gather
-from tiltyard.engines.local.worker_pool import Pool
-from tiltyard.engines.policies.policy_set import Cast
+from tiltyard.engines.local.shared_memory import FREE, LEARNING, SharedMemory, gather
+from tiltyard.engines.local.worker_pool import WorkerPool
+from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
@@ -56,12 +56,12 @@ class LocalEngine:
         self.experiment, self.chosen = experiment, chosen
         workers = self.workers = chosen.workers
         self.apart = experiment.engine.mode == "async"
-        self.cast = Cast(experiment, spec, base)
+        self.cast = PolicySet(experiment, spec, base)
         self.learner = self.cast.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
         slots = workers * slots_each(experiment.engine.mode)
-        self.slab = Slab(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
+        self.slab = SharedMemory(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()
         self.version = 0  # of what was published, with an update or a policy that was replaced
@@ -78,7 +78,7 @@ class LocalEngine:
             "workers": workers,
             "slots": slots,
         }
-        self.pool = Pool(
+        self.pool = WorkerPool(
             workers,
             task,
             self.slab,

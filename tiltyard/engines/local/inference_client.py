@@ -29,11 +29,11 @@ from tiltyard.types import Array, Rollout
 NUMBER = 4  # bytes of a worker's number in a message
 
 
-class ActorGoneError(TiltyardError):
+class InferenceServerGone(TiltyardError):
     """Nobody answers any more; why is known to whoever started the actor."""
 
 
-class Remote:
+class InferenceClient:
     """The policy as worker `number` has it. Of the `net` only shapes are used, never its weights."""
 
     values_apart = False  # the actor has them at once, and a question has as many rows as the worker
@@ -48,7 +48,7 @@ class Remote:
         try:
             socket.send_fds(self._door, [self._name], [theirs])
         except OSError as error:
-            raise ActorGoneError("the actor is gone") from error
+            raise InferenceServerGone("the actor is gone") from error
         finally:
             os.close(theirs)
 
@@ -103,5 +103,5 @@ class Remote:
         except ConnectionError:
             rung = b""
         if not rung:
-            raise ActorGoneError("the actor is gone")
+            raise InferenceServerGone("the actor is gone")
         self._beat[1] = before

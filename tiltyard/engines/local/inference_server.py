@@ -25,7 +25,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.learner import LEARNER, device_named
 from tiltyard.engines.local.inference_client import NUMBER
-from tiltyard.engines.local.shared_memory import Slab
+from tiltyard.engines.local.shared_memory import SharedMemory
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError, raised
 from tiltyard.models.policy_net import PolicyNet
@@ -40,12 +40,12 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
     try:
         _Actor(task, fds[0], socket.socket(fileno=fds[1])).serve()
     except TiltyardError as error:
-        _confess(fds[2], error)
+        _report_error(fds[2], error)
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver tells it
-        _confess(fds[2], TiltyardError(f"the actor {raised(error)}", "", traceback.format_exc().rstrip()))
+        _report_error(fds[2], TiltyardError(f"the actor {raised(error)}", "", traceback.format_exc().rstrip()))
 
 
-def _confess(words: int, error: TiltyardError) -> NoReturn:
+def _report_error(words: int, error: TiltyardError) -> NoReturn:
     word = {"error": error.message, "hint": error.hint, "details": error.details}
     os.pwrite(words, json.dumps(word).encode(), 0)
     sys.exit(1)
@@ -57,7 +57,7 @@ class _Actor:
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
         net = PolicyNet(spec, experiment.model, base, seed=0)
-        self.slab = Slab(experiment, spec, net, task["workers"], task["slots"], memory, batched=True)
+        self.slab = SharedMemory(experiment, spec, net, task["workers"], task["slots"], memory, batched=True)
         assert self.slab.exchange is not None
         self.exchange = self.slab.exchange
         self.net = net.to(device_named(experiment.engine.device))

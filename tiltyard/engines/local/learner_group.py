@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tiltyard.algos.allreduce import PATIENCE, LostError, Together
+from tiltyard.algos.allreduce import TIMEOUT, LostError, ProcessGroup
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
@@ -34,7 +34,7 @@ from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.child import killed_by
-from tiltyard.processes.fork_server import Nursery
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 
 GRACE = 10.0  # seconds from the end of a process until its cause is told
@@ -80,10 +80,10 @@ class _Member:
     commands: int
     answers: TextIO
     pid: int | None = None
-    confession: dict[str, Any] | None = None
+    error_report: dict[str, Any] | None = None
 
 
-class Colearners:
+class LearnerProcesses:
     """Learners 1 .. engine.learners - 1 of a policy; the driver's own, `rank` 0 of the `team`, is given to it."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Colearners:
     ) -> None:
         size = experiment.engine.learners
         self._board = Board(experiment, spec, net, algo)
-        self._nursery = Nursery("engine.learners=1 does without")
+        self._fork_server = ForkServer("engine.learners=1 does without")
         self._members: list[_Member] = []
         self._deaths: dict[int, int] = {}  # pid -> exit code, negative for a signal
         meeting = Path(tempfile.mkdtemp(prefix="tiltyard-meeting-"))  # for this user only
@@ -108,7 +108,7 @@ class Colearners:
                 self._start({**task, "number": rank})
             self._hear("ready")  # before anybody waits for them in the meeting
             self._tell({"do": "join"})
-            self.team = Together(meeting, 0, size, net.log_std.device, self._look)
+            self.team = ProcessGroup(meeting, 0, size, net.log_std.device, self._look)
             self._hear("joined")
         except BaseException:
             self.close()
@@ -120,7 +120,7 @@ class Colearners:
         heard, commands = os.pipe2(os.O_CLOEXEC)
         answers, told = os.pipe2(os.O_CLOEXEC)
         self._members.append(_Member(task["number"], commands, os.fdopen(answers)))
-        self._nursery.bear(task, [heard, told, self._board.fd])
+        self._fork_server.fork(task, [heard, told, self._board.fd])
         os.close(heard)
         os.close(told)
 
@@ -146,11 +146,11 @@ class Colearners:
     def _hear(self, wanted: str) -> None:
         """Wait until all of them have said this."""
         silent = list(self._members)
-        until = time.monotonic() + PATIENCE.total_seconds()
+        until = time.monotonic() + TIMEOUT.total_seconds()
         while silent:
             pipes = [member.answers.fileno() for member in silent]
             left = max(0.0, until - time.monotonic())
-            ready = select.select([self._nursery.fileno(), *pipes], [], [], left)[0]
+            ready = select.select([self._fork_server.fileno(), *pipes], [], [], left)[0]
             self._news()
             if not ready or self._deaths:
                 raise self._cause()
@@ -162,15 +162,15 @@ class Colearners:
         """What a colearner says with a line; it has none left when it is gone, or the beginning of one."""
         word = json.loads(line) if line.endswith("\n") else {}
         if "error" in word:
-            member.confession = word
+            member.error_report = word
         return str(word.get("said", ""))
 
     def _news(self) -> None:
-        while (word := self._nursery.news()) is not None:
-            if "born" in word:
-                self._members[word["number"] - 1].pid = word["born"]
+        while (word := self._fork_server.poll_events()) is not None:
+            if "started" in word:
+                self._members[word["number"] - 1].pid = word["started"]
             else:
-                self._deaths[word["died"]] = word["status"]
+                self._deaths[word["exited"]] = word["status"]
 
     def _look(self) -> None:
         self._news()
@@ -185,18 +185,18 @@ class Colearners:
         while True:
             self._news()
             for member in self._members:
-                if member.pid in self._deaths and (found := self._confessed(member, self._deaths[member.pid])):
+                if member.pid in self._deaths and (found := self._reported_error(member, self._deaths[member.pid])):
                     return found
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._nursery.fileno()], [], [], left)[0]:
-                minutes = PATIENCE.total_seconds() / 60
+            if left <= 0 or not select.select([self._fork_server.fileno()], [], [], left)[0]:
+                minutes = TIMEOUT.total_seconds() / 60
                 return TiltyardError(f"the learners have not heard from each other for {minutes:g} minutes", HINT)
 
-    def _confessed(self, member: _Member, status: int) -> TiltyardError | None:
+    def _reported_error(self, member: _Member, status: int) -> TiltyardError | None:
         """What one that has ended says, or its exit code."""
         for line in member.answers:
             self._take(member, line)
-        told = member.confession
+        told = member.error_report
         if told is not None:
             return None if told["lost"] else TiltyardError(told["error"], told["hint"], told["details"])
         how = killed_by(-status) if status < 0 else f"ended with exit code {status}"
@@ -204,7 +204,7 @@ class Colearners:
 
     def close(self) -> None:
         """End every process and give back what was taken."""
-        self._nursery.close()
+        self._fork_server.close()
         for member in self._members:
             os.close(member.commands)
             member.answers.close()

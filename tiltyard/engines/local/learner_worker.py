@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tiltyard.algos.allreduce import LostError, Together
+from tiltyard.algos.allreduce import LostError, ProcessGroup
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
@@ -59,7 +59,7 @@ class _Colearner:
         for line in commands:
             word = json.loads(line)
             if word["do"] == "join":
-                self.learner.algo.team = Together(self.meeting, self.rank, self.size, self.learner.device)
+                self.learner.algo.team = ProcessGroup(self.meeting, self.rank, self.size, self.learner.device)
                 _write(self.answers, {"said": "joined"})
             elif word["do"] == "update":
                 self.update(word)

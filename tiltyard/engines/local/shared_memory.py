@@ -24,7 +24,7 @@ import numpy as np
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
-from tiltyard.engines.policies.opponent_pool import Shelf
+from tiltyard.engines.policies.opponent_pool import VersionPool
 from tiltyard.engines.policies.policy_set import joined
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
@@ -52,7 +52,7 @@ class Exchange:
     tally: Array  # batches, and rows in all of them
 
 
-class Slab:
+class SharedMemory:
     """Driver and workers build the same layout from the same experiment; only the driver makes the memory."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Slab:
             if int(self.versions[0]) <= version + 1:  # the writer was at most in the other buffer
                 return version
 
-    def stock(self, name: str, shelf: Shelf) -> None:
+    def stock(self, name: str, shelf: VersionPool) -> None:
         """The driver: make these the past versions of a pool."""
         labels, places = self.shelves[name]
         there = {tuple(label): place for place, label in enumerate(labels.tolist())}
@@ -149,13 +149,13 @@ class Slab:
                 labels[place] = 0
 
     @staticmethod
-    def _emptied(labels: Array, shelf: Shelf) -> int:
+    def _emptied(labels: Array, shelf: VersionPool) -> int:
         """A place whose version is no longer kept."""
         place = next(place for place, (at, mark) in enumerate(labels.tolist()) if shelf.marks.get(at) != mark)
         labels[place] = 0
         return place
 
-    def restock(self, name: str, shelf: Shelf) -> None:
+    def restock(self, name: str, shelf: VersionPool) -> None:
         """A worker: have the past versions of a pool as the driver has them. Repeated when overwritten meanwhile."""
         labels, places = self.shelves[name]
         while True:

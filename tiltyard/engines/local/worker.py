@@ -24,8 +24,8 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import Collector
-from tiltyard.engines.local.inference_client import ActorGoneError, Remote
-from tiltyard.engines.local.shared_memory import ACTING, FULL, Slab
+from tiltyard.engines.local.inference_client import InferenceClient, InferenceServerGone
+from tiltyard.engines.local.shared_memory import ACTING, FULL, SharedMemory
 from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.multi_policy import acting
 from tiltyard.engines.policies.opponent_pool import shelves
@@ -49,7 +49,7 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
     try:
         _Worker(task, fds[2], answers, *fds[4:]).obey(commands)
     except TiltyardError as error:
-        _confess(answers, error)
+        _report_error(answers, error)
         sys.exit(1)
 
 
@@ -63,15 +63,17 @@ class _Worker:
         nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
         self.nets = list(nets.values())
         batched = door is not None
-        self.slab = Slab(experiment, spec, self.nets[0], task["workers"], task["slots"], memory, batched=batched)
+        self.slab = SharedMemory(
+            experiment, spec, self.nets[0], task["workers"], task["slots"], memory, batched=batched
+        )
         views = [{name: item.numpy() for name, item in net.state_dict().items()} for net in self.nets]
         self.weights = joined(views)
         self.version = -1
         self.beat = self.slab.beats[self.number]
         self.beat[1] = RESETTING  # making envs may take what their resets may
-        self.remote: Remote | None = None
+        self.remote: InferenceClient | None = None
         if door is not None and self.slab.exchange is not None:
-            self.remote = Remote(self.nets[0], self.slab.exchange, self.number, door, self.beat)
+            self.remote = InferenceClient(self.nets[0], self.slab.exchange, self.number, door, self.beat)
         self.shelves = shelves(experiment, spec, base)
         actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base), self.shelves)
         share = max(1, usable_cores() // task["workers"])  # all step their envs at the same time
@@ -145,9 +147,9 @@ class _Worker:
         )
 
 
-def _confess(answers: TextIO, error: TiltyardError) -> None:
+def _report_error(answers: TextIO, error: TiltyardError) -> None:
     """Say what went wrong, with the arrays that did it where they are what matters."""
-    lost = isinstance(error, ActorGoneError)
+    lost = isinstance(error, InferenceServerGone)
     word = {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost, "diverged": ""}
     if isinstance(error, DivergedError):
         word["diverged"] = folder = tempfile.mkdtemp(prefix="tiltyard-diverged-")

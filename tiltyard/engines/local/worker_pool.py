@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiltyard.engines.local.shared_memory import Slab, make_memory
+from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
 from tiltyard.envs.isolation.server import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
@@ -32,9 +32,9 @@ from tiltyard.processes.child import killed_by
 from tiltyard.processes.proc import tree
 from tiltyard.run.checkpoint import read_tree
 
-LOOK = 0.5  # seconds between two looks at the heartbeats
+POLL_SECONDS = 0.5  # seconds between two looks at the heartbeats
 GLANCE = 0.05  # seconds between two looks for deaths while the driver learns
-SUSPENDED = 10 * LOOK  # seconds that a look takes when not we alone were held up
+SUSPENDED = 10 * POLL_SECONDS  # seconds that a look takes when not we alone were held up
 FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
 STACK_BYTES = 1 << 16
 WAITING = (
@@ -68,7 +68,7 @@ class _Member:
     stack: int = -1
     text: bytes = b""
     asked: deque[dict[str, Any]] = field(default_factory=deque)
-    confession: dict[str, Any] | None = None
+    error_report: dict[str, Any] | None = None
     ready: bool = False
     fruitless: int = 0
     beat: int = -1
@@ -77,11 +77,18 @@ class _Member:
     """why we killed it, if we did"""
 
 
-class Pool:
+class WorkerPool:
     """Workers 0 .. count - 1. `task` is what every worker is told, its number apart."""
 
     def __init__(
-        self, count: int, task: dict[str, Any], slab: Slab, *, step_timeout: float, reset_timeout: float, restarts: int
+        self,
+        count: int,
+        task: dict[str, Any],
+        slab: SharedMemory,
+        *,
+        step_timeout: float,
+        reset_timeout: float,
+        restarts: int,
     ) -> None:
         self.slab, self._task = slab, task
         self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
@@ -89,9 +96,9 @@ class Pool:
         self.events: list[str] = []
         self.restarts = 0
         self.episodes_begun = [0] * count
-        self._nursery = fork_server.early.take()
+        self._fork_server = fork_server.early.take()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._nursery, selectors.EVENT_READ, None)
+        self._selector.register(self._fork_server, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]
         self._unborn: deque[_Member | _Actor] = deque()
         self._attended = 0.0
@@ -117,7 +124,7 @@ class Pool:
         """(worker, answer) as they come in: at least one, unless the timeout is over."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = LOOK if until is None else min(LOOK, max(0.0, until - time.monotonic()))
+            left = POLL_SECONDS if until is None else min(POLL_SECONDS, max(0.0, until - time.monotonic()))
             began = time.monotonic()
             # The nursery last: a death that it tells gives the member another pipe than the one that was seen here.
             ready = sorted(self._selector.select(left), key=lambda each: each[0].data is None)
@@ -137,7 +144,7 @@ class Pool:
         now = time.monotonic()
         if now - self._attended > GLANCE:
             self._attended = now
-            if select.select([self._nursery], [], [], 0)[0]:
+            if select.select([self._fork_server], [], [], 0)[0]:
                 self._news()
 
     def _hear(self, member: _Member | None) -> list[tuple[int, dict[str, Any]]]:
@@ -160,7 +167,7 @@ class Pool:
                 self._send(member, each)
             return []
         if "error" in word:
-            member.confession = word
+            member.error_report = word
             return []
         member.asked.popleft()
         if "filled" in word:
@@ -178,7 +185,7 @@ class Pool:
     def _start_actor(self) -> _Actor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = make_memory(1)  # grows with what is written; a pipe that nobody reads would hold up a long text
-        self._nursery.bear({**self._task, "role": "a", "number": 0}, [self.slab.fd, theirs.fileno(), words])
+        self._fork_server.fork({**self._task, "role": "a", "number": 0}, [self.slab.fd, theirs.fileno(), words])
         theirs.close()
         actor = _Actor(ours, words)
         self._unborn.append(actor)
@@ -196,31 +203,31 @@ class Pool:
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }
         door = [] if self._actor is None else [self._actor.door.fileno()]
-        self._nursery.bear(task, [heard, told, self.slab.fd, stack, *door])
+        self._fork_server.fork(task, [heard, told, self.slab.fd, stack, *door])
         os.close(heard)
         os.close(told)
         member.commands, member.answers, member.stack, member.text = commands, answers, stack, b""
-        member.pid, member.ready, member.confession, member.verdict = None, False, None, ""
+        member.pid, member.ready, member.error_report, member.verdict = None, False, None, ""
         member.beat_since = time.monotonic()
         self.slab.beats[member.number, 1] = IDLE  # whatever the one before was doing
         self._selector.register(answers, selectors.EVENT_READ, member)
         self._unborn.append(member)
 
     def _news(self) -> None:
-        while (word := self._nursery.news()) is not None:
-            if "born" in word:
-                self._unborn.popleft().pid = word["born"]
+        while (word := self._fork_server.poll_events()) is not None:
+            if "started" in word:
+                self._unborn.popleft().pid = word["started"]
                 continue
-            if self._actor is not None and self._actor.pid == word["died"]:
+            if self._actor is not None and self._actor.pid == word["exited"]:
                 raise self._end_of(self._actor, word["status"])
-            member = next((each for each in self.members if each.pid == word["died"]), None)
+            member = next((each for each in self.members if each.pid == word["exited"]), None)
             if member is not None:
                 self._replace(member, word["status"])
 
     def _replace(self, member: _Member, status: int) -> None:
         while member.answers >= 0 and self._readable(member):  # slots that it filled before it died are good
             self._last_words += self._hear(member)
-        if member.confession is not None and member.confession["lost"]:  # the actor's end will be told, too
+        if member.error_report is not None and member.error_report["lost"]:  # the actor's end will be told, too
             self._forget(member)
             member.ready = False
             return
@@ -241,7 +248,7 @@ class Pool:
         return bool(selector.select(0))
 
     def _cause(self, member: _Member, status: int) -> str:
-        told = member.confession
+        told = member.error_report
         if told is not None:
             if told["diverged"]:
                 batch = read_tree(Path(told["diverged"]), "batch")
@@ -264,7 +271,7 @@ class Pool:
         return TiltyardError(f"the actor (process {actor.pid}) {how}", HINT)
 
     def _given_up(self, member: _Member, cause: str) -> TiltyardError:
-        told = member.confession
+        told = member.error_report
         if self._restarts_left < 0:
             message = f"worker {member.number} {cause}, and engine.restarts is used up"
             hint = "`tiltyard fork` with a higher engine.restarts continues"
@@ -319,7 +326,7 @@ class Pool:
         """End every process and give back what was taken."""
         self._selector.close()
         self._say_goodbye()
-        self._nursery.close()
+        self._fork_server.close()
         if self._actor is not None:
             self._actor.door.close()
             os.close(self._actor.words)
@@ -337,12 +344,12 @@ class Pool:
                 os.close(member.commands)
                 member.commands = -1
         until = time.monotonic() + CLOSING
-        while waiting and select.select([self._nursery], [], [], max(0.0, until - time.monotonic()))[0]:
+        while waiting and select.select([self._fork_server], [], [], max(0.0, until - time.monotonic()))[0]:
             try:
-                word = self._nursery.news() or {}
+                word = self._fork_server.poll_events() or {}
             except TiltyardError:  # gone, and its workers with it
                 return
-            waiting.discard(word.get("died"))
+            waiting.discard(word.get("exited"))
 
 
 def _stacks_below(pid: int) -> list[int]:

@@ -44,7 +44,7 @@ def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
     """Every frozen policy by name, able to act in this env; UseError for one that is not there or does not fit."""
     found = {}
     for name, text in _named(experiment):
-        with _blamed(name, text):
+        with _attributed(name, text):
             source = source_of(text, base)
             policy = load_policy(source.folder, base=(source.home,))
             policy.require_same(spec)
@@ -62,7 +62,7 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
     """Copy what is frozen beside the copies of plug-ins: those and these, named by where they will lie in a run."""
     ids, files = dict(copies.ids), list(copies.files)
     for name, text in _named(experiment):
-        with _blamed(name, text):
+        with _attributed(name, text):
             source = source_of(text, base)
             model = load_policy(source.folder, base=(source.home,)).net.settings  # also asks whose code that would run
             target = copies.folder / FOLDER / name
@@ -102,7 +102,7 @@ def _checkpoint(folder: Path) -> Source:
 
 
 @contextmanager
-def _blamed(name: str, text: str) -> Iterator[None]:
+def _attributed(name: str, text: str) -> Iterator[None]:
     """Whatever is wrong with it is told as the setting's."""
     try:
         yield

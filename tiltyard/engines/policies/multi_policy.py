@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.opponent_pool import Shelf, drawn_version
+from tiltyard.engines.policies.opponent_pool import VersionPool, drawn_version
 from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
@@ -32,18 +32,18 @@ def acting(
     spec: EnvSpec,
     learning: Mapping[str, PolicyNet],
     frozen: Mapping[str, PolicyNet],
-    past: Mapping[str, Shelf],
+    past: Mapping[str, VersionPool],
     *,
     measured: bool = False,
-) -> PolicyNet | Players:
+) -> PolicyNet | MultiPolicyActor:
     """Who acts in a group of envs: the one policy itself, or several with seats. `measured` is what Match says."""
     if len(experiment.cast) == 1:
         return learning[experiment.learning[0]]
     match = Match(experiment, spec.agents, measured=measured)
-    return Players({**learning, **frozen}, list(frozen), match, past)
+    return MultiPolicyActor({**learning, **frozen}, list(frozen), match, past)
 
 
-class Players:
+class MultiPolicyActor:
     """All policies of a run. `frozen` are the names of those with a model and a memory of their own, `past` has the
     pools of past versions, which may change between two decisions."""
 
@@ -52,7 +52,7 @@ class Players:
         nets: Mapping[str, PolicyNet],
         frozen: Sequence[str],
         match: Match,
-        past: Mapping[str, Shelf],
+        past: Mapping[str, VersionPool],
     ) -> None:
         self.match, self._past = match, past
         self._nets = [nets.get(name) for name in match.policies]

@@ -35,7 +35,7 @@ def drawn_version(past: Past, known: Sequence[int], seed: int, agent: int) -> in
     return steps[int(np.searchsorted(ends[:-1], word / 2**32 * ends[-1], side="right"))]
 
 
-class Shelf:
+class VersionPool:
     """The versions of one pool, as nets that can act and never learn."""
 
     def __init__(
@@ -82,12 +82,12 @@ class Shelf:
 
 def shelves(
     experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device = CPU
-) -> dict[str, Shelf]:
+) -> dict[str, VersionPool]:
     """An empty one for each pool of an experiment."""
-    return {name: Shelf(past, experiment, spec, base, device) for name, past in experiment.past.items()}
+    return {name: VersionPool(past, experiment, spec, base, device) for name, past in experiment.past.items()}
 
 
-def fill_shelves(found: Mapping[str, Shelf], versions: Mapping[str, Mapping[int, Arrays]]) -> None:
+def fill_shelves(found: Mapping[str, VersionPool], versions: Mapping[str, Mapping[int, Arrays]]) -> None:
     """Have these versions on the shelves and no others."""
     for name, shelf in found.items():
         shelf.keep_only([])

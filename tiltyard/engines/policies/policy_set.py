@@ -20,7 +20,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.policies.frozen import frozen_nets, origins
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.multi_policy import Players, acting
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
 from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves, write_versions
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy import saved_policies
@@ -36,7 +36,7 @@ def joined(parts: Sequence[Mapping[str, Item]]) -> dict[str, Item]:
     return {f"{at}/{key}" if at else key: item for at, part in enumerate(parts) for key, item in part.items()}
 
 
-class Cast:
+class PolicySet:
     """The policies of an experiment, `first` being the one that evaluations measure."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
@@ -53,7 +53,7 @@ class Cast:
     def several(self) -> bool:
         return len(self.experiment.cast) > 1
 
-    def actor(self) -> PolicyNet | Players:
+    def actor(self) -> PolicyNet | MultiPolicyActor:
         """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
         nets = {name: learner.net for name, learner in self.learners.items()}
         return acting(self.experiment, self.spec, nets, self.frozen, self.shelves)

@@ -21,7 +21,7 @@ from tiltyard.engines.rllib import learners, rl_modules
 from tiltyard.engines.rllib.env_runner import NoEnv, Runner
 from tiltyard.engines.rllib.replay_buffer import Replay
 from tiltyard.engines.rllib.settings_map import envs_each, needs, runners, schedule
-from tiltyard.engines.rllib.worker_spec import KEY, Task, action_space, observation_space
+from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
 
 CONFIGS: dict[str, Any] = {
     "ppo": PPOConfig,
@@ -42,10 +42,10 @@ LEARNERS: dict[str, type[Any]] = {
 }
 MODULES: dict[str, type[Any]] = {"dqn": rl_modules.Dueling, "sac": rl_modules.Squashed, "tqc": rl_modules.Quantiles}
 SECONDS_EACH = 1.0  # of an iteration, for algorithms whose iterations have no length of their own
-PATIENCE = 10.0  # times as long as a step may take, for a whole round of samples
+TIMEOUT = 10.0  # times as long as a step may take, for a whole round of samples
 
 
-def algorithm(task: Task) -> Algorithm:
+def algorithm(task: WorkerSpec) -> Algorithm:
     """Built, with its runners and learners started."""
     algo = configured(task).build_algo()
     settings, config = task.experiment.algo, algo.config
@@ -73,7 +73,7 @@ def rllibs_name(algo: Any) -> str:
     return str(algo.id).removeprefix("rllib:").lower()
 
 
-def configured(task: Task) -> Any:
+def configured(task: WorkerSpec) -> Any:
     """RLlib's settings for a task."""
     experiment, told = task.experiment, task.told()
     algo, engine = experiment.algo, experiment.engine
@@ -99,7 +99,7 @@ def configured(task: Task) -> Any:
         num_cpus_per_env_runner=1,
         merge_env_runner_states=False,
         use_env_runner_state_server=False,
-        sample_timeout_s=PATIENCE * experiment.env.reset_timeout,
+        sample_timeout_s=TIMEOUT * experiment.env.reset_timeout,
     )
     remote = asked.learners
     config.learners(
@@ -126,7 +126,7 @@ def configured(task: Task) -> Any:
 SHAPES = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net")  # of a module, from the algorithm
 
 
-def _modules(task: Task, told: dict[str, Any], config: Any) -> Any:
+def _modules(task: WorkerSpec, told: dict[str, Any], config: Any) -> Any:
     experiment = task.experiment
     kind = MODULES.get(rllibs_name(experiment.algo), rl_modules.ActorCritic)
     length = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
@@ -149,7 +149,7 @@ def _modules(task: Task, told: dict[str, Any], config: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ of each algorithm
 
 
-def _ppo(config: Any, task: Task, learners_: int) -> None:
+def _ppo(config: Any, task: WorkerSpec, learners_: int) -> None:
     algo, experiment = task.experiment.algo, task.experiment
     assert isinstance(algo, Ppo)
     batch = experiment.batch * len(task.spec.agents)
@@ -175,7 +175,7 @@ def _seated(agent: Any, episode: Any, **_: Any) -> Any:
     return episode.module_id
 
 
-def _impala(config: Any, task: Task, learners_: int) -> None:
+def _impala(config: Any, task: WorkerSpec, learners_: int) -> None:
     algo, stop = task.experiment.algo, task.experiment.stop
     assert isinstance(algo, Impala | Appo)
     config.training(
@@ -192,7 +192,7 @@ def _impala(config: Any, task: Task, learners_: int) -> None:
     config.reporting(min_time_s_per_iteration=SECONDS_EACH)
 
 
-def _appo(config: Any, task: Task, learners_: int) -> None:
+def _appo(config: Any, task: WorkerSpec, learners_: int) -> None:
     _impala(config, task, learners_)
     algo = task.experiment.algo
     assert isinstance(algo, Appo)
@@ -208,7 +208,7 @@ def _appo(config: Any, task: Task, learners_: int) -> None:
     )
 
 
-def _replaying(config: Any, task: Task, learners_: int) -> None:
+def _replaying(config: Any, task: WorkerSpec, learners_: int) -> None:
     algo = task.experiment.algo
     assert isinstance(algo, Dqn | Sac)
     count = runners(task.experiment)
@@ -228,7 +228,7 @@ def _replaying(config: Any, task: Task, learners_: int) -> None:
     config.reporting(min_time_s_per_iteration=SECONDS_EACH, min_sample_timesteps_per_iteration=0)
 
 
-def _dqn(config: Any, task: Task, learners_: int) -> None:
+def _dqn(config: Any, task: WorkerSpec, learners_: int) -> None:
     _replaying(config, task, learners_)
     algo = task.experiment.algo
     assert isinstance(algo, Dqn)
@@ -237,7 +237,7 @@ def _dqn(config: Any, task: Task, learners_: int) -> None:
     )
 
 
-def _sac(config: Any, task: Task, learners_: int) -> None:
+def _sac(config: Any, task: WorkerSpec, learners_: int) -> None:
     _replaying(config, task, learners_)
     algo, total = task.experiment.algo, task.experiment.stop.env_steps
     assert isinstance(algo, Sac)
@@ -252,7 +252,7 @@ def _sac(config: Any, task: Task, learners_: int) -> None:
     )
 
 
-def _named(config: Any, task: Task, learners_: int) -> None:
+def _named(config: Any, task: WorkerSpec, learners_: int) -> None:
     algo = task.experiment.algo
     assert isinstance(algo, Named)
     config.training(**algo.options)

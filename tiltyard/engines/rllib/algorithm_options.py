@@ -9,7 +9,7 @@ from typing import Any
 
 from tiltyard.config.algos import Named
 from tiltyard.engines.rllib.algorithm_config import CONFIGS, configured, rllibs_name
-from tiltyard.engines.rllib.worker_spec import Task
+from tiltyard.engines.rllib.worker_spec import WorkerSpec
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.plugins.resolve import short
 
@@ -25,7 +25,7 @@ OURS = {
 }
 
 
-def option_problems(task: Task) -> Iterator[Problem]:
+def option_problems(task: WorkerSpec) -> Iterator[Problem]:
     """Options that RLlib does not take, that are decided here, or that do not go with the other settings."""
     algo = task.experiment.algo
     assert isinstance(algo, Named)

@@ -26,7 +26,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.rllib.ray_cluster import Cluster, require_ray
 from tiltyard.engines.rllib.settings_map import envs_each, needs, problems, runners
-from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, Task
+from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, WorkerSpec
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.models.policy import save_policy
 from tiltyard.run.checkpoint import read_tree, write_tree
@@ -45,7 +45,7 @@ def check_rllib(experiment: Experiment, spec: EnvSpec) -> None:
     if isinstance(experiment.algo, Named):
         from tiltyard.engines.rllib.algorithm_options import option_problems
 
-        found += option_problems(Task(experiment, spec, ()))
+        found += option_problems(WorkerSpec(experiment, spec, ()))
     if found:
         raise ConfigError(found)
 
@@ -56,7 +56,7 @@ class RllibEngine:
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], attempt: int = 0) -> None:
         check_rllib(experiment, spec)
         self.experiment, self.spec, self.base = experiment, spec, tuple(base)
-        self.task = Task(experiment, spec, self.base, attempt)
+        self.task = WorkerSpec(experiment, spec, self.base, attempt)
         self.progress = Progress()
         self.generators = Generators(stream_seed(experiment.seed, FOREIGN, DRIVER + attempt))
         self.nets = {name: self.task.net(name) for name in experiment.learning}

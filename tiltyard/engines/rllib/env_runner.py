@@ -40,7 +40,7 @@ from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.multi_policy import acting
 from tiltyard.engines.rllib.episode_collector import Decided, Rows
 from tiltyard.engines.rllib.settings_map import epsilon
-from tiltyard.engines.rllib.worker_spec import KEY, Task, action_space, observation_space
+from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, EpisodeEnd, Tree
@@ -56,7 +56,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         torch.set_num_threads(1)
-        self.task = Task.heard(config.env_config)
+        self.task = WorkerSpec.heard(config.env_config)
         self.version = 0
         self.lives = 0
         self.failed: dict[str, str] | None = None  # what became of its last envs

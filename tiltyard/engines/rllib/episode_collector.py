@@ -20,9 +20,9 @@ from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 
 from tiltyard.config.algos import family
 from tiltyard.engines.collector import Collector
-from tiltyard.engines.policies.multi_policy import Players
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.engines.rllib.connectors import BEFORE
-from tiltyard.engines.rllib.worker_spec import Task, action_space, observation_space
+from tiltyard.engines.rllib.worker_spec import WorkerSpec, action_space, observation_space
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array, Arrays, EpisodeEnd
@@ -35,7 +35,7 @@ Decide = Callable[[dict[str, torch.Tensor], torch.Tensor, Array | None], Decided
 class Rows(Collector):
     """`life` tells its episodes from those of an earlier life of the same rows."""
 
-    def __init__(self, task: Task, net: PolicyNet | Players, envs: int, group: int, life: str) -> None:
+    def __init__(self, task: WorkerSpec, net: PolicyNet | MultiPolicyActor, envs: int, group: int, life: str) -> None:
         super().__init__(task.experiment, task.spec, task.base, net, envs, group)
         self.life = life
         self.scalar = family(task.experiment.algo) == "dqn"  # RLlib takes one choice as a number, not as a row of one

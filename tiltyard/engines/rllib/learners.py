@@ -32,7 +32,7 @@ from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
 from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, Memories, WithOldPolicy
 from tiltyard.engines.rllib.replay_buffer import Replayed
-from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, Task
+from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, WorkerSpec
 from tiltyard.types import Tree
 
 FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out
@@ -48,7 +48,7 @@ class _Ours:
     _learner_connector: Any
 
     def build(self) -> None:
-        self.task = Task.heard(self.config.learner_config_dict)
+        self.task = WorkerSpec.heard(self.config.learner_config_dict)
         threads = self.task.experiment.engine.threads
         torch.set_num_threads(threads if isinstance(threads, int) else 1)
         super().build()  # type: ignore[misc]

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from tiltyard.config.experiment import Model
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
-from tiltyard.engines.rllib.worker_spec import KEY, Task
+from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.actor_critic import VALUE_GAIN, Tower
 from tiltyard.models.distributions import FORBIDDEN
@@ -54,7 +54,7 @@ class _Ours(TorchRLModule):  # type: ignore[misc]
     net: PolicyNet
 
     def setup(self) -> None:
-        self.task = Task.heard(self.model_config)
+        self.task = WorkerSpec.heard(self.model_config)
         self.net = self.task.net(self.model_config[KEY].get("policy"))
         for parameter in self.net.parameters():
             parameter.requires_grad_(parameter.numel() > 0)  # several learners wait for a gradient of each
@@ -212,7 +212,7 @@ class _Catalog:
         return TorchSquashedGaussian
 
 
-def _critics(task: Task, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
+def _critics(task: WorkerSpec, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
     """Each with first weights of its own, which the run's seed decides."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.experiment.seed)

@@ -25,7 +25,7 @@ SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"  # what a learner tell
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerSpec:
     """`attempt` counts the starts of the run: what cannot be continued draws other numbers than before."""
 
     experiment: Experiment
@@ -45,10 +45,12 @@ class Task:
         }
 
     @staticmethod
-    def heard(told: Mapping[str, Any]) -> Task:
+    def heard(told: Mapping[str, Any]) -> WorkerSpec:
         own = told[KEY]
         base = tuple(Path(place) for place in own["base"])
-        return Task(Experiment.model_validate(own["experiment"]), spec_from_json(own["spec"]), base, own["attempt"])
+        return WorkerSpec(
+            Experiment.model_validate(own["experiment"]), spec_from_json(own["spec"]), base, own["attempt"]
+        )
 
     def net(self, policy: str | None = None) -> PolicyNet:
         """A policy's net with its first weights: those that it has on every engine."""
@@ -72,7 +74,7 @@ def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
     return gymnasium.spaces.Dict(spaces)
 
 
-def action_space(task: Task) -> gymnasium.Space[Any]:
+def action_space(task: WorkerSpec) -> gymnasium.Space[Any]:
     """The flat action, as the algorithm wants to see it."""
     action, algo = task.spec.action, family(task.experiment.algo)
     if algo == "dqn":

@@ -22,8 +22,8 @@ from typing import Any
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.episode_stats import episode_seed
-from tiltyard.envs.isolation.proxy import Away, Room
-from tiltyard.envs.isolation.server import Resident
+from tiltyard.envs.isolation.proxy import Channel, EnvProxy
+from tiltyard.envs.isolation.server import EnvServer
 from tiltyard.envs.isolation.wire import Line
 from tiltyard.envs.make import make_any
 from tiltyard.envs.pettingzoo import Parallel
@@ -68,7 +68,9 @@ def _made(env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, 
             made.append(make_any(env, base, render and copy == 0))
             told()
         return made
-    rooms: Sequence[Room] = [_Thread(n) for n in range(copies)] if env.isolate == "thread" else Lodgings(copies).rooms
+    rooms: Sequence[Channel] = (
+        [_Thread(n) for n in range(copies)] if env.isolate == "thread" else EnvProcessPool(copies).rooms
+    )
     job = env.model_dump(mode="json"), [str(Path(place).absolute()) for place in base]
     try:
         for copy, room in enumerate(rooms):
@@ -83,9 +85,9 @@ def _made(env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, 
         raise
 
 
-def _seen(room: Room, env: Env) -> Away | Parallel:
+def _seen(room: Channel, env: Env) -> EnvProxy | Parallel:
     try:
-        away = Away(room, room.hear())
+        away = EnvProxy(room, room.hear())
     except RaisedElsewhere as error:  # it took its process with it
         raise UseError(f"env {env.id} could not be made: it {error.told}", "run it by itself to see why") from error
     return away if away.possible_agents is None else Parallel(away, env.id)
@@ -104,7 +106,7 @@ class _Thread:
         self._thread.start()
 
     def _live(self) -> None:
-        resident = Resident()
+        resident = EnvServer()
         while (word := self._asked.get()) is not None:
             try:
                 self._answers.put((getattr(resident, word[0])(*word[1]), None))
@@ -132,7 +134,7 @@ class _Thread:
 # ---------------------------------------------------------------------------------------------- processes
 
 
-class Lodgings:
+class EnvProcessPool:
     """Processes for so many envs, and the landlord that started them."""
 
     def __init__(self, count: int) -> None:
@@ -183,7 +185,7 @@ def _status(code: int) -> str:
 class _Process:
     """A room that is a process."""
 
-    def __init__(self, lodgings: Lodgings, place: int, end: socket.socket) -> None:
+    def __init__(self, lodgings: EnvProcessPool, place: int, end: socket.socket) -> None:
         self._lodgings, self._place = lodgings, place
         self._socket, self._line = end, Line(end)
         self._busy = False

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tiltyard.envs.isolation.wire import space_of
 
 
-class Room(Protocol):
+class Channel(Protocol):
     """Where one env lives. Every `ask` is followed by one `hear`."""
 
     def ask(self, do: str, *given: Any) -> None:
@@ -28,10 +28,10 @@ class Room(Protocol):
         """Close the env and end what it lived in."""
 
 
-class Away:
+class EnvProxy:
     """The env, or what `Parallel` takes for one where it has several agents."""
 
-    def __init__(self, room: Room, facts: dict[str, Any]) -> None:
+    def __init__(self, room: Channel, facts: dict[str, Any]) -> None:
         self._room, self._asked = room, False
         self._done: deque[Any] = deque()  # frames that nobody has looked at yet
         observes, acts = space_of(facts["observes"]), space_of(facts["acts"])
@@ -78,7 +78,7 @@ class Away:
         self._room.close()
 
     @property
-    def unwrapped(self) -> Away:
+    def unwrapped(self) -> EnvProxy:
         return self
 
     def _call(self, do: str, *given: Any) -> Any:

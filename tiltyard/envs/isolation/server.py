@@ -39,7 +39,7 @@ from tiltyard.processes.resources import resident_memory
 STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
 
 
-class Resident:
+class EnvServer:
     """One env and what can be asked of it. `alone` in its process: then the process's random numbers are its own."""
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -55,7 +55,7 @@ class Resident:
         made: Any = make_any(settings, [Path(place) for place in base], render)
         self._several = isinstance(made, Parallel)
         self._made = made.inner if self._several else made
-        self._keeper = state_keeper(made, anywhere=settings.comes_back == "state")
+        self._keeper = state_keeper(made, anywhere=settings.restore_mode == "state")
         observes, acts = getattr(made, "observation_space", None), getattr(made, "action_space", None)
         if observes is not None and acts is not None:  # one of another kind is refused here, where it can be named
             observation_leaves(observes)
@@ -148,11 +148,11 @@ def main(owner: int, control: int, fds: list[int]) -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    _bury(news, alive)  # one may have died before that
+    _reap(news, alive)  # one may have died before that
     while control not in (ready := select.select([control, reader], [], [])[0]):
         if reader in ready:
             os.read(reader, 4096)
-            _bury(news, alive)
+            _reap(news, alive)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # its own children, if it has come to lead a group
@@ -162,7 +162,7 @@ def main(owner: int, control: int, fds: list[int]) -> None:
     os._exit(0)
 
 
-def _bury(news: socket.socket, alive: dict[int, int]) -> None:
+def _reap(news: socket.socket, alive: dict[int, int]) -> None:
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -183,14 +183,14 @@ def _live(fd: int) -> None:
         if hasattr(os, "memfd_create"):
             faulthandler.register(signal.SIGUSR1, os.memfd_create(STACK, os.MFD_CLOEXEC), all_threads=True)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it prints is seen when it does
-        _serve(Line(socket.socket(fileno=fd)), Resident(alone=True))
+        _serve(Line(socket.socket(fileno=fd)), EnvServer(alone=True))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the group has gone
     finally:
         os._exit(1)
 
 
-def _serve(line: Line, resident: Resident) -> None:
+def _serve(line: Line, resident: EnvServer) -> None:
     while True:
         do, given = line.receive()
         try:

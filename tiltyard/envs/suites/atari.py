@@ -144,7 +144,7 @@ class Ataris:
     a row's episodes are those of an Atari that is reset with the row's seed (`row_seeds`) and from then on without one.
     """
 
-    comes_back = "fresh"
+    restore_mode = "fresh"
 
     def __init__(self, game: str, rows: int, options: dict[str, Any], threads: int | None) -> None:
         one = Atari(game, **options)

@@ -167,7 +167,7 @@ class EnvPools:
     a row's episodes are those of an EnvPool that is reset with the row's seed (`row_seeds`) and then without one.
     """
 
-    comes_back = "fresh"
+    restore_mode = "fresh"
 
     def __init__(self, name: str, rows: int, options: dict[str, Any], threads: int | None) -> None:
         self._one = EnvPool(name, **options)

@@ -66,7 +66,7 @@ class Template(Jobs):
         except OSError:
             return None
 
-    def comes_back(self, run: Run, status: Mapping[str, Any]) -> bool:
+    def will_continue(self, run: Run, status: Mapping[str, Any]) -> bool:
         try:
             of, _, word = (run.folder / FOLDER / VERDICT).read_text().split()
         except (OSError, ValueError):

@@ -77,7 +77,7 @@ class Jobs(ABC):
     def job_of(self, run: Run, status: dict[str, Any]) -> str | None:
         """The job that a trial was last submitted as."""
 
-    def comes_back(self, run: Run, status: Mapping[str, Any]) -> bool:
+    def will_continue(self, run: Run, status: Mapping[str, Any]) -> bool:
         """Whether the last job of a trial ended so that another is to go on with it, which is no failure."""
         return False
 
@@ -109,7 +109,7 @@ class Jobs(ABC):
                 continue
             state, told = observed_state(self.sweep.place(number), status), answers.get(number)
             run = Run(self.sweep.place(number))
-            back = self.comes_back(run, status)
+            back = self.will_continue(run, status)
             if number == self.own:
                 if state in SILENT and not back:
                     self._gone[number] = f"its agent said nothing{_last_line(self.sweep.place(number))}"
@@ -189,7 +189,7 @@ class Jobs(ABC):
         run = start.run
         with Lock.acquire(run):
             before = run.status()
-            make_folder(run, self.task(), (COUNTS, VERDICT) if self.comes_back(run, before) else ())
+            make_folder(run, self.task(), (COUNTS, VERDICT) if self.will_continue(run, before) else ())
             launcher, name = self.profile.launcher, self.profile.name
             job = {"launcher": launcher, "profile": name, "array": place, "submitted": atomic.now(), **more}
             write_status(run, state="queued", reason="", job=job)

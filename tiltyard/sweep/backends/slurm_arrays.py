@@ -154,7 +154,7 @@ def _silent() -> TiltyardError:
 def most_tasks() -> int:
     """How many tasks an array may have at this site."""
     try:
-        done = hear(["scontrol", "show", "config"], patience=job_state.PATIENCE)
+        done = hear(["scontrol", "show", "config"], patience=job_state.TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
         raise _silent() from error
     for line in done.stdout.splitlines():

@@ -24,7 +24,7 @@ from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, read_events, write_status
 from tiltyard.run.lock import Lock
-from tiltyard.run.settings_schedule import PAUSED, Stretches
+from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.run.status import STATUS
 from tiltyard.sweep import results
@@ -90,7 +90,7 @@ class Population:
         if copy is not None:
             self._make_copy(story, copy)
         until = max(self.rules.start, story.begins(number) + self.rules.period)
-        Stretches([(0, story.settings(number))], until, over + 1).write(folder)
+        SettingsSchedule([(0, story.settings(number))], until, over + 1).write(folder)
         return [told(copy)] if copy is not None else []
 
     # -- deciding
@@ -182,7 +182,7 @@ class Population:
                 shutil.rmtree(place, ignore_errors=True)
 
 
-def _stopped(run: Run) -> tuple[Stretches, int, dict[str, Any]] | None:
+def _stopped(run: Run) -> tuple[SettingsSchedule, int, dict[str, Any]] | None:
     """How far a member that is stopped was told to go, and its status; None for others."""
     stretches = read_stretches(run.folder)
     if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():

@@ -17,7 +17,7 @@ from tiltyard.algos.pbt import Exploit, Gain, Member, Settings, schedule
 from tiltyard.errors import UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
-from tiltyard.run.settings_schedule import Stretches
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.sweep.folder import Sweep, Trial
 from tiltyard.sweep.preflight import new_run
 
@@ -176,4 +176,4 @@ def make(sweep: Sweep, member: int, command: Sequence[str]) -> Run:
     schedule = schedule_of(sweep, member)
     first = dict(schedule[0][1])
     trial = Trial(member, member, first.pop("seed"), first)
-    return new_run(sweep, sweep.plan(), trial, command, stretches=Stretches(schedule))
+    return new_run(sweep, sweep.plan(), trial, command, stretches=SettingsSchedule(schedule))
