@@ -89,11 +89,13 @@ def tiltyard(runs: Path, capfd: pytest.CaptureFixture[str]) -> Command:
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(list(words))
-        said = Output(*capfd.readouterr())
-        assert ended.value.code == expect, f"exit {ended.value.code} instead of {expect}\n{said.stdout}\n{said.stderr}"
-        attributed = "raised" in said.stderr or "called sys.exit" in said.stderr  # a plug-in's own traceback
-        assert "Traceback" not in said.stderr or attributed, said.stderr
-        return said
+        output = Output(*capfd.readouterr())
+        assert ended.value.code == expect, (
+            f"exit {ended.value.code} instead of {expect}\n{output.stdout}\n{output.stderr}"
+        )
+        attributed = "raised" in output.stderr or "called sys.exit" in output.stderr  # a plug-in's own traceback
+        assert "Traceback" not in output.stderr or attributed, output.stderr
+        return output
 
     return call
 

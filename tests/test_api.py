@@ -56,7 +56,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
         "env.py": "raise RuntimeError('no licence')",
         "net.py": MODEL.replace("outputs + 1)", "outputs + 1, False)"),
     }
-    for verbs, words, file, said in (
+    for verbs, words, file, output in (
         ("resume fork", ["algo.lr=x"], "", "must be a number"),
         ("resume", ["seed=7", "stop.env_steps=2_000"], "", "cannot change seed"),
         ("resume fork", ["stop.env_steps=2_000", "use=memory"], "", "takes no presets, because a run has a value for"),
@@ -71,7 +71,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
             (plugins / file).write_text(spoilt[file])
         before = every_byte(runs)
         for verb in verbs.split():
-            assert said in tiltyard(verb, "first", *words, expect=2).stderr
+            assert output in tiltyard(verb, "first", *words, expect=2).stderr
             assert every_byte(runs) == before, (verb, words)
         if file:
             (plugins / file).write_text(kept)
@@ -103,8 +103,8 @@ def test_a_fork_cut_short_is_refused_until_it_is_started_over(tiltyard: Command,
     for folder in child.checkpoints.iterdir():
         shutil.rmtree(folder)
     before = every_byte(child.folder)
-    said = tiltyard("resume", "child", expect=2).stderr
-    assert "is a fork and the checkpoint it should start from is not there: forking was cut short" in said
+    output = tiltyard("resume", "child", expect=2).stderr
+    assert "is a fork and the checkpoint it should start from is not there: forking was cut short" in output
     assert every_byte(child.folder) == before
     tiltyard("resume", "child", "resume=never", "stop.env_steps=32")
     assert child.status()["progress"]["env_steps"] == 32
@@ -131,8 +131,8 @@ def test_the_environment_of_a_profile_comes_back_with_its_run(
         tiltyard(*words.split())
     assert find("child", runs).status()["profile"] == "small"
     site.write_text("profiles:\n  smaller: {}\n")
-    said = tiltyard("resume", "asks", "stop.env_steps=160").stderr
-    assert "goes on without the environment of its profile: there is no profile 'small'" in said
+    output = tiltyard("resume", "asks", "stop.env_steps=160").stderr
+    assert "goes on without the environment of its profile: there is no profile 'small'" in output
 
 
 MISTAKES: list[Callable[[Any], object]] = [

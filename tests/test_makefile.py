@@ -70,7 +70,7 @@ def test_tests_install_a_slurm_where_they_may_and_else_say_what_is_skipped(tmp_p
     (tools / "id").chmod(0o755)
     script = (ROOT / "tests" / "cluster" / "install.sh").read_text().replace(":/usr/sbin:/sbin", "")
     words = ["/bin/bash", "-c", script, "install.sh", str(tmp_path / "stamp")]
-    said = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
-    assert said.returncode == 0 and not (tmp_path / "stamp").exists()
-    assert "(tests/cluster) are skipped: no Slurm here, and only root may install it" in said.stderr
-    assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in said.stderr
+    output = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert output.returncode == 0 and not (tmp_path / "stamp").exists()
+    assert "(tests/cluster) are skipped: no Slurm here, and only root may install it" in output.stderr
+    assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in output.stderr

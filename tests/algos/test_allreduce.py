@@ -106,10 +106,10 @@ def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
     weights, told, place = alone.learn(SingleProcess())
     members = together(tmp_path, others)
     assert any(not np.array_equal(start[key], array) for key, array in weights.items())
-    for theirs, said, end in members:
+    for theirs, output, end in members:
         for key, array in weights.items():
             np.testing.assert_allclose(theirs[key], array, rtol=1e-4, atol=1e-6, err_msg=key)
-        for one, other in zip(told, said, strict=True):
+        for one, other in zip(told, output, strict=True):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
         assert repr(end) == repr(place), "the same shuffling, gradient steps and settings"
     first = members[0]

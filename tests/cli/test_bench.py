@@ -70,8 +70,8 @@ def test_training_is_told_beside_what_the_env_alone_does(tiltyard: Command, runs
 
 
 def test_an_env_that_fails_is_told_as_its_own(tiltyard: Command, env: str) -> None:
-    said = tiltyard("bench", env, "env.options.fails_at=200", "--seconds", "5", "--workers", "1", expect=1).stderr
-    assert "step() raised RuntimeError: out of fuel" in said
+    output = tiltyard("bench", env, "env.options.fails_at=200", "--seconds", "5", "--workers", "1", expect=1).stderr
+    assert "step() raised RuntimeError: out of fuel" in output
     assert "out of fuel" in tiltyard("bench", env, "env.options.fails_at=3", expect=2).stderr  # found by the probe
 
 

@@ -39,9 +39,9 @@ def tiltyard(root, tmp_path, monkeypatch, capsys):
             patch.setattr(sys, "stdin", nobody)
             with pytest.raises(SystemExit) as left:
                 main([str(word) for word in words])
-        said = capsys.readouterr()
-        assert left.value.code == code and "Traceback" not in said.err, said.err
-        return SimpleNamespace(stdout=said.out, stderr=said.err)
+        output = capsys.readouterr()
+        assert left.value.code == code and "Traceback" not in output.err, output.err
+        return SimpleNamespace(stdout=output.out, stderr=output.err)
 
     return type_
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tests.sweep.talker import PROGRAM, said, write_plan
+from tests.sweep.talker import PROGRAM, output, write_plan
 from tests.sweep.test_preflight import EXPERIMENT
 from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import atomic
@@ -32,15 +32,15 @@ def test_what_somebody_stopped_is_started_by_start_alone(tiltyard: Command, deta
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--detach")
     sweep = find_sweep("toy")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     tiltyard("sweep", "stop")
     assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed", *detach, expect=0 if detach else 75)
-    wait_until(lambda: not sweep.controlled and len(said("done")) == 2)
+    wait_until(lambda: not sweep.controlled and len(output("done")) == 2)
     Path("wait").unlink()
     tiltyard("sweep", "extend", "--seeds", "1", *detach, expect=0 if detach else 75)
-    wait_until(lambda: not sweep.controlled and len(said("done")) == 5)
+    wait_until(lambda: not sweep.controlled and len(output("done")) == 5)
     assert look(sweep).counts == {"finished": 5, "stopped": 1}
     tiltyard("sweep", "start", "toy")
     assert look(sweep).counts == {"finished": 6}

@@ -74,9 +74,9 @@ def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs:
     ],
 )
 def test_what_cannot_be_expected_is_refused_before_anything_starts(
-    tiltyard: Command, runs: Path, expected: str, overrides: list[str], said: str
+    tiltyard: Command, runs: Path, expected: str, overrides: list[str], output: str
 ) -> None:
-    assert said in tiltyard("train", "CartPole-v1", *QUICK, *overrides, "--expect", expected, expect=2).stderr
+    assert output in tiltyard("train", "CartPole-v1", *QUICK, *overrides, "--expect", expected, expect=2).stderr
     assert not runs.exists()
 
 

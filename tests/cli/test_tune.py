@@ -30,16 +30,16 @@ def file(runs: Path) -> str:
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
 def test_an_env_that_waits_gets_workers(tiltyard: Command, file: str) -> None:
-    said = tiltyard("tune", file, *SIZES, "--seconds", "3", "--json")
-    found = json.loads(said.stdout)
+    output = tiltyard("tune", file, *SIZES, "--seconds", "3", "--json")
+    found = json.loads(output.stdout)
     assert found["own"]["workers"] == 0
     assert found["chosen"]["workers"] > 1
     assert found["chosen"]["env_steps_per_second"] > found["own"]["env_steps_per_second"]
     assert found["own"]["bound"].startswith("env-bound")
     assert all((trial["envs"], trial["rollout"], trial["minibatch"]) == (4, 16, 32) for trial in found["tried"])
     assert f"engine.workers={found['chosen']['workers']}" in found["words"]
-    assert f"tiltyard train {file} engine.workers=" in said.stderr
-    assert said.stderr.count("algo.rollout=16 algo.minibatch=32\n") >= 1 + len(found["tried"])
+    assert f"tiltyard train {file} engine.workers=" in output.stderr
+    assert output.stderr.count("algo.rollout=16 algo.minibatch=32\n") >= 1 + len(found["tried"])
 
 
 def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
@@ -56,12 +56,12 @@ def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
 
 def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: str) -> None:
     fast = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "algo.epochs=20")
-    said = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()
-    assert said[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "turns"]
-    assert [line for line in said if line.endswith("chosen, as it is")]  # everything was set on the command line
-    assert any(line.startswith("kept    as set: engine.workers") for line in said)
-    assert any(line.startswith("bound   learner-bound") for line in said)
-    tiltyard("train", file, "env.options.step=0", *said[-1].split())
+    output = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()
+    assert output[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "turns"]
+    assert [line for line in output if line.endswith("chosen, as it is")]  # everything was set on the command line
+    assert any(line.startswith("kept    as set: engine.workers") for line in output)
+    assert any(line.startswith("bound   learner-bound") for line in output)
+    tiltyard("train", file, "env.options.step=0", *output[-1].split())
 
 
 def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs: Path, file: str) -> None:
@@ -69,8 +69,8 @@ def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs:
     path = runs.parent / file
     path.write_text(path.read_text().replace("epochs: 1", "epochs: 20, minibatch: 2") + "name: tuned\n")
     words = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "engine.tune=true")
-    said = tiltyard("train", file, *words).stderr
-    assert "tuned: engine.workers=0 engine.mode=sync engine.envs=4 algo.rollout=16 algo.minibatch=4" in said
+    output = tiltyard("train", file, *words).stderr
+    assert "tuned: engine.workers=0 engine.mode=sync engine.envs=4 algo.rollout=16 algo.minibatch=4" in output
     (run,) = (runs / "tuned").iterdir()
     settings = load(run / "experiment.yaml").experiment
     assert settings.algo.minibatch == 4  # type: ignore[union-attr]
@@ -81,9 +81,9 @@ def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs:
 
 def test_a_job_is_not_tuned_for_the_machine_that_submits_it(file: str, tiltyard: Command, runs: Path) -> None:
     Path("tiltyard.yaml").write_text("profiles:\n  cluster: {launcher: slurm, set: {engine.tune: true}}\n")
-    said = tiltyard("train", file, "--on", "cluster", "--dry-run", expect=2).stderr
-    assert "engine.tune measures the machine that it is asked on" in said and "tiltyard shell --on" in said
-    assert "tuning for" not in said and not runs.exists()
+    output = tiltyard("train", file, "--on", "cluster", "--dry-run", expect=2).stderr
+    assert "engine.tune measures the machine that it is asked on" in output and "tiltyard shell --on" in output
+    assert "tuning for" not in output and not runs.exists()
 
 
 # ------------------------------------------------------------------------------------------------ the rule

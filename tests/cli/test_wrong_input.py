@@ -49,15 +49,15 @@ def refused(tiltyard: Command, runs: Path) -> Refused:
 
     def call(*words: str, own_traceback: bool = False) -> str:
         before = everything_below(runs)
-        said = tiltyard(*words, expect=2)
-        assert said.stdout == ""
-        assert said.stderr.startswith("error: ") and "hint: " in said.stderr, said.stderr
-        assert own_traceback or "Traceback" not in said.stderr
-        shown = said.stderr.replace(str(runs), "").replace(str(TESTS), "")  # folders may have any name
-        assert "tiltyard/" not in shown, said.stderr
-        assert "defect" not in said.stderr
+        output = tiltyard(*words, expect=2)
+        assert output.stdout == ""
+        assert output.stderr.startswith("error: ") and "hint: " in output.stderr, output.stderr
+        assert own_traceback or "Traceback" not in output.stderr
+        shown = output.stderr.replace(str(runs), "").replace(str(TESTS), "")  # folders may have any name
+        assert "tiltyard/" not in shown, output.stderr
+        assert "defect" not in output.stderr
         assert everything_below(runs) == before
-        return said.stderr
+        return output.stderr
 
     return call
 
@@ -152,22 +152,22 @@ class Sum(torch.nn.Module):
         ("config shwo", "did you mean 'show'?"),
     ],
 )
-def test_wrong_words_and_settings(refused: Refused, runs: Path, words: str, said: str) -> None:
-    assert said in refused(*words.split())
+def test_wrong_words_and_settings(refused: Refused, runs: Path, words: str, output: str) -> None:
+    assert output in refused(*words.split())
     assert not runs.exists()
 
 
 def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
     assert "did you mean 'CartPole-v1'?" in refused("train", "CartPol-v1")
-    said = refused("train", "CartPole-v1", "env.options.sutton_barto=true")
-    assert "env.options.sutton_barto = true: CartPoleEnv takes no option" in said and "sutton_barto_reward" in said
+    output = refused("train", "CartPole-v1", "env.options.sutton_barto=true")
+    assert "env.options.sutton_barto = true: CartPoleEnv takes no option" in output and "sutton_barto_reward" in output
 
 
 @pytest.mark.parametrize("name", ["a/b", "../up", "..", "a\nb", "x" * 81, "-dash", ".hidden", "a b", "''", "a\0b"])
 def test_run_names_that_are_no_folder_names(refused: Refused, tmp_path: Path, name: str) -> None:
-    said = refused("train", "CartPole-v1", f"name={name}")
-    assert "1 problem" in said or "override" in said
-    assert "\n" not in name or f"name = {name!r}: a run's name" in said
+    output = refused("train", "CartPole-v1", f"name={name}")
+    assert "1 problem" in output or "override" in output
+    assert "\n" not in name or f"name = {name!r}: a run's name" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 
@@ -191,9 +191,9 @@ BOMB = "".join(
         (b"env: !!python/object/apply:os.system [id]\n", "!!python"),
     ],
 )
-def test_files_that_describe_nothing(refused: Refused, tmp_path: Path, raw: bytes, said: str) -> None:
+def test_files_that_describe_nothing(refused: Refused, tmp_path: Path, raw: bytes, output: str) -> None:
     (tmp_path / "x.yaml").write_bytes(raw)
-    assert said in refused("train", "x.yaml")
+    assert output in refused("train", "x.yaml")
 
 
 def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tmp_path: Path) -> None:
@@ -272,15 +272,15 @@ def test_the_numbers_above_are_all_there_are() -> None:
 
 
 def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, runs: Path) -> None:
-    said = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
-    assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", said)
-    assert re.search(r"and [\d.]+ GiB are free", said)
-    alone = float(re.search(r"needs about ([\d.]+) GiB", said)[1])
-    said = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6", "engine.mode=async")
-    shared = float(re.search(r"needs about ([\d.]+) GiB", said)[1])
+    output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
+    assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", output)
+    assert re.search(r"and [\d.]+ GiB are free", output)
+    alone = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
+    output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6", "engine.mode=async")
+    shared = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
     assert shared / alone == pytest.approx(5 / 3, rel=0.01)  # two slots beside what the learner has anyway
-    said = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
-    assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB to be trained, and", said)
+    output = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
+    assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB to be trained, and", output)
     assert not runs.exists()
 
 
@@ -296,9 +296,9 @@ def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, ru
         ("shape", "has shape [3] and its space declares [2]"),
     ],
 )
-def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, said: str) -> None:
+def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, output: str) -> None:
     words = refused("train", BAD_ENV, f"env.options.fault={fault}")
-    assert said in words and "step 3" in words
+    assert output in words and "step 3" in words
     assert not runs.exists()
 
 
@@ -317,9 +317,9 @@ def test_a_plug_in_that_raises_shows_its_own_traceback_and_none_of_ours(
     refused: Refused, runs: Path, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "broken.py").write_text("import os\n\ndef early():\n    return 1 / 0\n\nearly()\n")
-    said = refused("train", "CartPole-v1", place.format("broken.py:Any"), own_traceback=True)
-    assert said.startswith("error: broken.py raised ZeroDivisionError while imported: division by zero")
-    assert 'broken.py", line 4, in early' in said and said.count("File ") == 2
+    output = refused("train", "CartPole-v1", place.format("broken.py:Any"), own_traceback=True)
+    assert output.startswith("error: broken.py raised ZeroDivisionError while imported: division by zero")
+    assert 'broken.py", line 4, in early' in output and output.count("File ") == 2
     assert not runs.exists()
 
 
@@ -342,11 +342,11 @@ def test_a_checkpoint_of_another_env_or_model_prints_both_shapes(refused: Refuse
         ["train", "Acrobot-v1", "resume=cart", *TINY],
         ["fork", "cart", "env.id=Acrobot-v1"],
     ):
-        said = refused(*words)
-        assert "of another model or env" in said and "(64, 4) there, (64, 6) here" in said
+        output = refused(*words)
+        assert "of another model or env" in output and "(64, 4) there, (64, 6) here" in output
     assert "(64, 4) there, (32, 4) here" in refused("fork", "cart", "model.hidden=[32]")
-    said = refused("eval", "cart", "env.id=Acrobot-v1", "--out", "elsewhere")
-    assert "(4,)" in said and "(6,)" in said
+    output = refused("eval", "cart", "env.id=Acrobot-v1", "--out", "elsewhere")
+    assert "(4,)" in output and "(6,)" in output
     assert "eval cannot change model" in refused("eval", "cart", "model.hidden=[3]", "--out", "elsewhere")
     assert "cannot change env" in refused("resume", "cart", "env.id=Acrobot-v1")
 
@@ -431,8 +431,8 @@ def test_a_read_only_run_folder(refused: Refused, trained: Path, tmp_path: Path)
         run = find("cart", place)
         words = ["resume", str(run.folder)], ["resume", str(run.folder), "stop.env_steps=96"], ["eval", str(run.folder)]
         for each in words:
-            said = refused(*each)
-            assert "cannot be written" in said and "Read-only file system" in said
+            output = refused(*each)
+            assert "cannot be written" in output and "Read-only file system" in output
         os.environ["TILTYARD_RUNS"] = str(place)  # the fixture `runs` puts it back
         assert "cannot be written: Read-only file system" in refused("train", "CartPole-v1", "name=new", *TINY)
         assert "Read-only file system" in refused("rm", "cart", "--yes")
@@ -484,8 +484,8 @@ def test_another_users_code_is_run_only_when_trusted(
     poison(run, mark)
     give_away(run.folder)
     for words in (["eval", "own", *EVAL], ["resume", "own"], ["resume", "own", "stop.env_steps=96"], ["fork", "own"]):
-        said = refused(*words)
-        assert "belongs to another user" in said and "--trust-code" in said
+        output = refused(*words)
+        assert "belongs to another user" in output and "--trust-code" in output
     for words in (["show", "own"], ["ls"], ["diff", "own", "cart"]):
         tiltyard(*words)
     assert not mark.exists()
@@ -522,8 +522,8 @@ def test_names_of_installed_modules_are_somebodys_word_too(refused: Refused, tra
     run.experiment_file.write_text(run.experiment_file.read_text().replace("id: CartPole-v1", f"id: {name}", 1))
     give_away(run.folder)
     for words in (["eval", "cart", *EVAL], ["resume", "cart"], ["fork", "cart"]):
-        said = refused(*words)
-        assert f"env.id = {name}" in said and "belongs to another user" in said
+        output = refused(*words)
+        assert f"env.id = {name}" in output and "belongs to another user" in output
 
 
 def test_a_run_of_another_user_without_code_needs_no_trust(tiltyard: Command, trained: Path) -> None:

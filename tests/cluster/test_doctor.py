@@ -52,10 +52,10 @@ def findings(text: str, node: str) -> dict[str, dict[str, str]]:
 @pytest.mark.slow
 def test_the_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(":")
-    said = tiltyard("doctor", "--on", "both")
-    assert "runs on node[1-2]" in said.stderr
-    assert "ok    node1      " in said.stdout and "ok    node2      " in said.stdout
-    assert "note  all 2      preemption PreemptMode=OFF, KillWait=3 sec" in said.stdout
+    output = tiltyard("doctor", "--on", "both")
+    assert "runs on node[1-2]" in output.stderr
+    assert "ok    node1      " in output.stdout and "ok    node2      " in output.stdout
+    assert "note  all 2      preemption PreemptMode=OFF, KillWait=3 sec" in output.stdout
     nothing_left(cluster, runs)
     assert not (runs / ".doctor").exists()
 
@@ -68,12 +68,12 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 0.1\n")
     on_node2(f"export PYTHONPATH={other.parent}")
-    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
-    first, second = findings(said.stdout, "node1"), findings(said.stdout, "node2")
+    output = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    first, second = findings(output.stdout, "node1"), findings(output.stdout, "node2")
     assert (first["versions"]["state"], second["versions"]["state"]) == ("ok", "bad")
     assert second["versions"]["found"].startswith("ray 0.1, and ") and second["versions"]["hint"]
     assert first["reach"]["state"] == second["reach"]["state"] == second["clocks"]["state"] == "ok"
-    assert "node2 is remembered as bad" in said.stderr and list(bad_nodes(runs)) == ["node2"]
+    assert "node2 is remembered as bad" in output.stderr and list(bad_nodes(runs)) == ["node2"]
     nothing_left(cluster, runs)
 
     script = tiltyard("train", "CartPole-v1", "engine.kind=rllib", "--on", "both", "--dry-run")
@@ -81,9 +81,9 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
     assert "left out    node2 (bad since " in script.stderr and "--on both --nodes node2" in script.stderr
 
     on_node2(":")
-    said = tiltyard("doctor", "--on", "both", "--nodes", "node2")
-    assert "node2 is well again" in said.stderr and bad_nodes(runs) == {}
-    assert "ok    node2 " in said.stdout and "node1" not in said.stdout
+    output = tiltyard("doctor", "--on", "both", "--nodes", "node2")
+    assert "node2 is well again" in output.stderr and bad_nodes(runs) == {}
+    assert "ok    node2 " in output.stdout and "node1" not in output.stdout
 
 
 def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
     (runs / ".doctor").mkdir(parents=True)
     (runs / ".doctor" / "nodes.json").write_text('{"node1": "2026-03-01: shm: 3 MiB free"}')
     small = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=64", "algo.epochs=1", "eval.at_end=false"]
-    said = tiltyard("train", "CartPole-v1", *small, "stop.env_steps=256", "--on", "cluster", "--json")
-    assert "left out    node1 (bad since 2026-03-01: shm: 3 MiB free)" in said.stderr
-    assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(said.stdout)["job"], "-o", "%N") == "node2"
+    output = tiltyard("train", "CartPole-v1", *small, "stop.env_steps=256", "--on", "cluster", "--json")
+    assert "left out    node1 (bad since 2026-03-01: shm: 3 MiB free)" in output.stderr
+    assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(output.stdout)["job"], "-o", "%N") == "node2"
     assert "left out     node1\n" in tiltyard("show", "last").stdout
     assert (
         "without node1, found bad by the doctor" in (runs / "CartPole-v1").glob("*/events.jsonl").__next__().read_text()
@@ -105,29 +105,29 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
 @pytest.mark.skipif(FAKETIME is None, reason="no libfaketime here: apt-get install libfaketime")
 def test_a_clock_that_is_wrong_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s")
-    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
-    found = findings(said.stdout, "node2")
+    output = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    found = findings(output.stdout, "node2")
     assert found["clocks"]["state"] == found["clock"]["state"] == "bad"
     assert found["clocks"]["found"].startswith(("+99", "+100"))
     assert found["preload"]["state"] == "note"
-    assert findings(said.stdout, "node1")["clocks"]["state"] == "ok"
+    assert findings(output.stdout, "node1")["clocks"]["state"] == "ok"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to cut a node off")
 def test_a_node_that_nobody_can_reach(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(f'exec unshare --net {sys.executable} "$@"')
-    said = tiltyard("doctor", "--on", "both", expect=1)
-    assert "bad   node2      reach      cannot be reached from node1 (" in said.stdout
+    output = tiltyard("doctor", "--on", "both", expect=1)
+    assert "bad   node2      reach      cannot be reached from node1 (" in output.stdout
     assert "node2" in bad_nodes(runs)
 
 
 @pytest.mark.slow
 def test_a_node_that_says_nothing(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2("echo no such image >&2; exit 1")
-    said = tiltyard("doctor", "--on", "both", "--json", expect=1)
-    assert findings(said.stdout, "node2").keys() == {"checkup"}
-    assert findings(said.stdout, "node1")["runs"]["state"] == "ok"
+    output = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    assert findings(output.stdout, "node2").keys() == {"checkup"}
+    assert findings(output.stdout, "node1")["runs"]["state"] == "ok"
     nothing_left(cluster, runs)
 
 
@@ -146,12 +146,12 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(cluster: Cluster, runs: Path) -> 
 
 def test_a_profile_that_is_wrong_blames_no_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(":").write_text("#!/bin/bash\necho there is no such module >&2; exit 1\n")
-    said = tiltyard("doctor", "--on", "both", expect=1)
-    assert "error: no node was checked: job " in said.stderr and "there is no such module" in said.stderr
-    assert "slurm.python" in said.stderr and bad_nodes(runs) == {}
+    output = tiltyard("doctor", "--on", "both", expect=1)
+    assert "error: no node was checked: job " in output.stderr and "there is no such module" in output.stderr
+    assert "slurm.python" in output.stderr and bad_nodes(runs) == {}
     nothing_left(cluster, runs)
     Path("tiltyard.yaml").write_text("profiles:\n  wrong: {launcher: slurm, slurm: {partition: nowhere}}\n  here:\n")
-    said = tiltyard("doctor", "--on", "wrong", expect=1)
-    assert "Slurm refused the job: invalid partition specified: nowhere" in said.stderr
+    output = tiltyard("doctor", "--on", "wrong", expect=1)
+    assert "Slurm refused the job: invalid partition specified: nowhere" in output.stderr
     assert "starts no jobs" in tiltyard("doctor", "--on", "here", expect=2).stderr
     nothing_left(cluster, runs)

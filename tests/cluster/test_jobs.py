@@ -43,14 +43,14 @@ def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cl
     Path("twin.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\nclass Twin(CartPoleEnv):\n    pass\n"
     )
-    said = tiltyard("train", "twin.py:Twin", *SHORT, "--on", "cluster", "--json", "--expect", "train_return>=5")
-    outcome = json.loads(said.stdout)
+    output = tiltyard("train", "twin.py:Twin", *SHORT, "--on", "cluster", "--json", "--expect", "train_return>=5")
+    outcome = json.loads(output.stdout)
     run = find(outcome["folder"])
     assert (outcome["state"], outcome["progress"]["env_steps"]) == ("finished", 2048)
     status = run.status()
     assert status["job"]["id"] == outcome["job"] and status["job"]["profile"] == "cluster"
-    assert f"job {outcome['job']} runs on node" in said.stderr
-    assert "finished: stop.env_steps=2,048 reached" in said.stderr  # the run's own log
+    assert f"job {outcome['job']} runs on node" in output.stderr
+    assert "finished: stop.env_steps=2,048 reached" in output.stderr  # the run's own log
     ended(cluster, run)
     assert cluster.state(outcome["job"]) == "COMPLETED"
     kinds = [event["kind"] for event in read_events(run)]
@@ -58,8 +58,8 @@ def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cl
     # A finished run goes on as a job too, or here; changed settings arrive.
     tiltyard("resume", run.id, "stop.env_steps=3072", "notes='; $(touch never)'", "--detach")
     assert run.status()["state"] == "queued"
-    said = tiltyard("logs", "-f", run.id)
-    assert "stop.env_steps=3,072 reached" in said.stdout
+    output = tiltyard("logs", "-f", run.id)
+    assert "stop.env_steps=3,072 reached" in output.stdout
     assert (run.status()["progress"]["env_steps"], run.experiment().notes) == (3072, "; $(touch never)")
     tiltyard("resume", run.id, "stop.env_steps=4096", "--here", "--plain")
     assert run.status()["progress"]["env_steps"] == 4096
@@ -103,8 +103,8 @@ def test_a_queued_job_keeps_its_files_and_names_and_can_be_stopped(
     assert "queued" in shown and f"job {job} waits: " in shown and f"tiltyard stop {run.id}" in shown
     assert "is in Slurm's hands" in tiltyard("resume", run.id, expect=2).stderr
     assert "is in Slurm's hands" in tiltyard("rm", run.id, "--yes", expect=2).stderr
-    said = tiltyard("stop", run.id)
-    assert "is stopped" in said.stderr and cluster.state(job) == "CANCELLED"
+    output = tiltyard("stop", run.id)
+    assert "is stopped" in output.stderr and cluster.state(job) == "CANCELLED"
     tiltyard("resume", run.id, "--detach")
 
     (tmp_path / "told.txt").unlink()
@@ -138,9 +138,9 @@ def test_ctrl_c_stops_following_and_not_the_job(cluster: Cluster, runs: Path) ->
     )
     wait_for(lambda: list_runs(runs) and saved(Run(Path(list_runs(runs)[0]["folder"]))), "a checkpoint")
     os.killpg(child.pid, signal.SIGINT)
-    _, said = child.communicate(timeout=60)
+    _, output = child.communicate(timeout=60)
     run = find("last", runs)
-    assert child.returncode == 130 and f"follow it again with: tiltyard logs -f {run.id}" in said, said
+    assert child.returncode == 130 and f"follow it again with: tiltyard logs -f {run.id}" in output, output
     job = run.status()["job"]["id"]
     assert (cluster.state(job), run.state) == ("RUNNING", "running")
     cluster.ask("scancel", job)  # from outside: it saves, and nothing of it is left
@@ -151,8 +151,8 @@ def test_ctrl_c_stops_following_and_not_the_job(cluster: Cluster, runs: Path) ->
 
 
 def test_two_jobs_at_once_one_per_seed(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
-    said = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", "--seeds", "1,2", "--detach")
-    found = [Run(Path(folder)) for folder in said.stdout.split()]
+    output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", "--seeds", "1,2", "--detach")
+    found = [Run(Path(folder)) for folder in output.stdout.split()]
     assert len({run.status()["job"]["id"] for run in found}) == 2
     assert [run.experiment().seed for run in found] == [1, 2]
     wait_for(lambda: all(run.state == "finished" for run in found), "two finished runs")
@@ -175,9 +175,9 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tiltyard: Command, cluste
 )
 def test_what_slurm_refuses(tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str) -> None:
     site(lines)
-    said = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
+    output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
-    assert words in said.stderr and str(run.folder / FOLDER / "script.sh") in said.stderr
+    assert words in output.stderr and str(run.folder / FOLDER / "script.sh") in output.stderr
     assert run.status()["state"] == "failed" and "refused" in run.status()["reason"]
     assert cluster.ask("squeue", "-h", "-n", run.id) == ""
 
@@ -197,10 +197,10 @@ def test_sbatch_that_is_missing_or_slow(
         monkeypatch.setattr("tiltyard.slurm.commands.PATIENCE", 3.0)
     else:
         monkeypatch.setenv("PATH", str(tools))
-    said = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
+    output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
-    assert ("there is no sbatch here" if kind == "missing" else "sbatch gave no answer for 3 s") in said.stderr
-    assert str(run.folder / FOLDER / "script.sh") in said.stderr
+    assert ("there is no sbatch here" if kind == "missing" else "sbatch gave no answer for 3 s") in output.stderr
+    assert str(run.folder / FOLDER / "script.sh") in output.stderr
     assert run.status()["state"] == "failed"
     monkeypatch.setenv("PATH", path)
     wait_for(lambda: cluster.ask("squeue", "-h", "-n", run.id) == "", "an empty queue")
@@ -208,10 +208,10 @@ def test_sbatch_that_is_missing_or_slow(
 
 def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     site("    slurm: {setup: ['echo this site is broken', 'exit 3']}\n")
-    said = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
+    output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
     job = run.status()["job"]["id"]
-    assert f"is lost: job {job} ended: FAILED" in said.stderr and "this site is broken" in said.stderr
+    assert f"is lost: job {job} ended: FAILED" in output.stderr and "this site is broken" in output.stderr
     assert [row["state"] for row in json.loads(tiltyard("ls", "--json").stdout)] == ["lost"]
 
 
@@ -226,8 +226,8 @@ def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cl
     ],
 )
 def test_words_that_do_not_go_together(
-    tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], said: str
+    tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], output: str
 ) -> None:
     site("  wide: {launcher: slurm, resources: {nodes: 2}}\n")
-    assert said in tiltyard("train", "CartPole-v1", *SHORT, "engine.kind=serial", *words, expect=2).stderr
+    assert output in tiltyard("train", "CartPole-v1", *SHORT, "engine.kind=serial", *words, expect=2).stderr
     assert not runs.exists()

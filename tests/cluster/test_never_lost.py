@@ -87,8 +87,8 @@ def running(run: Run, attempt: int = 1) -> None:
 
 def goes_on_to_its_end(tiltyard: Command, run: Run) -> None:
     BRAKE.unlink()
-    said = tiltyard("logs", "-f", run.id)
-    assert run.state == "finished", said.stderr
+    printed = tiltyard("logs", "-f", run.id)
+    assert run.state == "finished", printed.stderr
 
 
 def is_as_if_nothing_had_happened(run: Run) -> None:

@@ -233,14 +233,14 @@ def _has_another_ray(folder: Path) -> str:
     ],
 )
 def test_a_node_that_does_not_join_is_named(
-    tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path, what: Callable[[Path], str], wait: float, said: str
+    tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path, what: Callable[[Path], str], wait: float, output: str
 ) -> None:
     if what is _hangs:
         only_when_long("a minute")
     site(wait=wait, python=wrapper(tmp_path, what(tmp_path)))
     told = tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "three", expect=1)
-    assert said in told.stderr
+    assert output in told.stderr
     run = find("last")
-    assert run.state == "failed" and said in run.status()["reason"]
+    assert run.state == "failed" and output in run.status()["reason"]
     nodes.ask("scancel", run.status()["job"]["id"])
     over(nodes, run)

@@ -56,14 +56,14 @@ def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
 
 def test_a_command_with_a_profiles_set_up(site: Cluster) -> None:
     line = 'echo "$SLURMD_NODENAME|$PLAIN|$MY_API_KEY|$FROM_SETUP|$TILTYARD_SET_UP|$1"; echo "$SLURM_CPUS_PER_TASK"; exit 7'
-    said = in_own_process(
+    output = in_own_process(
         "shell", "--on", "cluster", "--cpus", "2", "--", "bash", "-c", line, "x", "--y 'z' $(w)", expect=7
     )
-    assert said.stdout.splitlines() == ["node1|a 'b' $(c)|hidden|1||--y 'z' $(w)", "2"]
-    assert "loading" in said.stderr and "hidden" not in said.stderr
+    assert output.stdout.splitlines() == ["node1|a 'b' $(c)|hidden|1||--y 'z' $(w)", "2"]
+    assert "loading" in output.stderr and "hidden" not in output.stderr
     words = ["squeue", "-h", "-t", "R", "-o", "%l"]
-    said = in_own_process("shell", "--on", "cluster", "--time", "0:10:00", "--", *words)
-    assert said.stdout == "10:00\n"
+    output = in_own_process("shell", "--on", "cluster", "--time", "0:10:00", "--", *words)
+    assert output.stdout == "10:00\n"
     assert site.ask("squeue", "-h", "-t", "R") == ""
 
 
@@ -73,8 +73,8 @@ def test_wrong_words(tiltyard: Command, site: Cluster, monkeypatch: pytest.Monke
         "--cpus 'two': must be a whole number"
         in tiltyard("shell", "--on", "cluster", "--cpus", "two", "--", "true", expect=2).stderr
     )
-    said = in_own_process("shell", "--on", "cluster", expect=2, given="")
-    assert "a shell needs a terminal" in said.stderr
+    output = in_own_process("shell", "--on", "cluster", expect=2, given="")
+    assert "a shell needs a terminal" in output.stderr
     monkeypatch.setenv("PATH", "/nowhere")
     assert "srun cannot be started" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
 
@@ -86,26 +86,26 @@ def test_a_terminal(site: Cluster) -> None:
     shell = subprocess.Popen(words, stdin=back, stdout=back, stderr=back, start_new_session=True)
     os.close(back)
     os.write(front, b"greet $SLURMD_NODENAME-$((40+2)); exit 5\n")
-    said, end = b"", time.monotonic() + 100
+    output, end = b"", time.monotonic() + 100
     while shell.poll() is None or select.select([front], [], [], 0)[0]:
-        assert time.monotonic() < end, said
+        assert time.monotonic() < end, output
         if select.select([front], [], [], 0.2)[0]:
             try:
-                said += os.read(front, 4096)
+                output += os.read(front, 4096)
             except OSError:  # the other end is closed
                 break
-    assert shell.wait(100) == 5, said
-    assert b"hello node1-42" in said
+    assert shell.wait(100) == 5, output
+    assert b"hello node1-42" in output
     os.close(front)
 
 
 def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Path, tmp_path: Path) -> None:
     line = 'echo "$SLURM_JOB_ID $SLURMD_NODENAME $FROM_SETUP $TILTYARD_RUNS"; exit 3'
-    said = in_own_process("shell", "last", "--", "bash", "-c", line, expect=3)
+    output = in_own_process("shell", "last", "--", "bash", "-c", line, expect=3)
     node = site.ask("squeue", "-h", "-j", job, "-o", "%N")
-    assert said.stdout == f"{job} {node} 1 {runs}\n"
-    said = in_own_process("shell", "last", "--node", "node7", "--", "true", expect=2)
-    assert f"does not run on node7\nhint: it runs on {node}" in said.stderr
+    assert output.stdout == f"{job} {node} 1 {runs}\n"
+    output = in_own_process("shell", "last", "--node", "node7", "--", "true", expect=2)
+    assert f"does not run on node7\nhint: it runs on {node}" in output.stderr
 
     found = json.loads(tiltyard("top", "last", "--json").stdout)
     assert [each["node"] for each in found] == [node]
@@ -136,8 +136,8 @@ def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
     try:
         write_status(run, state="queued", job={"profile": "cluster", "id": number})
         wait_for(lambda: sleeping() == {"node1": 1, "node2": 1}, "both sleeps")
-        said = in_own_process("shell", "last", "--node", "node2", "--", "printenv", "SLURMD_NODENAME")
-        assert said.stdout == "node2\n"
+        output = in_own_process("shell", "last", "--node", "node2", "--", "printenv", "SLURMD_NODENAME")
+        assert output.stdout == "node2\n"
     finally:
         site.ask("scancel", "--full", number)
 
@@ -145,8 +145,8 @@ def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
 def sleeping() -> dict[str, int]:
     """How many sleep on each node, by what `top` says."""
     words = [sys.executable, "-m", "tiltyard", "top", "last", "--json"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
-    nodes = json.loads(said) if said else []
+    output = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
+    nodes = json.loads(output) if output else []
     return {node["node"]: sum(each["command"] == "/usr/bin/sleep 300" for each in node["processes"]) for node in nodes}
 
 
@@ -176,15 +176,15 @@ def watched(*words: str) -> int:
         [sys.executable, "-m", "tiltyard", *words], stdin=back, stdout=back, stderr=subprocess.DEVNULL
     )
     os.close(back)
-    said, end = b"", time.monotonic() + 100
-    while said.count(b"\x1b[H") < 2:
-        assert time.monotonic() < end, said
+    output, end = b"", time.monotonic() + 100
+    while output.count(b"\x1b[H") < 2:
+        assert time.monotonic() < end, output
         if select.select([front], [], [], 0.2)[0]:
-            said += os.read(front, 65536)
+            output += os.read(front, 65536)
     top.send_signal(signal.SIGINT)
     assert top.wait(100) == 0
     os.close(front)
-    return said.count(b"\x1b[H")
+    return output.count(b"\x1b[H")
 
 
 def test_gpus_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.cluster.conftest import SITE
 from tests.cluster.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
 from tests.conftest import Command, in_own_process
 from tests.counts import only_when_long
-from tests.sweep.talker import most_at_once, said, write_plan
+from tests.sweep.talker import most_at_once, output, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc
 from tiltyard.run import atomic
@@ -82,7 +82,7 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     job = number(sweep)
     assert f"6 trials (1, 2, 3, 4, 5, 6) were submitted as job {job}, at most 2 at once" in out.stderr
     assert "carried out by jobs of profile cluster" in out.stdout and "sweep watch" in out.stdout
-    wait_for(lambda: len(said("began")) == 2, "two programs")
+    wait_for(lambda: len(output("began")) == 2, "two programs")
     states = Counter(row["state"] for row in json.loads(tiltyard("ls", "--json").stdout))
     assert states == {"running": 2, "queued": 4} == look(sweep).counts
     refused = tiltyard("rm", Run(sweep.place(6)).id, "--yes", expect=2).stderr
@@ -92,25 +92,25 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     assert "trial 3 failed: exit code 1: x is bad today" in told and "trial 4 failed" in told
     assert look(sweep).counts == {"finished": 4, "failed": 2}
     assert most_at_once() == 2 and arrays(sweep) == ["array-0001"]
-    assert Counter((line["given"]["x"], line["given"]["text"]) for line in said("began")) == Counter(
+    assert Counter((line["given"]["x"], line["given"]["text"]) for line in output("began")) == Counter(
         (x, text) for x in "123" for text in (odd, "--")
     )
-    assert {(line["odd"], line["hidden"]) for line in said("began")} == {(odd, odd)}
+    assert {(line["odd"], line["hidden"]) for line in output("began")} == {(odd, odd)}
     assert "ODD_TOKEN" not in (sweep.folder / "slurm" / "array-0001" / "script.sh").read_text()
     assert list(tmp_path.rglob("never*")) == []
     tiltyard("sweep", "status", "toy", expect=1)
 
     # Mended, those two are started again and nobody else; then there are more.
     Path("bad").write_text("")
-    before = len(said("began"))
+    before = len(output("began"))
     tiltyard("sweep", "retry", "--failed", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert [line["given"]["x"] for line in said("began")[before:]] == ["2", "2"]
+    assert [line["given"]["x"] for line in output("began")[before:]] == ["2", "2"]
     tiltyard("sweep", "status", "toy")
     tiltyard("sweep", "extend", "toy", "--seeds", "1")
     tiltyard("sweep", "watch", "toy", "--every", "0.5")
     assert look(sweep).counts == {"finished": 12}
-    assert len(said("done")) == 12 and most_at_once() == 2
+    assert len(output("done")) == 12 and most_at_once() == 2
 
 
 def test_what_fails_is_tried_again_by_the_task_that_failed(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_fails_is_tried_again_by_the_task_that_failed(cluster: Cluster, til
     sweep = find_sweep("toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert look(sweep).counts == {"finished": 1, "failed": 1}
-    tries = [line for line in said("began") if line["given"]["x"] == "2"]
+    tries = [line for line in output("began") if line["given"]["x"] == "2"]
     assert len(tries) == 3 == len({line["job"] for line in tries}), "each time in a job of its own"
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
 
@@ -143,7 +143,7 @@ def test_a_site_that_is_broken_is_told(cluster: Cluster, tiltyard: Command, runs
     Path("tiltyard.yaml").write_text(SITE)
     tiltyard("sweep", "start", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 4} == Counter(finished=len(said("done")))
+    assert look(sweep).counts == {"finished": 4} == Counter(finished=len(output("done")))
 
 
 def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, run
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
-    wait_for(lambda: len(said("began")) == 2, "two programs")
+    wait_for(lambda: len(output("began")) == 2, "two programs")
     tiltyard("sweep", "stop")
     assert "taken out of the queue" in Run(sweep.place(4)).status()["reason"]
     assert look(sweep).counts == {"stopped": 4} and look(sweep).state == "stopped"
@@ -159,7 +159,7 @@ def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, run
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 4} and len(said("done")) == 4
+    assert look(sweep).counts == {"finished": 4} and len(output("done")) == 4
 
 
 def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Command, runs: Path) -> None:
@@ -169,12 +169,12 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
-    wait_for(lambda: len(said("began")) == 2, "two programs")
+    wait_for(lambda: len(output("began")) == 2, "two programs")
     waiting = cluster.ask("squeue", "-h", "-r", "-j", number(sweep, 3), "-o", "%r").split()
     assert waiting == ["Dependency"] * 2
     Path("wait").unlink()
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 10} and len(said("done")) == 10
+    assert look(sweep).counts == {"finished": 10} and len(output("done")) == 10
     assert most_at_once() == 2
 
 
@@ -197,11 +197,11 @@ def test_a_search_goes_on_with_nobody_logged_in(cluster: Cluster, runs: Path) ->
     sweep = find_sweep("toy")
     assert len(sweep.trials()) == 2, "the others are asked for when these are over"
     found = []
-    wait_for(lambda: found.extend(outside_of_jobs(sweep)) or len(said("done")) == 6, "six trials")
+    wait_for(lambda: found.extend(outside_of_jobs(sweep)) or len(output("done")) == 6, "six trials")
     wait_for(lambda: over(sweep), "the end of the last job")
     assert found == []
-    assert look(sweep).counts == {"finished": 6} and len(said("done")) == 6
-    assert len({line["given"]["x"] for line in said("done")}) == 6 and most_at_once() == 2
+    assert look(sweep).counts == {"finished": 6} and len(output("done")) == 6
+    assert len({line["given"]["x"] for line in output("done")}) == 6 and most_at_once() == 2
 
 
 # The first two turns that submit something are killed: one before Slurm hears of it, one after.
@@ -229,8 +229,8 @@ def test_kill_9_in_the_middle_of_turns_loses_nothing(
     tiltyard("sweep", "start", "toy")  # nothing is left to do, unless all turns were lost
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert look(sweep).counts == {"finished": 8}
-    assert Counter(line["trial"] for line in said("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 9)})
-    assert Counter(line["trial"] for line in said("began")) == Counter(line["trial"] for line in said("done"))
+    assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 9)})
+    assert Counter(line["trial"] for line in output("began")) == Counter(line["trial"] for line in output("done"))
     forgotten = [name for name in arrays(sweep) if (sweep.folder / "slurm" / name / "forgotten").exists()]
     assert len(forgotten) == 1, "the array that Slurm never heard of; the other was found by its name"
 
@@ -247,7 +247,7 @@ def test_two_turns_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs:
             children[0].wait(3)
     assert [child.wait(100) for child in children] == [0, 0, 0]
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert arrays(sweep) == ["array-0001"] and len(said("began")) == 3
+    assert arrays(sweep) == ["array-0001"] and len(output("began")) == 3
 
 
 # What a training would record: `x` a step, five times; all but the best then wait to be told to end.

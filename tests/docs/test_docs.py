@@ -59,8 +59,8 @@ class Command:
 
     @property
     def exits_with(self) -> int:
-        said = re.search(r"#.*exits with (\d+)", self.text)
-        return int(said[1]) if said else 0
+        output = re.search(r"#.*exits with (\d+)", self.text)
+        return int(output[1]) if output else 0
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -142,8 +142,8 @@ class Reader:
         elif words[0] == "tiltyard":
             self.compare(command, self.call(command))
         elif words[0] in ("ls", "head"):
-            said = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True)
-            self.compare(command, said.stdout)
+            output = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True)
+            self.compare(command, output.stdout)
         else:
             pytest.fail(f"nobody here knows how to type: {command.text}")
 
@@ -151,14 +151,14 @@ class Reader:
         self.capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(command.words[1:])
-        said = "".join(self.capfd.readouterr())
-        assert ended.value.code == command.exits_with, f"$ {command.text}\nexit {ended.value.code}\n{said}"
-        return said
+        output = "".join(self.capfd.readouterr())
+        assert ended.value.code == command.exits_with, f"$ {command.text}\nexit {ended.value.code}\n{output}"
+        return output
 
-    def compare(self, command: Command, said: str) -> None:
-        real = {beginning(line) for line in said.splitlines()}
+    def compare(self, command: Command, output: str) -> None:
+        real = {beginning(line) for line in output.splitlines()}
         for line in command.shown:
-            assert beginning(line) in real, f"$ {command.text}\nshows: {line}\nreally wrote:\n{said}"
+            assert beginning(line) in real, f"$ {command.text}\nshows: {line}\nreally wrote:\n{output}"
 
     def wait_for_a_checkpoint(self) -> None:
         """As long as it takes on this machine, which is not what it took where the page was written."""

@@ -184,8 +184,8 @@ def assert_decided_by(net: Any, rollout: Any) -> None:
     """What was stored as the chance of each action is what this policy says of it."""
     flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
     params, value, _ = net.numbers(flat, {}, rollout.first.reshape(-1))
-    said = net.distribution(params, None).log_prob(rollout.action.reshape(-1, rollout.action.shape[-1]))
-    np.testing.assert_allclose(rollout.log_prob.reshape(-1), said, rtol=1e-4, atol=1e-5)
+    output = net.distribution(params, None).log_prob(rollout.action.reshape(-1, rollout.action.shape[-1]))
+    np.testing.assert_allclose(rollout.log_prob.reshape(-1), output, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rollout.value.reshape(-1), net.in_rewards(value), rtol=1e-4, atol=1e-5)
 
 
@@ -257,8 +257,8 @@ def test_a_run_whose_actor_fails_says_why_keeps_its_checkpoint_and_leaves_nothin
     short = ["algo.rollout=16", "algo.minibatch=32", "eval.every=0", "eval.at_end=false", "track.tensorboard=false"]
     settings = [*short, "model.id=net.py", "save.updates=1", "engine.workers=1", "engine.envs=4", BATCHED]
     done = tiltyard("train", "CartPole-v1", *settings, expect=1)
-    run, said = find("last", runs), "raised ValueError: no more"
-    assert said in done.stderr and run.state == "failed" and said in run.status()["reason"]
+    run, output = find("last", runs), "raised ValueError: no more"
+    assert output in done.stderr and run.state == "failed" and output in run.status()["reason"]
     newest, complaints = checkpoint.newest_valid(run)
     assert newest is not None and newest.env_steps >= 64 and complaints == []
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -301,7 +301,7 @@ def test_batched_means_workers_and_auto_two_for_each_core() -> None:
         ("engine.inference=gpu", "must be one of auto, worker, batched"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(settings: str, said: str) -> None:
+def test_what_makes_no_sense_is_refused_by_name(settings: str, output: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load("CartPole-v1", [BATCHED, settings])
-    assert len(raised.value.problems) == 1 and said in raised.value.details
+    assert len(raised.value.problems) == 1 and output in raised.value.details

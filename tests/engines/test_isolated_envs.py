@@ -45,8 +45,8 @@ def apart(runs: Path) -> Path:
 
 
 def test_a_run_and_its_evaluation_step_in_processes_that_end_with_it(apart: Path, tiltyard: Command) -> None:
-    said = tiltyard("train", "where.py:Where", *SHORT, "env.isolate=process", "stop.env_steps=64", "engine.workers=0")
-    assert "each copy in a process of its own" in said.stderr
+    output = tiltyard("train", "where.py:Where", *SHORT, "env.isolate=process", "stop.env_steps=64", "engine.workers=0")
+    assert "each copy in a process of its own" in output.stderr
     (file,) = (apart.parent / "runs").rglob("metrics.jsonl")
     *_, trained = (record["metrics"] for record in metrics.read(file))
     assert trained["episode/same"] == 1.0 and trained["episode/process"] != os.getpid()
@@ -160,8 +160,8 @@ def test_the_same_weights_in_every_engine_however_envs_live_and_after_a_resume(t
 
 @pytest.mark.parametrize("other", ["engine.kind=serial", "engine.workers=0"])
 def test_affinity_without_workers_is_refused(tiltyard: Command, other: str) -> None:
-    said = tiltyard("train", "CartPole-v1", "engine.affinity=true", other, expect=2)
-    assert "engine.affinity = true: needs workers" in said.stderr and not Path("runs").exists()
+    output = tiltyard("train", "CartPole-v1", "engine.affinity=true", other, expect=2)
+    assert "engine.affinity = true: needs workers" in output.stderr and not Path("runs").exists()
 
 
 def test_values_that_are_none_are_refused() -> None:

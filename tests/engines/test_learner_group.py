@@ -157,11 +157,11 @@ def test_a_run_whose_other_learner_fails_says_why_keeps_its_checkpoint_and_leave
     tiltyard: Command, runs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").write_text(FAILS)
-    said = "raised ValueError: no more"
+    output = "raised ValueError: no more"
     settings = [*SHORT, "model.id=net.py", "algo.epochs=2", "save.updates=1"]
     done = tiltyard("train", "CartPole-v1", *settings, expect=1)
     run = find("last", runs)
-    assert said in done.stderr and run.state == "failed" and said in run.status()["reason"]
+    assert output in done.stderr and run.state == "failed" and output in run.status()["reason"]
     newest, complaints = checkpoint.newest_valid(run)
     assert newest is not None and newest.env_steps == 128 and complaints == []
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

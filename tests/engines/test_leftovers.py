@@ -107,8 +107,8 @@ def train(folder: Path, *words: str) -> subprocess.Popen[str]:
 def test_what_envs_of_the_driver_leave_behind_ends_with_it(runs: Path, tmp_path: Path, isolate: str) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
     driver = train(tmp_path, *HERE, "stop.updates=2", f"env.isolate={isolate}")
-    said = driver.communicate()[1]  # to its end, which nobody holds up
-    assert driver.returncode == 0, said
+    output = driver.communicate()[1]  # to its end, which nobody holds up
+    assert driver.returncode == 0, output
     assert len(simulators("started", tmp_path)) >= 2 * (2 + 4 + 2)  # of the probe, the training, the evaluation
     assert ended(tmp_path)
 

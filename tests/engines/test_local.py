@@ -69,8 +69,8 @@ def test_stopped_and_resumed_it_continues_to_the_bit(runs: Path) -> None:
 def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> None:
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64", "engine.workers=1"], live=False)
     fork = product.fork(run, ["stop.env_steps=128", "engine.workers=2"], live=False)
-    said = " ".join(event["sentence"] for event in read_events(fork))
-    assert "no group 1 of envs" in said and "4 rows 2 are left" in said
+    output = " ".join(event["sentence"] for event in read_events(fork))
+    assert "no group 1 of envs" in output and "4 rows 2 are left" in output
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous
@@ -147,7 +147,7 @@ class CustomEnv(CartPoleEnv):
 )
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_that_goes_is_explained_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, said: str, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, output: str, mode: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "faulty.py").write_text(FAULTY)
@@ -158,7 +158,7 @@ def test_a_worker_that_goes_is_explained_and_replaced(
     events: list[str] = []
     while not events:
         events += engine.step().events
-    assert len(events) == 1 and said in events[0] and "it is replaced, and 2 running episodes were cut" in events[0]
+    assert len(events) == 1 and output in events[0] and "it is replaced, and 2 running episodes were cut" in events[0]
     if does == "hang":
         assert "faulty.py" in events[0] and "in step" in events[0]
     before = engine.progress
@@ -331,15 +331,15 @@ def test_training_learns_while_workers_raise_hang_exit_and_are_killed(runs: Path
     )
     done = log.read_text()
     assert len(done) >= faults and {*done} == {*"rhek"}
-    said = " ".join(event["sentence"] for event in read_events(run) if event["kind"] == "warning")
-    assert said.count("it is replaced, and 4 running episodes were cut") >= faults
+    output = " ".join(event["sentence"] for event in read_events(run) if event["kind"] == "warning")
+    assert output.count("it is replaced, and 4 running episodes were cut") >= faults
     for does, words in (
         ("r", "raised ValueError: the physics blew up"),
         ("h", "did not come back from step() within 1 s"),
         ("e", "ended by itself with exit code 3"),
         ("k", "was killed by SIGKILL"),
     ):
-        assert said.count(words) >= done.count(does), words
+        assert output.count(words) >= done.count(does), words
     assert run.state == "finished"
     if LONG:
         assert (run.status()["eval_return"] or 0) >= 450

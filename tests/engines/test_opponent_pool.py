@@ -40,10 +40,10 @@ PAST = {"main": {}, "past": {"past": {"of": "main", "every": 64, "keep": 3}}}
         ("{main: {}, past: {past: {of: main, keep: 0}}}", "policies.past.past.keep = 0"),
     ],
 )
-def test_what_cannot_be_is_refused(policies: str, said: str) -> None:
+def test_what_cannot_be_is_refused(policies: str, output: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("pennies", [f"policies={policies}"])
-    assert said in refused.value.details
+    assert output in refused.value.details
     with pytest.raises(ConfigError) as refused:
         load("pennies", ["policies={main: {}, past: {past: {of: main}}}", "engine.kind=rllib"])
     assert "the runners of engine.kind = rllib are given none" in refused.value.details

@@ -116,9 +116,9 @@ def test_who_is_measured_plays_in_every_episode() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_there_is_a_run(
-    tiltyard: Command, runs: Path, settings: list[str], said: str
+    tiltyard: Command, runs: Path, settings: list[str], output: str
 ) -> None:
-    assert said in tiltyard("train", "pennies", *settings, expect=2).stderr
+    assert output in tiltyard("train", "pennies", *settings, expect=2).stderr
     assert not list(runs.rglob("status.json"))
 
 

@@ -80,10 +80,10 @@ def told(run: Run) -> list[dict[str, Any]]:
         ({"engine": {"kind": "rllib"}}, "population: .* engine.kind = rllib keeps its learners apart"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(settings: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load({**SMALL, **settings})
-    assert re.search(said, refused.value.details)
+    assert re.search(output, refused.value.details)
 
 
 def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: Command, runs: Path) -> None:
@@ -317,7 +317,7 @@ def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> 
         now = [each["settings"] for each in schedule if each["from"] <= record["since"]][-1]
         assert record["metrics"]["setting/lr"] == now["algo.lr"]
     assert "no policy 'x'" in tiltyard("fork", run.id, "--replay", "x", expect=2).stderr
-    said = tiltyard("show", run.id, "--lineage").stdout
-    assert f"{last['member']} became a copy of {last['source']}" in said
+    output = tiltyard("show", run.id, "--lineage").stdout
+    assert f"{last['member']} became a copy of {last['source']}" in output
     alone = product.train({"env": "identity", "stop": {"updates": 1}, "eval": {"at_end": False}}, live=False)
     assert "has no population" in tiltyard("show", alone.id, "--lineage", expect=2).stderr

@@ -68,10 +68,10 @@ def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not
     ],
 )
 def test_a_worker_for_each_core_that_is_free(
-    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, said: str
+    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, output: str
 ) -> None:
     found = topology(experiment(f"engine.mode={mode}"), slow, usable=usable, free=free)
-    assert found.workers == workers and found.why.endswith(said)
+    assert found.workers == workers and found.why.endswith(output)
 
 
 def test_a_run_that_goes_on_has_as_many_groups_as_before(slow: EnvSpec) -> None:

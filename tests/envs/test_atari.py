@@ -28,21 +28,21 @@ BASE = [Path(__file__).parent]
 
 def played(env: Atari, seed: int, steps: int) -> list[tuple]:
     """Everything that comes back from a seed and some actions."""
-    rng, said = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
+    rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
     for _ in range(steps):
         obs, *rest = env.step(int(rng.integers(env.action_space.n)))
-        said.append((obs.tobytes(), *rest))
-    return said
+        output.append((obs.tobytes(), *rest))
+    return output
 
 
 @pytest.mark.parametrize(
     ("name", "said", "hint"),
     [("atari:pogn", "no Atari game 'pogn'", "pong"), ("atari:MsPacman", "MsPacman", "ms_pacman"), ("atari:", "''", "")],
 )
-def test_wrong_games_are_one_sentence(name: str, said: str, hint: str) -> None:
+def test_wrong_games_are_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(Env(id=name), BASE)
-    assert said in caught.value.message and hint in caught.value.hint
+    assert output in caught.value.message and hint in caught.value.hint
 
 
 def test_options_are_those_of_the_class_and_the_game_is_none() -> None:

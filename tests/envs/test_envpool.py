@@ -82,14 +82,14 @@ def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Pa
     hidden.mkdir()
     # Found before the installed one, by the command and by the processes that it starts.
     (hidden / "envpool.py").write_text("raise ModuleNotFoundError(\"No module named 'envpool'\", name='envpool')\n")
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "tiltyard", "train", "envpool:CartPole-v1"],
         env={**os.environ, "PYTHONPATH": str(hidden)},
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 2 and not runs.exists()
-    assert said.stderr.splitlines() == [
+    assert output.returncode == 2 and not runs.exists()
+    assert output.stderr.splitlines() == [
         "error: envs called envpool:... need the package 'envpool', which is not installed",
         "hint: pip install 'tiltyard[envpool]'",
     ]
@@ -106,10 +106,10 @@ def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Pa
         ("D1Basic-v1", "cannot be used here", "doom:basic"),
     ],
 )
-def test_wrong_names_are_one_sentence(name: str, said: str, hint: str) -> None:
+def test_wrong_names_are_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(Env(id=f"envpool:{name}"), BASE)
-    assert said in caught.value.message and hint in caught.value.hint
+    assert output in caught.value.message and hint in caught.value.hint
 
 
 @installed
@@ -125,11 +125,11 @@ def test_wrong_names_are_one_sentence(name: str, said: str, hint: str) -> None:
         ("name", "Breakout-v5", "given 'name' by Tiltyard", "leave it out"),
     ],
 )
-def test_wrong_options_are_refused_by_name(option: str, value: object, said: str, hint: str) -> None:
+def test_wrong_options_are_refused_by_name(option: str, value: object, output: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_env(Env(id="envpool:Pong-v5", options={option: value}), BASE)
     (problem,) = caught.value.problems
-    assert problem.setting == f"env.options.{option}" and said in problem.message and hint in problem.hint
+    assert problem.setting == f"env.options.{option}" and output in problem.message and hint in problem.hint
 
 
 @installed
@@ -201,11 +201,11 @@ def test_the_limit_stays_where_it_is_a_rule() -> None:
 @installed
 def test_seeds_make_episodes() -> None:
     def played(env: Any, seed: int) -> list[tuple[Any, ...]]:
-        rng, said = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
+        rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
         for _ in range(8):
             obs, *rest = env.step(rng.uniform(-2, 2, 1).astype(np.float32))
-            said.append((obs.tobytes(), *rest))
-        return said
+            output.append((obs.tobytes(), *rest))
+        return output
 
     one, other = EnvPool("Pendulum-v1"), EnvPool("Pendulum-v1")
     first = played(one, 7)
@@ -338,14 +338,14 @@ def weights(runs: Path) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_train_evaluate_film_and_train_again(tiltyard: Command, runs: Path) -> None:
     def train() -> dict[str, np.ndarray]:
-        said = tiltyard("train", "envpool:CartPole-v1", *TINY)
-        assert "the env steps all rows in one call" in said.stderr
+        output = tiltyard("train", "envpool:CartPole-v1", *TINY)
+        assert "the env steps all rows in one call" in output.stderr
         return weights(runs)
 
     first = train()
     assert find("last", runs).status()["progress"]["env_steps"] == 3 * 64
-    said = tiltyard("eval", "last", "--episodes", "3", "--video")
-    assert "mean and 95 % interval of 3 episodes" in said.stdout + said.stderr
+    output = tiltyard("eval", "last", "--episodes", "3", "--video")
+    assert "mean and 95 % interval of 3 episodes" in output.stdout + output.stderr
     assert [film for film in find("last", runs).folder.rglob("*.mp4") if film.stat().st_size > 1000]
     again = train()
     assert all(np.array_equal(first[key], again[key]) for key in first)
@@ -361,12 +361,12 @@ def test_a_resume_goes_on_where_rows_are_stepped_one_by_one_and_says_so_where_no
         for _ in range(30):
             one.step(one.codec.random_rows(rng, 2))
         other.reset()
-        said, same = other.load(one.save()), True
+        output, same = other.load(one.save()), True
         for _ in range(30):
             action = one.codec.random_rows(rng, 2)
             same &= np.array_equal(one.step(action).obs["obs"], other.step(action).obs["obs"])
-        return said, same
+        return output, same
 
     assert played(native=False) == ([], True)
-    said, same = played(native=True)
-    assert "begins new episodes after a resume: 2 of 2 running episodes were cut" in said[0] and not same
+    output, same = played(native=True)
+    assert "begins new episodes after a resume: 2 of 2 running episodes were cut" in output[0] and not same

@@ -159,7 +159,7 @@ def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolat
         ("process", "kill", "step() did not come back: its process was killed by SIGKILL"),
     ],
 )
-def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fault: str, said: str) -> None:
+def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fault: str, output: str) -> None:
     env = Env(id=WHERE, isolate=isolate, options={"fault": fault, "at": 4, "length": 9})
     group = group_of(env, first_row=6)
     group.reset()
@@ -167,7 +167,7 @@ def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fau
         group.step(np.zeros((3, 1), np.float32))
     with pytest.raises(EnvError) as caught:
         group.step(np.zeros((3, 1), np.float32))
-    assert f"row 6, episode 0, env step 3: {said}" in caught.value.message
+    assert f"row 6, episode 0, env step 3: {output}" in caught.value.message
     if fault == "raise":
         assert "isolated_envs.py" in caught.value.details and "server.py" not in caught.value.details
     group.close()

@@ -72,10 +72,10 @@ def test_rendering_is_asked_for_by_render() -> None:
         (Env(id="CartPole-v1", wrappers=["resize_image"]), "", ""),
     ],
 )
-def test_wrong_names_are_one_sentence(env: Env, said: str, hint: str) -> None:
+def test_wrong_names_are_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
-    assert said in caught.value.message and hint in caught.value.hint
+    assert output in caught.value.message and hint in caught.value.hint
     assert "\n" not in caught.value.message
 
 

@@ -157,8 +157,8 @@ def test_what_the_departed_said_is_kept_by_a_checkpoint() -> None:
 def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
     one, two = group_of(), group_of(options=PAUSES)
     one.reset()
-    said = two.load(one.save())
-    assert said == ["of the checkpoint's 3 rows 0 are left: the episodes of the others were cut"]
+    output = two.load(one.save())
+    assert output == ["of the checkpoint's 3 rows 0 are left: the episodes of the others were cut"]
     assert two.tally.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds were the others'"
     assert two.acting.tolist() == [True, False, True, False]
 
@@ -250,8 +250,8 @@ def test_agents_at_random_do_not_do_the_same() -> None:
 
 def test_trained_evaluated_and_recorded_from_the_command_line(tiltyard: Any, runs: Path, tmp_path: Path) -> None:
     little = ("stop.env_steps=300", "engine.envs=2", "algo.rollout=24", "algo.minibatch=48", "eval.episodes=2")
-    said = tiltyard("train", "visitors", *little, "track.tensorboard=false")
-    assert "3 agents with one policy" in said.stderr and "at most 144 env steps (6 rows x 24)" in said.stderr
-    said = tiltyard("eval", "visitors", "--episodes", "2", "--save-rollouts", "data")
-    assert "late_return" in said.stdout + said.stderr
+    output = tiltyard("train", "visitors", *little, "track.tensorboard=false")
+    assert "3 agents with one policy" in output.stderr and "at most 144 env steps (6 rows x 24)" in output.stderr
+    output = tiltyard("eval", "visitors", "--episodes", "2", "--save-rollouts", "data")
+    assert "late_return" in output.stdout + output.stderr
     assert {episode.meta["agent"] for episode in read_episodes("data")} == {"host", "late", "early"}

@@ -48,10 +48,10 @@ def test_car_pass_has_a_state() -> None:
         ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
     ],
 )
-def test_broken_contracts_are_named(fault: str, said: str) -> None:
+def test_broken_contracts_are_named(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         examine(Env(id=BAD, options={"fault": fault}), BASE, False)
-    assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
+    assert output in caught.value.message and caught.value.hint and "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_broken_contracts_are_named(fault: str, said: str) -> None:
         ("constructor interrupt", "raised KeyboardInterrupt while it was probed"),
     ],
 )
-def test_a_child_that_dies_is_an_answer_too(fault: str, said: str) -> None:
+def test_a_child_that_dies_is_an_answer_too(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         probe(Env(id=BAD, options={"fault": fault}), base=BASE)
-    assert said in caught.value.message
+    assert output in caught.value.message
     if fault not in ("segv", "exit"):
         assert "bad_envs.py" in caught.value.details and "tiltyard/envs" not in caught.value.details
 
@@ -88,10 +88,10 @@ def test_problems_with_options_come_through_as_problems() -> None:
 @pytest.mark.parametrize(
     ("fault", "said"), [("prints", "reset() prints to stdout"), ("prints from C", "step() prints to stdout")]
 )
-def test_printing_to_stdout_is_refused(fault: str, said: str) -> None:
+def test_printing_to_stdout_is_refused(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         probe(Env(id=BAD, options={"fault": fault}), base=BASE)
-    assert said in caught.value.message and "'hello from" in caught.value.message
+    assert output in caught.value.message and "'hello from" in caught.value.message
     assert "env.strict=false" in caught.value.hint
 
 

@@ -121,10 +121,10 @@ def test_fill_stack_repeats() -> None:
         (spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "a.b": spaces.Discrete(2)}), "'a.b'"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(space: spaces.Space, said: str) -> None:
+def test_what_cannot_be_stored_is_refused(space: spaces.Space, output: str) -> None:
     with pytest.raises(UseError) as caught:
         observation_specs(space, 1)
-    assert said in caught.value.message and caught.value.hint
+    assert output in caught.value.message and caught.value.hint
 
 
 def test_spec_survives_json() -> None:

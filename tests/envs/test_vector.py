@@ -234,7 +234,7 @@ def test_pictures_of_rows_and_of_ends() -> None:
         ("old_step", EnvError, "wrong form"),
     ],
 )
-def test_a_contract_broken_later_names_row_episode_and_key(fault: str, kind: type, said: str) -> None:
+def test_a_contract_broken_later_names_row_episode_and_key(fault: str, kind: type, output: str) -> None:
     env = Env(id="bad_envs.py:BadEnv", options={"fault": fault, "at": 30}, time_limit=40)
     group = group_of(env, rows=2, first_row=6)
     group.reset()
@@ -242,7 +242,7 @@ def test_a_contract_broken_later_names_row_episode_and_key(fault: str, kind: typ
         group.step(np.zeros((2, 1), np.float32))
     with pytest.raises(kind) as caught:
         group.step(np.zeros((2, 1), np.float32))
-    assert said in caught.value.message and "row 6, episode 0" in caught.value.message and caught.value.hint
+    assert output in caught.value.message and "row 6, episode 0" in caught.value.message and caught.value.hint
     if fault in ("nan", "inf", "reward_nan"):
         assert caught.value.batch
     if fault == "raise":

@@ -39,13 +39,13 @@ def shared(instance: str) -> list[Path]:
 
 
 def played(env: Doom, seed: int, steps: int) -> list[tuple]:
-    rng, said = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
+    rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
     for _ in range(steps):
         obs, *rest = env.step(int(rng.integers(env.action_space.n)))
-        said.append((obs.tobytes(), *rest))
+        output.append((obs.tobytes(), *rest))
         if rest[1] or rest[2]:
             break
-    return said
+    return output
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
         (Env(id="doom:my_way_home", options={"variables": True}), "no game variables", "leave"),
     ],
 )
-def test_wrong_names_are_one_sentence(env: Env, said: str, hint: str) -> None:
+def test_wrong_names_are_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
-    assert said in caught.value.message and hint in caught.value.hint
+    assert output in caught.value.message and hint in caught.value.hint
 
 
 def test_basic_is_probed_and_counts_frames() -> None:

@@ -58,9 +58,9 @@ def test_a_policy_that_learned_beats_one_that_did_not(tiltyard: Command, able: s
     assert json.loads(tiltyard(*words, "--json").stdout) == found, "the same seed, the same episodes"
     rows = list(csv.DictReader(StringIO(tiltyard(*words, "--csv").stdout)))
     assert [int(row["wins"]) for row in rows] == [each["wins"] for each in found["bouts"]]
-    said = tiltyard(*words).stdout
-    assert "60 episodes of each pair in each seating, sampled, seed 7" in said
-    assert said.splitlines()[-2].split()[0] == able
+    output = tiltyard(*words).stdout
+    assert "60 episodes of each pair in each seating, sampled, seed 7" in output
+    assert output.splitlines()[-2].split()[0] == able
 
 
 def test_policies_are_named_by_run_step_best_folder_and_name(able: str, coin: str) -> None:

@@ -52,14 +52,14 @@ class CustomModel(torch.nn.Module):
     ],
 )
 def test_an_env(
-    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, said: str
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, output: str
 ) -> None:
     (tmp_path / "quits.py").write_text(ENV)
     monkeypatch.setenv("HOW", how)
     done = tiltyard("train", "quits.py:Quits", *QUICK, expect=1)
-    assert said in done.stderr and "plugins/quits.py" in done.stderr and "in step" in done.stderr
+    assert output in done.stderr and "plugins/quits.py" in done.stderr and "in step" in done.stderr
     run = find("last", runs)
-    assert run.state == "failed" and said in run.status()["reason"]
+    assert run.state == "failed" and output in run.status()["reason"]
     monkeypatch.setenv("HOW", "not")
     tiltyard("resume", "last")
 
@@ -80,15 +80,15 @@ def test_an_env_and_a_policy_in_an_evaluation(
     ("how", "said"), [("exit", "called sys.exit(0)"), ("raise", "raised ValueError: out of ideas")]
 )
 def test_a_model(
-    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, said: str
+    tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, output: str
 ) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     monkeypatch.setenv("HOW", how)
     words = ["train", "CartPole-v1", "model.id=net.py", *QUICK]
     done = tiltyard(*words, expect=1)
-    assert f"model plugins/net.py:CustomModel {said}" in done.stderr and "in forward" in done.stderr
+    assert f"model plugins/net.py:CustomModel {output}" in done.stderr and "in forward" in done.stderr
     assert "tiltyard/models" not in done.stderr
     monkeypatch.setenv("HOW", "not")
     tiltyard(*words, "eval.at_end=false")
     monkeypatch.setenv("HOW", how)
-    assert f"model plugins/net.py:CustomModel {said}" in tiltyard("eval", "last", "--episodes", "40", expect=1).stderr
+    assert f"model plugins/net.py:CustomModel {output}" in tiltyard("eval", "last", "--episodes", "40", expect=1).stderr

@@ -84,9 +84,9 @@ def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, pro
     well = tmp_path / "well"
     # Four gradient steps an update: it fails in the second one of the sixth update.
     model = ["model.id=breaks.py", "model.options.after=21", f"model.options.well={well}"]
-    said = tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.env_steps=320", expect=1)
+    output = tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.env_steps=320", expect=1)
     run = find("last", runs)
-    assert "the layer broke" in said.stderr and "the layer broke" in run.status()["reason"]
+    assert "the layer broke" in output.stderr and "the layer broke" in run.status()["reason"]
     assert newest(run) == 160
     if processes == ["engine.workers=0"]:  # the policy as it was before the update that failed, to the bit
         tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.updates=5", "name=five")
@@ -96,8 +96,8 @@ def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, pro
         )
         assert all((theirs[name] == array).all() for name, array in weights.items())
     well.touch()
-    said = tiltyard("resume", run.id)
-    assert "continues from the checkpoint at env step 160" in said.stderr and "begin new episodes" in said.stderr
+    output = tiltyard("resume", run.id)
+    assert "continues from the checkpoint at env step 160" in output.stderr and "begin new episodes" in output.stderr
     assert run.state == "finished" and run.status()["progress"]["env_steps"] == 320
 
 
@@ -113,9 +113,9 @@ def test_the_last_checkpoint_pushes_out_no_other(tiltyard: Command, runs: Path, 
 def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=worker", "env.step_timeout=1", "engine.workers=1"]
-    said = tiltyard("train", "hangs.py", *SHORT, *env, "engine.restarts=0", "stop.env_steps=1e6", expect=1)
+    output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.restarts=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    assert "engine.restarts is used up" in said.stderr
+    assert "engine.restarts is used up" in output.stderr
     assert newest(run) == 192, "six updates were whole"
 
 
@@ -123,11 +123,11 @@ def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
 def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path, isolate: str) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=driver", "env.step_timeout=1", f"env.isolate={isolate}"]
-    said = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
+    output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
     told = "it did not come back from step() within 1 s (env.step_timeout)"
-    assert told in said.stderr and told in run.status()["reason"]
-    assert isolate == "process" or "time.sleep(1000)" in said.stderr, "where it hangs is shown"
+    assert told in output.stderr and told in run.status()["reason"]
+    assert isolate == "process" or "time.sleep(1000)" in output.stderr, "where it hangs is shown"
     assert newest(run) == 192
 
 
@@ -135,11 +135,11 @@ def test_an_env_that_hangs_in_an_evaluation(tiltyard: Command, runs: Path) -> No
     Path("hangs.py").write_text(HANGS)
     here = [f"env.options.where={os.getpid()}", "env.options.after=5"]  # after five steps, but not where it is probed
     evaluation = ["eval.at_end=true", "eval.episodes=2", "env.step_timeout=1", "stop.env_steps=96"]
-    said = tiltyard("train", "hangs.py", *SHORT, *here, *evaluation, "engine.workers=2", expect=1)
+    output = tiltyard("train", "hangs.py", *SHORT, *here, *evaluation, "engine.workers=2", expect=1)
     run = find("last", runs)
-    assert "it did not come back from step() within 1 s" in said.stderr and newest(run) == 96
-    said = in_own_process("resume", run.id)  # in another process nothing hangs
-    assert "begin new episodes" not in said.stderr, "training itself was not cut"
+    assert "it did not come back from step() within 1 s" in output.stderr and newest(run) == 96
+    output = in_own_process("resume", run.id)  # in another process nothing hangs
+    assert "begin new episodes" not in output.stderr, "training itself was not cut"
     assert run.state == "finished" and run.status()["eval_return"] is not None
 
 
@@ -153,9 +153,9 @@ def test_envs_that_take_long_to_make_for_an_evaluation_do_not_hang(tiltyard: Com
 def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=driver", "env.options.how=lock", "env.step_timeout=1"]
-    said = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
+    output = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
     told = "an env hangs: it did not come back from step() within 1 s"
-    assert f"error: {told}" in said.stderr and "hangs.py, line" in run.status()["reason"]
+    assert f"error: {told}" in output.stderr and "hangs.py, line" in run.status()["reason"]
     assert run.state == "failed" and newest(run) == 192
     assert [event["kind"] for event in read_events(run)][-2:] == ["saved", "failed"]

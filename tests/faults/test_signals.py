@@ -140,8 +140,8 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(
 def test_a_stop_in_the_last_evaluation_exits_75_and_resume_finishes(cut: Path, tiltyard: Command, runs: Path) -> None:
     cut.write_text("SIGHUP")
     words = [f"{key}.{name}={value}" for key in ("engine", "algo", "eval") for name, value in EVALUATED[key].items()]
-    said = tiltyard("train", "cut.py:Cut", *words, "stop.env_steps=128", "track.tensorboard=false", expect=75)
-    assert "tiltyard resume" in said.stderr and find("last", runs).state == "stopped"
+    output = tiltyard("train", "cut.py:Cut", *words, "stop.env_steps=128", "track.tensorboard=false", expect=75)
+    assert "tiltyard resume" in output.stderr and find("last", runs).state == "stopped"
     tiltyard("resume", "last")
     assert [steps for steps, _ in evaluations(find("last", runs))] == [64, 128]
 

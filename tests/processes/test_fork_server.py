@@ -91,9 +91,9 @@ def test_who_builds_engine_after_engine_has_copies_of_one() -> None:
         assert nurseries() == 1
         below = descendants(os.getpid())
         one.fork({"role": "w", "number": 7}, [])  # told nothing, its life fails at once
-        born = heard(one)
-        assert born["number"] == 7 and born["born"] not in below
-        assert heard(one) == {"died": born["born"], "status": 1}
+        started = heard(one)
+        assert started["number"] == 7 and started["started"] not in below
+        assert heard(one) == {"exited": started["started"], "status": 1}
         assert other.poll_events() is None  # which is nothing to the other
         one.close()
         other.fork({"role": "w", "number": 8}, [])

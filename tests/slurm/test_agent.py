@@ -155,8 +155,8 @@ def test_a_trainer_that_is_killed_is_started_again_and_changes_are_made_once(sto
     attempt(stopped, 3)
     assert stopped.state == "running"
     child.send_signal(signal.SIGTERM)
-    said, _ = child.communicate(timeout=100)
-    assert child.returncode == 75, said
+    output, _ = child.communicate(timeout=100)
+    assert child.returncode == 75, output
     assert verdict(stopped) == "5 3 stopped\n"
     assert stopped.status()["state"] == "stopped"
     sentences = [event["sentence"] for event in read_events(stopped)]
@@ -170,9 +170,9 @@ def test_a_trainer_that_is_killed_is_started_again_and_changes_are_made_once(sto
 def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> None:
     started = time.time()
     child = agent(stopped, "stop.env_steps=1e9", SLURM_JOB_END_TIME=str(int(started) + 50), lead=60.0)
-    said, _ = child.communicate(timeout=100)
-    assert 15 <= time.time() - started < 50, said
-    assert child.returncode == 0 and verdict(stopped) == "5 0 requeue\n", said
+    output, _ = child.communicate(timeout=100)
+    assert 15 <= time.time() - started < 50, output
+    assert child.returncode == 0 and verdict(stopped) == "5 0 requeue\n", output
     assert stopped.status()["state"] == "queued"
     sentences = [event["sentence"] for event in read_events(stopped)]
     assert "no signal came before the time limit; the agent asks for the last save itself" in sentences
@@ -186,8 +186,8 @@ def test_a_run_that_comes_no_further_is_given_up(stopped: Run, monkeypatch: pyte
     child = agent(stopped, "stop.env_steps=1e9")
     wait_for(lambda: "job 5 started" in stopped.events_file.read_text(), "the agent's start")
     child.send_signal(signal.SIGUSR2)
-    said, _ = child.communicate(timeout=100)
-    assert child.returncode == 75 and verdict(stopped) == "5 0 failed\n", said
+    output, _ = child.communicate(timeout=100)
+    assert child.returncode == 75 and verdict(stopped) == "5 0 failed\n", output
     assert stopped.status()["state"] == "failed"
     assert stopped.status()["reason"].startswith("no progress: 2 jobs in a row ended at env step 64")
 
@@ -201,8 +201,8 @@ def test_a_run_that_somebody_wants_stopped_does_not_begin(stopped: Run) -> None:
 
 def test_what_cannot_start_fails_and_is_never_requeued(stopped: Run) -> None:
     child = agent(stopped, "algo.lr=nonsense")
-    said, _ = child.communicate(timeout=100)
-    assert child.returncode == 2 and verdict(stopped) == "5 0 failed\n", said
+    output, _ = child.communicate(timeout=100)
+    assert child.returncode == 2 and verdict(stopped) == "5 0 failed\n", output
     assert stopped.status()["reason"] == "the trainer ended with exit code 2; see logs/job-5.out"
 
 

@@ -52,7 +52,7 @@ def write_plan(**values: Any) -> Path:
     return Path("plan.yaml")
 
 
-def said(what: str) -> list[dict[str, Any]]:
+def output(what: str) -> list[dict[str, Any]]:
     return [line for line in atomic.read_lines(Path("said.jsonl"))[0] if line["what"] == what]
 
 

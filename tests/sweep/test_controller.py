@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import Command
 from tests.counts import LONG, count
 from tests.sweep.pbt_sweep import ENV
-from tests.sweep.talker import PROGRAM, said, write_plan
+from tests.sweep.talker import PROGRAM, output, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.processes import proc
 from tiltyard.run import atomic, metrics
@@ -86,7 +86,7 @@ def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2], "text": [odd, "--"]}, seeds=2, max_parallel=2, environment={"ODD": odd})
     out = tiltyard("sweep", "start", "plan.yaml")
     assert "8: 8 finished" in out.stdout
-    done = said("done")
+    done = output("done")
     assert len(done) == 8
     assert len({line["trial"] for line in done}) == 8
     assert Counter((line["given"]["x"], line["given"]["text"], line["given"]["seed"]) for line in done) == Counter(
@@ -101,9 +101,9 @@ def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
     assert not Path("x").exists()
     # started again there is nothing left to do, and a second sweep is only made when asked for
     assert "goes on" in tiltyard("sweep", "start", "plan.yaml").stderr
-    assert len(said("done")) == 8
+    assert len(output("done")) == 8
     tiltyard("sweep", "start", "plan.yaml", "--new")
-    assert len(said("done")) == 16
+    assert len(output("done")) == 16
 
 
 def test_failures_are_retried_with_back_off_told_and_retried_by_hand(tiltyard: Command) -> None:
@@ -111,18 +111,18 @@ def test_failures_are_retried_with_back_off_told_and_retried_by_hand(tiltyard: C
     out = tiltyard("sweep", "start", "plan.yaml", expect=1)
     assert "3: 2 finished, 1 failed" in out.stdout
     assert "trial 2 failed: exit code 1: x is bad today" in out.stdout
-    began = [line["time"] for line in said("began") if line["given"]["x"] == "2"]
+    began = [line["time"] for line in output("began") if line["given"]["x"] == "2"]
     assert len(began) == 3
     assert began[1] - began[0] >= 0.3
     assert began[2] - began[1] >= 0.6
     assert tiltyard("sweep", "status", expect=1).stdout == out.stdout
     tiltyard("sweep", "start", "toy", expect=1)
-    assert len(said("began")) == 5, "a trial that failed for good is started by `retry` only"
+    assert len(output("began")) == 5, "a trial that failed for good is started by `retry` only"
 
     Path("bad").write_text("")
     assert "trial 2" in tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
     assert "3: 3 finished" in tiltyard("sweep", "retry", "--failed").stdout
-    assert [line["given"]["x"] for line in said("began")[5:]] == ["2"]
+    assert [line["given"]["x"] for line in output("began")[5:]] == ["2"]
     assert "no trial" in tiltyard("sweep", "retry", "--failed").stderr
 
 
@@ -132,7 +132,7 @@ def test_extensions_add_trials(tiltyard: Command) -> None:
     tiltyard("sweep", "extend", "--trials", "1")
     tiltyard("sweep", "extend", "--seeds", "1", "--dry-run")
     tiltyard("sweep", "extend", "--seeds", "1")
-    found = Counter((line["given"]["x"], line["given"]["seed"]) for line in said("done"))
+    found = Counter((line["given"]["x"], line["given"]["seed"]) for line in output("done"))
     assert set(found.values()) == {1}
     assert len(found) == 3 * 3
     assert {seed for _, seed in found} == {"0", "1", "2"}
@@ -193,7 +193,7 @@ def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs:
 def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3, 4], "sleep": [20.0]}, max_parallel=2)
     child = controller("start", "plan.yaml")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     assert "is carried out by" in tiltyard("sweep", "start", "last", expect=2).stderr
     if way == "SIGTERM":
         child.terminate()
@@ -201,10 +201,10 @@ def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
         tiltyard("sweep", "stop")
     assert child.wait(60) == 75
     assert look(find_sweep("last")).counts == {"stopped": 2, "waiting": 2}
-    assert said("done") == []
+    assert output("done") == []
     Path("program.py").write_text(PROGRAM.replace("time.sleep", "float"))
     assert "4: 4 finished" in tiltyard("sweep", "start", "last").stdout
-    assert len(said("done")) == 4
+    assert len(output("done")) == 4
 
 
 def test_in_the_background(tiltyard: Command) -> None:
@@ -225,12 +225,12 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     Path("bad").write_text("")
     assert "hears of it" in tiltyard("sweep", "retry", "--failed").stderr
     assert "hears of it" in tiltyard("sweep", "extend", "--seeds", "1").stderr
-    wait_until(lambda: len(said("done")) == 2)
+    wait_until(lambda: len(output("done")) == 2)
     Path("go").touch()
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
     assert look(find_sweep("last")).counts == {"finished": 4}
-    assert len(said("done")) == 4
+    assert len(output("done")) == 4
 
 
 def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
@@ -265,8 +265,8 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
     child.wait()
     os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
     child = controller("start", "plan.yaml")
-    wait_until(lambda: len(said("began")) == 2)
-    assert said("overlap") == []
+    wait_until(lambda: len(output("began")) == 2)
+    assert output("overlap") == []
     assert proc.read(inner) is None
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=100)
@@ -419,7 +419,7 @@ def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> 
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     Path("wait").write_text("")
     child = controller("start", "plan.yaml")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     child.kill()
     child.wait()
     assert "state    stopped, while 2 trials go on by themselves" in tiltyard("sweep", "status").stdout
@@ -428,7 +428,7 @@ def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> 
     assert watching.poll() is None
     Path("wait").unlink()
     assert watching.wait(60) == 0
-    assert len(said("done")) == 2
+    assert len(output("done")) == 2
 
 
 def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command) -> None:
@@ -438,7 +438,7 @@ def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command)
     Path("bad").write_text("")
     os.environ.pop("ODD", None)  # as in another shell
     tiltyard("sweep", "retry", "--failed")
-    assert [line["odd"] for line in said("began")] == ["of the lab"] * 3
+    assert [line["odd"] for line in output("began")] == ["of the lab"] * 3
     os.environ.pop("ODD", None)
 
 
@@ -469,8 +469,8 @@ def test_kill_9_of_controllers_and_trials_at_any_moment(kind: str, runs: Path) -
     _, errors = child.communicate(timeout=1000 if LONG else 200)
     assert child.returncode == 0, errors
     assert list(runs.glob("toy/sweep-*")) == [sweep.folder]
-    assert said("overlap") == []
-    done = Counter(line["trial"] for line in said("done"))
+    assert output("overlap") == []
+    done = Counter(line["trial"] for line in output("done"))
     assert set(done) == {sweep.place(trial.number).name for trial in sweep.trials()}
     assert kind == "tpe" or set(done.values()) == {1}
     for row in look(sweep).rows:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.sweep.pbt_sweep import EXPERIMENT, plan
-from tests.sweep.talker import PROGRAM, most_at_once, said, write_plan
+from tests.sweep.talker import PROGRAM, most_at_once, output, write_plan
 from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
 from tiltyard.config.yaml import parse_yaml
@@ -109,7 +109,7 @@ def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) 
     write_plan(space={"x": [1, 2, 3]}, max_parallel=3, pause_between=3.0)
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(find_sweep("toy")))
-    began = sorted(line["time"] for line in said("began"))
+    began = sorted(line["time"] for line in output("began"))
     assert len(began) == 3 and began[2] - began[0] > 2, "six seconds, and what starting a program takes more or less"
 
 
@@ -126,13 +126,13 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     Path("wait").touch()
     out = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     Path("wait").unlink()
     assert "Trial 1 was submitted as job 1000." in out.stderr and "Trial 3" not in out.stderr
     wait_until(lambda: over(sweep))  # every job submits the next one: nobody else is there
     assert look(sweep).counts == {"finished": 3, "failed": 1}
-    assert most_at_once() == 2 and len(said("began")) == 4
-    assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in said("began")} == {(odd, odd, odd)}
+    assert most_at_once() == 2 and len(output("began")) == 4
+    assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in output("began")} == {(odd, odd, odd)}
     asked = atomic.read_json(queue / "job-1000")
     assert asked["--name"] == f"toy.sweep-0001.{sweep.place(1).name}"
     assert asked["--instance"] == "dgxa100.80g.1.norm"
@@ -143,7 +143,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
     wait_until(lambda: over(sweep))
-    assert len(said("began")) == 5 and look(sweep).counts == {"finished": 4}
+    assert len(output("began")) == 5 and look(sweep).counts == {"finished": 4}
 
 
 def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
     wait_until(lambda: over(sweep))
-    assert Counter(line["trial"] for line in said("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 6)})
+    assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 6)})
 
 
 def test_where_jobs_cannot_submit_whoever_watches_does(
@@ -166,9 +166,9 @@ def test_where_jobs_cannot_submit_whoever_watches_does(
     events = sweep.folder / "events.jsonl"
     wait_until(lambda: "A turn could not be taken: there is no ngc here" in events.read_text())
     wait_until(lambda: look(sweep).state == "stopped")  # whose turn it was has said so before it let go of the lock
-    assert len(said("done")) == 1
+    assert len(output("done")) == 1
     assert "3: 3 finished" in tiltyard("sweep", "watch", "--every", "0.3").stdout
-    assert len(said("began")) == 3
+    assert len(output("began")) == 3
 
 
 def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, queue: Path) -> None:
@@ -177,7 +177,7 @@ def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, q
     write_plan(space={"x": [1, 2]}, max_parallel=1)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
-    wait_until(lambda: len(said("began")) == 1)
+    wait_until(lambda: len(output("began")) == 1)
     (queue / "down").touch()
 
     events = find_sweep("toy").folder / "events.jsonl"
@@ -198,14 +198,14 @@ def test_the_last_job_waits_for_a_queue_that_is_down_for_a_while(tiltyard: Comma
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
-    wait_until(lambda: len(said("began")) == 1)
+    wait_until(lambda: len(output("began")) == 1)
     (queue / "down").touch()
     Path("wait").unlink()
     events = sweep.folder / "events.jsonl"
     wait_until(lambda: "A turn could not be taken: trial 2 was refused" in events.read_text())
     (queue / "down").unlink()
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 2} and len(said("began")) == 2
+    assert look(sweep).counts == {"finished": 2} and len(output("began")) == 2
 
 
 def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:
@@ -213,7 +213,7 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     os.killpg(atomic.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     tiltyard("sweep", "stop")
@@ -234,14 +234,14 @@ def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Pa
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
-    wait_until(lambda: len(said("began")) == 2)
+    wait_until(lambda: len(output("began")) == 2)
     tiltyard("sweep", "stop")
     assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
     wait_until(lambda: gone(queue, 1001))  # else it still has the only place
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
     wait_until(lambda: look(sweep).counts == {"finished": 2, "stopped": 1})
-    assert [line["given"]["x"] for line in said("began")] == ["1", "2", "1", "3"]
+    assert [line["given"]["x"] for line in output("began")] == ["1", "2", "1", "3"]
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
@@ -319,7 +319,7 @@ def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> No
     (queue / "down").unlink()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(sweep))
-    assert len(said("began")) == 2
+    assert len(output("began")) == 2
 
 
 def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: Command, queue: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
-    wait_until(lambda: said("began"))
+    wait_until(lambda: output("began"))
     os.killpg(atomic.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     (queue / "job-1000").rename(queue / "forgotten")
     wait_until(lambda: Run(sweep.place(1)).state == "lost")

@@ -73,8 +73,8 @@ def test_asha_on_paper() -> None:
     assert asha(rule, {1: curves[1], 2: curves[2]}, {1, 2}) == {}, "two are too few to tell a third from"
     curves[6].append((30, 0.0))
     assert 6 not in asha(rule, curves, {6}), "alone at its rung, whatever it shows"
-    said = asha(rule, curves, {2})[2]
-    assert said == "place 6 of 6 at 10 env steps, and the first 2 go on"
+    output = asha(rule, curves, {2})[2]
+    assert output == "place 6 of 6 at 10 env steps, and the first 2 go on"
 
 
 @pytest.mark.parametrize(("goal", "out"), [("maximise", {1}), ("minimise", {7})])

@@ -86,8 +86,8 @@ def population(**more: Any) -> Plan:
     values = {
         "experiment": {"env": {"id": "x", "options": {"rewards": {"hit": 2.0, "deep": {"walk": -1}, "on": True}}}}
     }
-    said: dict[str, Any] = {"search": "population", "trials": 8, "seeds": [5], **values, **more}
-    return load_plan(said)[0]
+    output: dict[str, Any] = {"search": "population", "trials": 8, "seeds": [5], **values, **more}
+    return load_plan(output)[0]
 
 
 def test_members_begin_spread_over_the_space() -> None:

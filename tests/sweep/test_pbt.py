@@ -505,9 +505,9 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
         ({"experiment": {**EXPERIMENT, "eval": {"every": 100}}, "metric": "eval/return"}, "eval.every = 100"),
     ],
 )
-def test_what_makes_no_population_is_refused_with_a_sentence(more: Any, said: str, tiltyard: Command) -> None:
+def test_what_makes_no_population_is_refused_with_a_sentence(more: Any, output: str, tiltyard: Command) -> None:
     plan([1.0, 2.0], **more)
-    assert said in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
+    assert output in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
     assert not Path("runs").exists()
 
 

@@ -106,9 +106,9 @@ def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, 
     assert not runs.exists()
     tiltyard("sweep", "start", word)
     assert [sweep.id for sweep in sweeps(runs)] == ["study-first/sweep-0001", "study-second/sweep-0001"]
-    said = [json.loads(line) for line in Path("said").read_text().splitlines()]
+    output = [json.loads(line) for line in Path("said").read_text().splitlines()]
     first, second = find_sweep("study-first"), find_sweep("study-second")
-    assert sorted(argv for argv, _ in said[:2]) == [
+    assert sorted(argv for argv, _ in output[:2]) == [
         [
             "--fixed",
             "a b",
@@ -121,8 +121,8 @@ def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, 
         ]
         for number, lr in ((1, 0.1), (2, 0.2))
     ]
-    assert said[2][0][:2] == ["--on=True", "--text=it's $HOME"]
-    assert said[2][1] == "x;y"
+    assert output[2][0][:2] == ["--on=True", "--text=it's $HOME"]
+    assert output[2][1] == "x;y"
     assert second.trials()[0].settings == {"on": True, "text": "it's $HOME"}
 
 
@@ -178,10 +178,10 @@ def test_what_is_no_description(tiltyard: Command) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_description_is_its_authors(text: str, said: str, tiltyard: Command) -> None:
+def test_what_is_wrong_with_a_description_is_its_authors(text: str, output: str, tiltyard: Command) -> None:
     Path("study.py").write_text(text)
     told = tiltyard("sweep", "start", "study.py", expect=2).stderr
-    assert said in told and "defect" not in told
+    assert output in told and "defect" not in told
     assert 'study.py", line' in told, "where it is wrong"
 
 
@@ -204,9 +204,9 @@ RUN_DESCRIPTION = RunDescription(
 def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tiltyard: Command, runs: Path) -> None:
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
-    said = tiltyard("sweep", "start", "study.py", "--detach")
-    assert said.stdout.split() == ["s-a/sweep-0001", "s-b/sweep-0001"]
-    assert len(set(re.findall(r"carried out by pid (\d+), one after another", said.stderr))) == 1
+    output = tiltyard("sweep", "start", "study.py", "--detach")
+    assert output.stdout.split() == ["s-a/sweep-0001", "s-b/sweep-0001"]
+    assert len(set(re.findall(r"carried out by pid (\d+), one after another", output.stderr))) == 1
     until = time.monotonic() + 120
     while not (look(find_sweep("s-b")).state == "finished" and not find_sweep("s-b").controlled):
         assert time.monotonic() < until
@@ -219,8 +219,8 @@ def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tilt
 def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: Path) -> None:
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
-    said = tiltyard("sweep", "start", "study.py").stdout
-    assert "none of 2 that are over has recorded scor; did you mean 'score'?" in said
+    output = tiltyard("sweep", "start", "study.py").stdout
+    assert "none of 2 that are over has recorded scor; did you mean 'score'?" in output
     assert "did you mean 'score'?" in tiltyard("sweep", "best", "s-a", expect=2).stderr
     shown = tiltyard("show", "s-a/sweep-0001/2").stdout
     for line in (
@@ -263,6 +263,6 @@ def test_a_sweep_may_be_renamed_and_is_deleted_as_a_whole(tiltyard: Command, run
     assert "0 trials of copied/sweep-0001 would go on" in tiltyard("sweep", "start", "copied", "--dry-run").stderr
     assert "a trial of a sweep" in tiltyard("rm", "copied", "--yes", expect=2).stderr
     assert "tiltyard sweep stop copied/sweep-0001" in tiltyard("stop", "copied/sweep-0001", expect=2).stderr
-    said = tiltyard("rm", "copied/sweep-0001", "--yes").stderr
-    assert said.count("deleted ") == 3 and "deleted sweep copied/sweep-0001" in said
+    output = tiltyard("rm", "copied/sweep-0001", "--yes").stderr
+    assert output.count("deleted ") == 3 and "deleted sweep copied/sweep-0001" in output
     assert not (runs / "copied").exists() and find_sweep("s-a").trial_folders()

@@ -115,10 +115,10 @@ def test_no_draw_comes_twice_while_there_are_others() -> None:
         ({"use": ["classic"]}, "presets"),
     ],
 )
-def test_what_makes_no_space_is_told(space: dict[str, Any], said: str) -> None:
+def test_what_makes_no_space_is_told(space: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as error:
         dimensions(plan(space))
-    assert said in error.value.details
+    assert output in error.value.details
 
 
 def test_all_problems_of_a_space_are_told_at_once() -> None:
@@ -142,10 +142,10 @@ def test_all_problems_of_a_space_are_told_at_once() -> None:
         ({"experiment": "x", "stop": {"rule": "asha"}}, "stop.after: is missing"),
     ],
 )
-def test_what_makes_no_plan_is_told(values: dict[str, Any], said: str) -> None:
+def test_what_makes_no_plan_is_told(values: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_plan(values)
-    assert said in error.value.details
+    assert output in error.value.details
 
 
 def test_short_forms() -> None:

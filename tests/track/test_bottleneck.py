@@ -53,8 +53,8 @@ class CustomEnv(CartPoleEnv):
     ],
 )
 def test_the_sentence_names_what_takes_the_time(time: dict[str, float], workers: dict[str, float], begins: str) -> None:
-    said = verdict(time, workers)
-    assert said.startswith(begins) and bool(said) == bool(begins)
+    output = verdict(time, workers)
+    assert output.startswith(begins) and bool(output) == bool(begins)
 
 
 def bound(run: product.Run, tiltyard: Command) -> str:

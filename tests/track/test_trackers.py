@@ -34,11 +34,11 @@ def record(env_steps):
 
 def told(folder, mirrors, steps):
     """What training does per record; returns everything that was said."""
-    said = []
+    output = []
     for step in steps:
         metrics.append(folder, record(step))
-        said += mirrors.record(record(step))
-    return said
+        output += mirrors.record(record(step))
+    return output
 
 
 def tensorboard_steps(folder):
@@ -79,9 +79,9 @@ def test_a_run_that_starts_over_supersedes_everything(tmp_path):
 def test_a_mirror_that_cannot_open_is_said_once_and_the_other_goes_on(tmp_path):
     (tmp_path / "wandb").write_text("in the way")
     mirrors = Trackers(tmp_path, experiment(wandb="offline"), 0)
-    said = told(tmp_path, mirrors, [1, 2, 3]) + mirrors.close()
-    assert len(said) == 1
-    assert said[0].startswith("W&B is off for the rest of this attempt (FileExistsError: ")
+    output = told(tmp_path, mirrors, [1, 2, 3]) + mirrors.close()
+    assert len(output) == 1
+    assert output[0].startswith("W&B is off for the rest of this attempt (FileExistsError: ")
     assert tensorboard_steps(tmp_path) == [1, 2, 3]
 
 
@@ -89,9 +89,9 @@ def test_a_mirror_that_breaks_while_training_is_said_once_and_training_goes_on(t
     mirrors = Trackers(tmp_path, experiment(), 0)
     assert told(tmp_path, mirrors, [1]) == []
     mirrors._open["TensorBoard"]._file.close()  # as a file system that was unmounted
-    said = told(tmp_path, mirrors, [2, 3]) + mirrors.close()
-    assert len(said) == 1
-    assert "TensorBoard is off" in said[0] and "training goes on" in said[0]
+    output = told(tmp_path, mirrors, [2, 3]) + mirrors.close()
+    assert len(output) == 1
+    assert "TensorBoard is off" in output[0] and "training goes on" in output[0]
     assert len(metrics.read(tmp_path)) == 3
 
 
@@ -112,9 +112,9 @@ def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setenv("HOME", str(tmp_path))
     mirrors = Trackers(tmp_path, experiment(wandb="online"), 0)
-    said = told(tmp_path, mirrors, [1, 2]) + mirrors.close()
+    output = told(tmp_path, mirrors, [1, 2]) + mirrors.close()
     server.close()
-    assert len(said) == 1 and said[0].startswith("W&B is off")
+    assert len(output) == 1 and output[0].startswith("W&B is off")
     assert tensorboard_steps(tmp_path) == [1, 2]
 
 

@@ -26,8 +26,8 @@ def experiment(**algo: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def learned() -> Iterator[tuple[Engine, Report]]:
-    said = experiment()
-    engine = make_engine(said, probe(said.env, base=()), ())
+    output = experiment()
+    engine = make_engine(output, probe(output.env, base=()), ())
     yield engine, engine.step()
     engine.close()
 

@@ -196,8 +196,8 @@ def test_without_ray_one_line_says_what_to_type(runs: Path, monkeypatch: pytest.
         "m.version = version\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = in_own_process("train", "CartPole-v1", "algo.id=dqn", expect=2)
-    assert "pip install 'tiltyard[ray]'" in said.stderr and "Traceback" not in said.stderr
+    output = in_own_process("train", "CartPole-v1", "algo.id=dqn", expect=2)
+    assert "pip install 'tiltyard[ray]'" in output.stderr and "Traceback" not in output.stderr
     assert list(runs.glob("*/0*")) == []
 
 

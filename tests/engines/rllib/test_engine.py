@@ -75,7 +75,7 @@ def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> No
 
     if memory == "none":  # what a policy is goes on anywhere
         other = engine("CartPole-v1", *SMALL, "engine.envs=4", "model.normalise.obs=true", "engine.kind=serial")
-        assert any("weights are taken over, the optimiser starts anew" in said for said in other.load(tmp_path))
+        assert any("weights are taken over, the optimiser starts anew" in output for output in other.load(tmp_path))
         assert all(array.tobytes() == kept[name].tobytes() for name, array in other.snapshot().weights.items())
         assert other.step().progress.env_steps > report.progress.env_steps
 
@@ -203,14 +203,14 @@ def test_a_runner_that_dies_is_replaced_and_told(engine: Make) -> None:
     pids = group.foreach_env_runner(lambda runner: os.getpid(), local_env_runner=False)
     assert len(set(pids)) == 2
     os.kill(pids[0], signal.SIGKILL)
-    said: list[str] = []
+    output: list[str] = []
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         report = made.step()
-        said += report.events
-        if group.num_healthy_remote_env_runners() == 2 and said:
+        output += report.events
+        if group.num_healthy_remote_env_runners() == 2 and output:
             break
-    assert any("runner" in sentence and "lost" in sentence for sentence in said), said
+    assert any("runner" in sentence and "lost" in sentence for sentence in output), output
     now = group.foreach_env_runner(lambda runner: os.getpid(), local_env_runner=False)
     assert len(set(now)) == 2 and pids[0] not in now
     assert made.step().progress.env_steps > report.progress.env_steps
@@ -223,12 +223,12 @@ def test_a_node_that_is_lost_is_told_and_the_run_goes_on(engine: Make) -> None:
     before = made.step().progress.env_steps
     node = made.cluster._own.list_all_nodes()[-1]  # type: ignore[attr-defined]
     os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-    said: list[str] = []
+    output: list[str] = []
     deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and not any("node" in sentence for sentence in said):
+    while time.monotonic() < deadline and not any("node" in sentence for sentence in output):
         report = made.step()
-        said += report.events
-    assert any(sentence.startswith("node ") and "was lost" in sentence for sentence in said), said
+        output += report.events
+    assert any(sentence.startswith("node ") and "was lost" in sentence for sentence in output), output
     assert report.progress.env_steps > before
 
 
@@ -288,16 +288,16 @@ def test_an_env_that_fails_is_told_and_counted(engine: Make, tmp_path: Path, mon
     from tiltyard.errors import TiltyardError
 
     made = engine("cart.py", *SMALL, "engine.envs=4", "engine.runners=1", "engine.restarts=2")
-    said: list[str] = []
+    output: list[str] = []
 
     def go_on() -> None:
         for _ in range(50):
-            said.extend(made.step().events)
+            output.extend(made.step().events)
 
     with pytest.raises(TiltyardError) as failed:
         go_on()
     assert "the wheel came off" in failed.value.message and "engine.restarts = 2" in failed.value.message
-    assert any("starts its envs anew" in sentence for sentence in said)
+    assert any("starts its envs anew" in sentence for sentence in output)
 
 
 def test_more_than_the_machine_has_is_refused_before_ray_starts(engine: Make) -> None:

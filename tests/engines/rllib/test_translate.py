@@ -67,19 +67,19 @@ def test_what_is_refused_is_named_with_its_reason(algo, override, named):
 
 
 def test_options_of_rllibs_own_are_judged_before_anything_starts():
-    def said(algo: str, **options: object) -> list[str]:
+    def output(algo: str, **options: object) -> list[str]:
         settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}, engine={"runners": 1})
         task = WorkerSpec(settings, probe(settings.env, base=(), previous=False), ())
         return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(task)]
 
-    assert said("rllib:PPO", lr=1e-4, num_epochs=3) == []
-    assert said("rllib:DQN", num_epoch=3, model={}) == [
+    assert output("rllib:PPO", lr=1e-4, num_epochs=3) == []
+    assert output("rllib:DQN", num_epoch=3, model={}) == [
         "algo.options.num_epoch: is no option of rllib:DQN did you mean 'num_epochs'?",
         "algo.options.model: cannot be set: the net is `model`'s leave it out",
     ]
-    (refused,) = said("rllib:PPO", train_batch_size_per_learner=400, minibatch_size=500)
+    (refused,) = output("rllib:PPO", train_batch_size_per_learner=400, minibatch_size=500)
     assert refused.startswith("algo.options: RLlib refuses them: ") and "minibatch_size" in refused
-    (refused,) = said("rllib:PPO", train_batch_size_per_learner=1024, minibatch_size=128)
+    (refused,) = output("rllib:PPO", train_batch_size_per_learner=1024, minibatch_size=128)
     assert "algo.rollout" in refused and "to a value of 128" in refused  # 50 x 8 envs never make 1,024
 
 
