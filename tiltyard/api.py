@@ -45,8 +45,8 @@ def train(
     if profile is not None and pick_profile(load_site()[0], profile).launcher != "local":
         raise UseError(f"profile {profile!r} starts a job, and this trains here", f"tiltyard train ... --on {profile}")
     prepared = prepare(target, overrides, profile=profile)
-    run = begin(prepared)
-    carry_out(run, as_it_is(run, prepared.spec), live=live)
+    run = create_run(prepared)
+    run_training(run, fresh_setup(run, prepared.spec), live=live)
     return run
 
 
@@ -58,7 +58,7 @@ def resume(
     The code of its plug-ins is run only when the run is this user's own, or with `trust_code`.
     """
     run, plan = prepare_resume(source, overrides, trust_code=trust_code)
-    carry_out(run, plan, live=live)
+    run_training(run, plan, live=live)
     return run
 
 
@@ -72,15 +72,15 @@ def fork(
 ) -> Run:
     """A new run that starts from one of another run's checkpoints with changed settings."""
     prepared = prepare_fork(source, overrides, at=at, trust_code=trust_code)
-    run = begin(prepared)
-    carry_out(run, as_it_is(run, prepared.spec), live=live)
+    run = create_run(prepared)
+    run_training(run, fresh_setup(run, prepared.spec), live=live)
     return run
 
 
 # ------------------------------------------------------------------------------------------------ folders
 
 
-def begin(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
+def create_run(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
     """Make the run folder; with another seed if asked."""
     loaded, origin = prepared.loaded, prepared.origin
     experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
@@ -103,7 +103,7 @@ def begin(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
     return run
 
 
-def as_it_is(run: Run, spec: EnvSpec) -> AttemptSetup:
+def fresh_setup(run: Run, spec: EnvSpec) -> AttemptSetup:
     """The plan of a run that was made a moment ago."""
     experiment = run.experiment()
     return AttemptSetup(experiment, experiment, spec)
@@ -112,7 +112,7 @@ def as_it_is(run: Run, spec: EnvSpec) -> AttemptSetup:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def carry_out(run: Run, plan: AttemptSetup, *, live: bool | None = None) -> Outcome:
+def run_training(run: Run, plan: AttemptSetup, *, live: bool | None = None) -> Outcome:
     """Train the run in this process as planned, one stretch after another, and say at the end what to type next."""
     while True:
         screen = Screen(run, plan.settings, live=live)

@@ -194,7 +194,7 @@ def test_sbatch_that_is_missing_or_slow(
         (tools / "sbatch").write_text(f'#!/bin/bash\nPATH={path}\nsbatch "$@" >/dev/null\nexec sleep 100\n')
         (tools / "sbatch").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}:{path}")
-        monkeypatch.setattr("tiltyard.slurm.commands.PATIENCE", 3.0)
+        monkeypatch.setattr("tiltyard.slurm.commands.TIMEOUT", 3.0)
     else:
         monkeypatch.setenv("PATH", str(tools))
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)

@@ -128,7 +128,7 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
 
 def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
     """A job of two groups that sleeps, for a run: `top` looks at both, `shell` goes to the one that is named."""
-    run = api.begin(preflight.prepare("CartPole-v1"))
+    run = api.create_run(preflight.prepare("CartPole-v1"))
     groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
     srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
     Path("het.sh").write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")

@@ -303,7 +303,7 @@ def test_a_driver_that_crashes_or_never_answers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert display.ask_driver("egl", None) == {"error": "the driver crashed when it was asked"}
     program(tmp_path, "python", "exec sleep 100")
-    monkeypatch.setattr(display, "PATIENCE", 0.5)
+    monkeypatch.setattr(display, "TIMEOUT", 0.5)
     assert "gave no answer" in display.ask_driver("egl", None)["error"]
 
 
@@ -349,7 +349,7 @@ def test_what_slurm_allows(
 
 def test_slurm_that_does_not_answer_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", "exec sleep 100"))
-    monkeypatch.setattr(slurm, "PATIENCE", 0.5)
+    monkeypatch.setattr(slurm, "TIMEOUT", 0.5)
     assert slurm.settings() == {}
     program(tmp_path, "scontrol", "echo no; exit 1")
     assert slurm.settings() == {}

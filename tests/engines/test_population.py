@@ -25,7 +25,7 @@ from tiltyard.run import metrics
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
-from tiltyard.training.pbt import lineage, standing_of
+from tiltyard.training.pbt import policy_lineage, read_pbt_state
 
 SMALL: dict[str, Any] = {
     "env": "identity",
@@ -271,14 +271,14 @@ def test_a_resume_decides_what_the_whole_run_decides(runs: Path) -> None:
     assert told(parts) == told(whole)
     ours, theirs = final_weights(parts), final_weights(whole)
     assert all(same(ours[name], theirs[name]) for name in ours)
-    assert lineage(parts) == lineage(whole)
+    assert policy_lineage(parts) == policy_lineage(whole)
 
 
 def test_what_was_decided_holds_where_a_resume_changes_the_experiments_number(runs: Path) -> None:
     run = product.train(changed(stop={"env_steps": 768}), live=False)
-    decided = standing_of(run).settings
+    decided = read_pbt_state(run).settings
     product.resume(run, ["algo.lr=1e-3", "stop.env_steps=832"], live=False)  # no decision on the way
-    assert standing_of(run).settings == decided
+    assert read_pbt_state(run).settings == decided
     last = list(metrics.read(run.metrics_file))[-1]["metrics"]
     for name, settings in decided.items():
         assert last[f"policy/{name}/setting/lr"] == settings["algo.lr"]

@@ -19,7 +19,7 @@ from tiltyard.envs.probe import probe
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes import fork_server
 from tiltyard.processes.resources import free_cores, usable_cores
-from tiltyard.training.preflight import try_out
+from tiltyard.training.preflight import check_on_this_machine
 from tiltyard.types import EnvSpec
 
 
@@ -94,7 +94,7 @@ def test_a_core_that_another_process_uses_is_not_free(slow: EnvSpec) -> None:
 def test_cores_are_looked_at_before_the_nursery_makes_one_busy(slow: EnvSpec) -> None:
     with one_core_busy():
         free_cores()
-        try_out(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
+        check_on_this_machine(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
         fork_server.early.end()
         seen = free_cores.cache_info()
         assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why

@@ -181,7 +181,7 @@ def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> Non
 
 def test_a_run_that_comes_no_further_is_given_up(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last job came no further, and this one is told of its limit before it has learned anything."""
-    monkeypatch.setenv("PATIENCE", "1.5")
+    monkeypatch.setenv("TIMEOUT", "1.5")
     (stopped.folder / FOLDER / "counts.json").write_text('{"requeues": 1, "still": 1}')
     child = agent(stopped, "stop.env_steps=1e9")
     wait_for(lambda: "job 5 started" in stopped.events_file.read_text(), "the agent's start")

@@ -103,7 +103,7 @@ def train(folder: Path) -> None:
     try:
         with patch.object(preflight, "probe", probe_once):
             run, made = resume.prepare_resume(Run(folder))
-            api.carry_out(run, made, live=False)
+            api.run_training(run, made, live=False)
     except TiltyardError as error:
         print(f"{error.message}\n{error.details}")
 

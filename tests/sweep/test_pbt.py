@@ -116,7 +116,7 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     """And where settings change on the way, the run goes on by itself, whatever it was told before."""
     plan([1.0, 2.0])
     whole, paused, changing = (_run(stretches) for stretches in (None, SettingsSchedule([(0, {})], 100, 1), CHANGES))
-    outcome = [api.carry_out(run, resume.prepare_resume(run)[1], live=False) for run in (whole, paused, changing)]
+    outcome = [api.run_training(run, resume.prepare_resume(run)[1], live=False) for run in (whole, paused, changing)]
     assert [each.exit_code for each in outcome] == [0, 75, 0]
     assert paused.status()["state"] == "stopped"
     assert paused.status()["progress"]["env_steps"] == 112, "the first update beyond 100"

@@ -92,7 +92,7 @@ def train(
         return EXIT_DONE
     code, runs = EXIT_DONE, []
     for seed in seeds:
-        run = api.begin(prepared, seed=seed)
+        run = api.create_run(prepared, seed=seed)
         try:
             _submit(run, profile, (), args)
             runs.append(run)

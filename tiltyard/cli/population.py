@@ -51,7 +51,7 @@ def replay(sweep: Sweep, args: argparse.Namespace) -> int:
 
     run = make(sweep, member, [Path(sys.argv[0]).name, *sys.argv[1:]])
     sys.stderr.write(f"run {run.id} repeats what made member {member} of {sweep.id}\n")
-    return api.carry_out(run, resume.prepare_resume(run)[1]).exit_code
+    return api.run_training(run, resume.prepare_resume(run)[1]).exit_code
 
 
 def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:

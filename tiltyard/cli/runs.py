@@ -140,9 +140,9 @@ def run_show(args: argparse.Namespace) -> int:
         return _show_events(run, args)
     if args.lineage:
         from tiltyard.cli.show import lineage_text
-        from tiltyard.training.pbt import lineage
+        from tiltyard.training.pbt import policy_lineage
 
-        found = lineage(run)
+        found = policy_lineage(run)
         _write_json(found) if args.json else sys.stdout.write(lineage_text(found))
         return EXIT_DONE
     from tiltyard.cli.show import facts_of, summary

@@ -151,9 +151,9 @@ def run_train(args: argparse.Namespace) -> int:
         if profile is not None:
             return jobs.train(prepared, profile, seeds, args, expectation, data)
         for seed in seeds:
-            run = api.begin(prepared, seed=seed)
+            run = api.create_run(prepared, seed=seed)
             try:
-                result = _train_here(run, api.as_it_is(run, prepared.spec), args, expectation, data)
+                result = _train_here(run, api.fresh_setup(run, prepared.spec), args, expectation, data)
             except TiltyardError as error:
                 if len(seeds) == 1:
                     raise
@@ -227,8 +227,8 @@ def run_fork(args: argparse.Namespace) -> int:
             expectation.check(prepared.experiment)
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
-        run = api.begin(prepared)
-        plan = api.as_it_is(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
+        run = api.create_run(prepared)
+        plan = api.fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
         return _train_here(run, plan, args, expectation, data)
 
 
@@ -256,7 +256,7 @@ def _train_here(
     from tiltyard import api
 
     try:
-        outcome = api.carry_out(run, plan, live=False if args.plain else None)
+        outcome = api.run_training(run, plan, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # whatever an env, a model or torch raises is told the same way

@@ -35,7 +35,7 @@ from tiltyard.run.settings_schedule import WHOLE, Segment
 from tiltyard.run.status import write_status
 from tiltyard.track.screen import Screen
 from tiltyard.track.trackers import Trackers
-from tiltyard.training.loop_state import LoopState, terms
+from tiltyard.training.loop_state import LoopState, score_terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 
 CLOSES = 300.0  # seconds that closing everything may take after a failure
@@ -254,7 +254,7 @@ def keep(attempt: Attempt, *, milestone: bool = False, drop: bool = True) -> Non
             checkpoint.link_files(same[-1].folder, folder, but="loop")
         else:
             attempt.engine.save(folder, cut=attempt.stepping)
-        checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": terms(attempt.experiment)})
+        checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": score_terms(attempt.experiment)})
 
     score = ledger.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)

@@ -103,14 +103,14 @@ class LoopState:
     @staticmethod
     def read(tree: Tree, now: Experiment) -> LoopState:
         """What a checkpoint's ledger still says under the settings of now (a fork may have changed them)."""
-        then = tree.get("terms") or terms(now)
-        if then.get("episodes", terms(now)["episodes"]) != terms(now)["episodes"]:
+        then = tree.get("terms") or score_terms(now)
+        if then.get("episodes", score_terms(now)["episodes"]) != score_terms(now)["episodes"]:
             return LoopState()  # returns of another env mean nothing here
         ledger = LoopState._read(tree)
-        if then["eval"] != terms(now)["eval"]:
+        if then["eval"] != score_terms(now)["eval"]:
             ledger.latest = {name: value for name, value in ledger.latest.items() if not name.startswith("eval/")}
             ledger.evaluated_at, ledger.best = -1, None
-        if then["score"] != terms(now)["score"]:
+        if then["score"] != score_terms(now)["score"]:
             ledger.best = None
         return ledger
 
@@ -135,7 +135,7 @@ class LoopState:
         )
 
 
-def terms(experiment: Experiment) -> dict[str, Any]:
+def score_terms(experiment: Experiment) -> dict[str, Any]:
     """What the numbers of a ledger depend on: the env, how it is measured, who plays, and what counts as best."""
     measured = experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"})
     if experiment.policies or experiment.match:  # older checkpoints do not say

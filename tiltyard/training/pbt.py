@@ -193,7 +193,7 @@ class PbtState:
         return PbtState(**{**tree, "gains": gains, "exploits": exploits})
 
 
-def standing_of(run: Run) -> PbtState:
+def read_pbt_state(run: Run) -> PbtState:
     """That of a run's newest checkpoint."""
     found, _ = newest_valid(run)
     tree = None if found is None else read_tree(found.folder, "loop").get("selection")
@@ -204,9 +204,9 @@ def standing_of(run: Run) -> PbtState:
     return PbtState.read(tree)
 
 
-def lineage(run: Run) -> dict[str, Any]:
+def policy_lineage(run: Run) -> dict[str, Any]:
     """Who came from whom, and for each policy of today the settings that a run alone would need to repeat it."""
-    now = standing_of(run)
+    now = read_pbt_state(run)
     return {
         "policies": {name: _policy(now, place) for place, name in enumerate(now.names)},
         "exploits": [

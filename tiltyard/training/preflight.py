@@ -38,8 +38,8 @@ from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.track import trackers
-from tiltyard.training.loop_state import terms
-from tiltyard.training.pbt import schedule_of, standing_of
+from tiltyard.training.loop_state import score_terms
+from tiltyard.training.pbt import read_pbt_state, schedule_of
 from tiltyard.tuning.autotune import BEFORE_TRAINING, tune
 from tiltyard.types import Checkpoint, EnvSpec
 
@@ -110,7 +110,7 @@ def prepare_fork(
     as_job: bool = False,
 ) -> CheckedExperiment:
     """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
-    parent = run_meant(source)
+    parent = resolve_run(source)
     chosen = checkpoint.select(parent, at)
     refuse_presets("fork", overrides)
     parent.require_own_code(trust_code)
@@ -127,7 +127,7 @@ def prepare_fork(
     # A fork goes on from the copied checkpoint, whatever its parent was told to do.
     loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
     # By the ids before copying: another file than the parent's may end up under the same name.
-    score = chosen.score if terms(before) == terms(loaded.experiment) else None
+    score = chosen.score if score_terms(before) == score_terms(loaded.experiment) else None
     origin = Origin(parent, chosen, score, mask_command(overrides))
     return _prepared(loaded, runs_root(), chosen.folder, profile, origin)
 
@@ -142,9 +142,9 @@ def prepare_repeat(
 ) -> CheckedExperiment:
     """A run alone with the settings that one of a population's policies went through, as long as that took: everything
     checked as by `prepare`. Of the parent's envs it has the policy's share, where that is possible."""
-    parent = run_meant(source)
+    parent = resolve_run(source)
     parent.require_own_code(trust_code)
-    now = standing_of(parent)
+    now = read_pbt_state(parent)
     schedule = schedule_of(now, policy)
     values = parent.experiment().model_dump(mode="json", by_alias=True, exclude={"policies", "match", "population"})
     algo, engine, share = values["algo"], values["engine"], values["engine"]["envs"] // len(now.names)
@@ -226,10 +226,10 @@ def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) 
     ignored = list(ignored_settings(experiment))
     if ignored:
         raise ConfigError(ignored, "the model's settings")
-    return try_out(experiment, base, continues)
+    return check_on_this_machine(experiment, base, continues)
 
 
-def try_out(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
+def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
     """Probe the env in a child process, build the engine's model once, and look at memory.
 
     `continues` is the checkpoint to start from, if there is one: its weights must fit.
@@ -288,7 +288,7 @@ def source_folder(text: str, root: Path) -> str:
     return str(checkpoint.select(find(text, root), None).folder)
 
 
-def run_meant(source: Run | str | Path) -> Run:
+def resolve_run(source: Run | str | Path) -> Run:
     """The run that a caller names; whatever else is given is refused in words."""
     if not isinstance(source, Run | str | Path):
         raise UseError(f"{short(source)} names no run", "give a Run, its id, or the path of its folder")

@@ -22,7 +22,7 @@ from tiltyard.run.settings_schedule import WHOLE, Segment
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.track import trackers
 from tiltyard.training.attempt import AttemptSetup, starting_point
-from tiltyard.training.preflight import check_metric, run_meant, try_out
+from tiltyard.training.preflight import check_metric, check_on_this_machine, resolve_run
 
 # What a run is: changing one of these makes another run, which is what `fork` is for.
 IDENTITY = ("env", "model", "policies", "match", "seed", "name", "engine")
@@ -32,7 +32,7 @@ def prepare_resume(
     source: Run | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
 ) -> tuple[Run, AttemptSetup]:
     """A run and how it would go on: everything is checked, and not a byte of its folder has changed."""
-    run = run_meant(source)
+    run = resolve_run(source)
     run.require_own_code(trust_code)
     refuse_live(run)
     found = run.experiment()
@@ -50,7 +50,7 @@ def prepare_resume(
             settings = settings.model_copy(update={"resume": found.resume})
     _require_same_run(run, before, settings, words)
     run.enter_profile()
-    spec = try_out(settings, run.base, start.folder if start is not None else None)
+    spec = check_on_this_machine(settings, run.base, start.folder if start is not None else None)
     return run, AttemptSetup(found, settings, spec, tuple(mask_command([*told, *words])), afresh, stretch)
 
 
