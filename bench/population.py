@@ -27,7 +27,7 @@ from machine import describe
 
 from tiltyard.config.load import dump_yaml
 from tiltyard.sweep.folder import Sweep, find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AIM = 0.95
@@ -55,13 +55,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.environ["TILTYARD_RUNS"] = place
         grid = sweep(Path(place), "grid", {"space": {"algo.lr": RATES}, "seeds": options.grid_seeds})
-        table = {group.settings["algo.lr"]: group.value for group in look(grid).groups}
+        table = {group.settings["algo.lr"]: group.value for group in summarize(grid).groups}
         tuned = max(table, key=lambda rate: table[rate] or 0.0)
         for rate in RATES:
             print(f"rate {rate:g}: {table[rate]:.1f}{'   tuned' if rate == tuned else ''}")
         seeds = [1000 + 10 * repeat for repeat in range(options.repeats)]
         alone = sweep(Path(place), "alone", {"points": [{"algo.lr": tuned}], "seeds": seeds})
-        tuned_scores = {row.trial.seed: row.value for row in look(alone).rows}
+        tuned_scores = {row.trial.seed: row.value for row in summarize(alone).rows}
         rows = [repeat(Path(place), seed, tuned_scores[seed]) for seed in seeds]
     report(tuned, table, rows, time.perf_counter() - began, dry=options.dry)
 
@@ -89,8 +89,8 @@ def repeat(place: Path, seed: int, tuned: float | None) -> dict[str, Any]:
     found, control = members(place, "population", seed, 1e-6), members(place, "control", seed, UNREACHED)
     first, same = ([trial.settings["algo.lr"] for trial in each.trials()] for each in (found, control))
     assert first == same and not exploits(control), "the control is the same but for the copies"
-    groups, copies = look(found).groups, exploits(found)
-    scores, alone = ([group.value or 0.0 for group in each] for each in (groups, look(control).groups))
+    groups, copies = summarize(found).groups, exploits(found)
+    scores, alone = ([group.value or 0.0 for group in each] for each in (groups, summarize(control).groups))
     best = scores[0]
     row = {"seed": seed, "best": best, "members": scores, "control": alone, "tuned": tuned, "exploits": copies}
     row |= {"ratio": best / tuned if tuned else 0.0, "rate": groups[0].settings["algo.lr"]}

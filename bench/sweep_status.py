@@ -16,7 +16,7 @@ from pathlib import Path
 from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import atomic
 from tiltyard.sweep.folder import Sweep, Trial, make
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 from tiltyard.sweep.results import keep
 
 AIM = 2.0
@@ -49,7 +49,7 @@ def main() -> None:
         environment = {**os.environ, "TILTYARD_RUNS": str(Path(place) / "runs")}
         for what in ("values on record, as a controller leaves them", "and as --json"):
             if not (sweep.folder / "results.jsonl").exists():
-                for row in look(sweep).rows:
+                for row in summarize(sweep).rows:
                     keep(sweep, row)
             extra = ["--json"] if what.endswith("json") else []
             seconds = []

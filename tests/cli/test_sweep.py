@@ -15,7 +15,7 @@ from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.status import write_status
 from tiltyard.sweep.folder import Sweep, Trial, find_sweep, make
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -34,16 +34,16 @@ def test_what_somebody_stopped_is_started_by_start_alone(tiltyard: Command, deta
     sweep = find_sweep("toy")
     wait_until(lambda: len(output("began")) == 2)
     tiltyard("sweep", "stop")
-    assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
+    assert summarize(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed", *detach, expect=0 if detach else 75)
     wait_until(lambda: not sweep.controlled and len(output("done")) == 2)
     Path("wait").unlink()
     tiltyard("sweep", "extend", "--seeds", "1", *detach, expect=0 if detach else 75)
     wait_until(lambda: not sweep.controlled and len(output("done")) == 5)
-    assert look(sweep).counts == {"finished": 5, "stopped": 1}
+    assert summarize(sweep).counts == {"finished": 5, "stopped": 1}
     tiltyard("sweep", "start", "toy")
-    assert look(sweep).counts == {"finished": 6}
+    assert summarize(sweep).counts == {"finished": 6}
 
 
 def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> None:

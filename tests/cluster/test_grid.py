@@ -12,7 +12,7 @@ from tests.conftest import Command
 from tests.counts import LONG
 from tiltyard.config.load import dump_yaml
 from tiltyard.sweep.folder import find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm-sweeps")]
 
@@ -52,18 +52,18 @@ def test_a_grid_of_trainings_is_one_array_whose_one_failure_is_told_and_mended(
     sweep = find_sweep("grid")
 
     def over() -> bool:
-        return look(sweep).state not in ("running", "stopped")
+        return summarize(sweep).state not in ("running", "stopped")
 
     wait_for(over, "the end of the sweep", 2000 if LONG else 200)
     told = tiltyard("sweep", "status", "grid", expect=1).stdout
     assert "trial 3 failed" in told and "the pole is broken" in told
-    assert look(sweep).counts == {"finished": total - 1, "failed": 1}
+    assert summarize(sweep).counts == {"finished": total - 1, "failed": 1}
     assert f"#SBATCH --array=0-{total - 1}%2\n" in (sweep.folder / "slurm" / "array-0001" / "script.sh").read_text()
 
     bad.unlink()
     tiltyard("sweep", "retry", "--failed", "grid")
     wait_for(over, "the end of the trial that had failed", 200)
-    report = look(sweep)
+    report = summarize(sweep)
     assert report.counts == {"finished": total}
     assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
     assert [row.trial.number for row in report.rows if row.attempt != 1] in ([], [3]), "nobody else was started again"
@@ -71,4 +71,4 @@ def test_a_grid_of_trainings_is_one_array_whose_one_failure_is_told_and_mended(
     if LONG:
         tiltyard("sweep", "extend", "grid", "--seeds", "1")
         wait_for(over, "the end of the new seeds", 500)
-        assert look(sweep).counts == {"finished": total + 6}
+        assert summarize(sweep).counts == {"finished": total + 6}

@@ -13,7 +13,7 @@ from tests.conftest import Command, in_own_process
 from tests.sweep.pbt_sweep import EXPERIMENT, plan, weights
 from tiltyard.run.folder import Run, read_events
 from tiltyard.sweep.folder import find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 
@@ -24,7 +24,7 @@ def test_a_population_finishes_with_nobody_logged_in(cluster: Cluster, tiltyard:
     sweep, found = find_sweep("steady"), list[str]()
     wait_for(lambda: found.extend(outside_of_jobs(sweep)) or over(sweep), "the end of the population")
     assert found == []
-    assert look(sweep).counts == {"finished": 3}
+    assert summarize(sweep).counts == {"finished": 3}
     made = [line for line in sweep.decisions() if line["kind"] == "exploit"]
     assert [(line["trial"], line["source"]) for line in made] == [(3, 1)]
     member, source = (

@@ -31,7 +31,7 @@ from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.sweep.backends import jobs
 from tiltyard.sweep.folder import Sweep, find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm-sweeps")]
 Start = Callable[..., Cluster]
@@ -46,7 +46,7 @@ def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def over(sweep: Sweep) -> bool:
-    return look(sweep).state not in ("running", "stopped")
+    return summarize(sweep).state not in ("running", "stopped")
 
 
 def arrays(sweep: Sweep) -> list[str]:
@@ -84,13 +84,13 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     assert "carried out by jobs of profile cluster" in out.stdout and "sweep watch" in out.stdout
     wait_for(lambda: len(output("began")) == 2, "two programs")
     states = Counter(row["state"] for row in json.loads(tiltyard("ls", "--json").stdout))
-    assert states == {"running": 2, "queued": 4} == look(sweep).counts
+    assert states == {"running": 2, "queued": 4} == summarize(sweep).counts
     refused = tiltyard("rm", Run(sweep.place(6)).id, "--yes", expect=2).stderr
     assert f"is in Slurm's hands: job {job}_5 waits: JobArrayTaskLimit" in refused
     Path("wait").unlink()
     told = tiltyard("sweep", "watch", "toy", "--every", "0.5", expect=1).stdout
     assert "trial 3 failed: exit code 1: x is bad today" in told and "trial 4 failed" in told
-    assert look(sweep).counts == {"finished": 4, "failed": 2}
+    assert summarize(sweep).counts == {"finished": 4, "failed": 2}
     assert most_at_once() == 2 and arrays(sweep) == ["array-0001"]
     assert Counter((line["given"]["x"], line["given"]["text"]) for line in output("began")) == Counter(
         (x, text) for x in "123" for text in (odd, "--")
@@ -109,7 +109,7 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     tiltyard("sweep", "status", "toy")
     tiltyard("sweep", "extend", "toy", "--seeds", "1")
     tiltyard("sweep", "watch", "toy", "--every", "0.5")
-    assert look(sweep).counts == {"finished": 12}
+    assert summarize(sweep).counts == {"finished": 12}
     assert len(output("done")) == 12 and most_at_once() == 2
 
 
@@ -118,7 +118,7 @@ def test_what_fails_is_tried_again_by_the_task_that_failed(cluster: Cluster, til
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 1, "failed": 1}
+    assert summarize(sweep).counts == {"finished": 1, "failed": 1}
     tries = [line for line in output("began") if line["given"]["x"] == "2"]
     assert len(tries) == 3 == len({line["job"] for line in tries}), "each time in a job of its own"
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
@@ -129,21 +129,21 @@ def test_a_site_that_is_broken_is_told(cluster: Cluster, tiltyard: Command, runs
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
-    wait_for(lambda: look(sweep).state != "running", "the end of the jobs")
-    assert look(sweep).counts == {"lost": 2}
+    wait_for(lambda: summarize(sweep).state != "running", "the end of the jobs")
+    assert summarize(sweep).counts == {"lost": 2}
     told = tiltyard("sweep", "start", "toy", expect=1).stdout
     assert f"trial 2 failed: job {number(sweep)}_1 ended: FAILED: this site is broken" in told
     Path("tiltyard.yaml").write_text(SITE)
     tiltyard("sweep", "retry", "--failed")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 2}
+    assert summarize(sweep).counts == {"finished": 2}
     Path("tiltyard.yaml").write_text(SITE + "    slurm: {partition: nowhere}\n")
     assert "invalid partition" in tiltyard("sweep", "extend", "--seeds", "1", expect=1).stderr
-    assert look(sweep).counts == {"finished": 2, "created": 2}
+    assert summarize(sweep).counts == {"finished": 2, "created": 2}
     Path("tiltyard.yaml").write_text(SITE)
     tiltyard("sweep", "start", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 4} == Counter(finished=len(output("done")))
+    assert summarize(sweep).counts == {"finished": 4} == Counter(finished=len(output("done")))
 
 
 def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
@@ -154,12 +154,12 @@ def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, run
     wait_for(lambda: len(output("began")) == 2, "two programs")
     tiltyard("sweep", "stop")
     assert "taken out of the queue" in Run(sweep.place(4)).status()["reason"]
-    assert look(sweep).counts == {"stopped": 4} and look(sweep).state == "stopped"
+    assert summarize(sweep).counts == {"stopped": 4} and summarize(sweep).state == "stopped"
     assert cluster.ask("squeue", "-h", "-j", number(sweep)) == ""
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 4} and len(output("done")) == 4
+    assert summarize(sweep).counts == {"finished": 4} and len(output("done")) == 4
 
 
 def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Command, runs: Path) -> None:
@@ -174,7 +174,7 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
     assert waiting == ["Dependency"] * 2
     Path("wait").unlink()
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 10} and len(output("done")) == 10
+    assert summarize(sweep).counts == {"finished": 10} and len(output("done")) == 10
     assert most_at_once() == 2
 
 
@@ -200,7 +200,7 @@ def test_a_search_goes_on_with_nobody_logged_in(cluster: Cluster, runs: Path) ->
     wait_for(lambda: found.extend(outside_of_jobs(sweep)) or len(output("done")) == 6, "six trials")
     wait_for(lambda: over(sweep), "the end of the last job")
     assert found == []
-    assert look(sweep).counts == {"finished": 6} and len(output("done")) == 6
+    assert summarize(sweep).counts == {"finished": 6} and len(output("done")) == 6
     assert len({line["given"]["x"] for line in output("done")}) == 6 and most_at_once() == 2
 
 
@@ -224,11 +224,11 @@ def test_kill_9_in_the_middle_of_turns_loses_nothing(
     write_plan(space={"x": {"range": [0.0, 1.0]}, "sleep": [0.2]}, search="tpe", trials=8, max_parallel=3)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
-    wait_for(lambda: look(sweep).state != "running", "no job at work")
+    wait_for(lambda: summarize(sweep).state != "running", "no job at work")
     assert Path("killed-before").exists() and Path("killed-after").exists()
     tiltyard("sweep", "start", "toy")  # nothing is left to do, unless all turns were lost
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert look(sweep).counts == {"finished": 8}
+    assert summarize(sweep).counts == {"finished": 8}
     assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 9)})
     assert Counter(line["trial"] for line in output("began")) == Counter(line["trial"] for line in output("done"))
     forgotten = [name for name in arrays(sweep) if (sweep.folder / "slurm" / name / "forgotten").exists()]
@@ -274,8 +274,12 @@ def test_who_falls_behind_is_ended_by_the_others(
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert {row.trial.settings["x"]: row.state for row in look(sweep).rows} == {5: "finished", 1: "ended", 2: "ended"}
-    assert all("env steps" in row.reason for row in look(sweep).rows if row.state == "ended")
+    assert {row.trial.settings["x"]: row.state for row in summarize(sweep).rows} == {
+        5: "finished",
+        1: "ended",
+        2: "ended",
+    }
+    assert all("env steps" in row.reason for row in summarize(sweep).rows if row.state == "ended")
 
 
 # Works until it is told to end, and the next time until it is done.
@@ -315,8 +319,8 @@ def test_a_task_near_its_limit_goes_back_into_the_queue_alone(
     Path("wait").unlink()
     cluster.ask("scancel", "--signal=USR2", f"{number(sweep)}_0")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert [row.attempt for row in look(sweep).rows] == [2, 2]
-    assert arrays(sweep) == ["array-0001"] and look(sweep).counts == {"finished": 2}
+    assert [row.attempt for row in summarize(sweep).rows] == [2, 2]
+    assert arrays(sweep) == ["array-0001"] and summarize(sweep).counts == {"finished": 2}
 
 
 @pytest.mark.parametrize("way", ["requeued", "submitted again"])
@@ -355,10 +359,10 @@ def test_a_training_that_is_cut_short_goes_on_where_it_was(
         assert first.status()["job"]["id"].endswith("_0") and first.status()["job"]["id"] != job
     assert Run(sweep.place(2)).status()["attempt"] == 1, "nobody else was disturbed"
     goes_on_to_its_end(tiltyard, first)
-    wait_for(lambda: look(sweep).state != "running", "the end of the jobs")
-    assert look(sweep).counts == {"finished": 2, "stopped": 1}, "whoever was stopped stays so"
+    wait_for(lambda: summarize(sweep).state != "running", "the end of the jobs")
+    assert summarize(sweep).counts == {"finished": 2, "stopped": 1}, "whoever was stopped stays so"
     tiltyard("sweep", "start", "slow")
     wait_for(lambda: over(sweep), "the end of the sweep")
-    assert [row.attempt for row in look(sweep).rows] == [3 if way == "requeued" else 2, 1, 1]
-    assert {row.env_steps for row in look(sweep).rows} == {STEPS}
+    assert [row.attempt for row in summarize(sweep).rows] == [3 if way == "requeued" else 2, 1, 1]
+    assert {row.env_steps for row in summarize(sweep).rows} == {STEPS}
     assert arrays(sweep) == ["array-0001", "array-0002"]

@@ -34,7 +34,7 @@ from tiltyard.sweep import optuna_search, preflight
 from tiltyard.sweep.backends.local import AT_WORK
 from tiltyard.sweep.controller import Controller
 from tiltyard.sweep.folder import Sweep, find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 STARTED: "list[subprocess.Popen[str]]" = []
 
@@ -148,7 +148,7 @@ def test_a_decision_in_a_controllers_last_moment_is_carried_out_by_who_made_it(t
     held = Lock.acquire(Run(find_sweep("toy").folder))  # a controller that has nothing left to do, and leaves
     threading.Timer(0.7, held.release).start()
     tiltyard("sweep", "extend", "--seeds", "1")
-    assert look(find_sweep("toy")).counts == {"finished": 4}
+    assert summarize(find_sweep("toy")).counts == {"finished": 4}
 
 
 def test_options_of_other_actions_are_refused(tiltyard: Command, runs: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
     else:
         tiltyard("sweep", "stop")
     assert child.wait(60) == 75
-    assert look(find_sweep("last")).counts == {"stopped": 2, "waiting": 2}
+    assert summarize(find_sweep("last")).counts == {"stopped": 2, "waiting": 2}
     assert output("done") == []
     Path("program.py").write_text(PROGRAM.replace("time.sleep", "float"))
     assert "4: 4 finished" in tiltyard("sweep", "start", "last").stdout
@@ -211,7 +211,7 @@ def test_in_the_background(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, seeds=2, max_parallel=4)
     name = tiltyard("sweep", "start", "plan.yaml", "--detach").stdout.strip()
     os.chdir("/")  # where the sweep was started is where its programs run
-    wait_until(lambda: look(find_sweep(name)).state == "finished")
+    wait_until(lambda: summarize(find_sweep(name)).state == "finished")
     assert "4: 4 finished" in tiltyard("sweep", "watch", name).stdout
 
 
@@ -220,8 +220,8 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     wait = 'while given["x"] == "1" and not pathlib.Path("go").exists():\n    time.sleep(0.1)\n'
     Path("program.py").write_text(PROGRAM.replace("time.sleep(float", wait + "time.sleep(float"))
     child = controller("start", "plan.yaml")
-    wait_until(lambda: look(find_sweep("last")).failed if list(Path("runs").glob("*/sweep-*")) else False)
-    assert look(find_sweep("last")).state == "running", "a trial that failed is not the end"
+    wait_until(lambda: summarize(find_sweep("last")).failed if list(Path("runs").glob("*/sweep-*")) else False)
+    assert summarize(find_sweep("last")).state == "running", "a trial that failed is not the end"
     Path("bad").write_text("")
     assert "hears of it" in tiltyard("sweep", "retry", "--failed").stderr
     assert "hears of it" in tiltyard("sweep", "extend", "--seeds", "1").stderr
@@ -229,7 +229,7 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     Path("go").touch()
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
-    assert look(find_sweep("last")).counts == {"finished": 4}
+    assert summarize(find_sweep("last")).counts == {"finished": 4}
     assert len(output("done")) == 4
 
 
@@ -291,7 +291,7 @@ class Desk:
     def job(self, number: int) -> str:
         return ""
 
-    def room(self, number: int | None) -> bool:
+    def has_capacity(self, number: int | None) -> bool:
         return len(self.work) < 2
 
     def submit(self, number: int, folder: Path, wait: float) -> bool:
@@ -367,12 +367,12 @@ def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Pa
     one.step(stop=False)
     told = [event["sentence"] for event in read_events(Run(sweep.folder)) if event["kind"] == "failed"]
     assert told == ["Trial 1 failed: said so; it is started again in 60 s"]
-    now = look(sweep)
+    now = summarize(sweep)
     assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
     asked = tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
     assert "to be started again: trial 1" in asked
     sweep.decide("failed", trial=1, attempt=2, reason="again")
-    assert look(sweep).counts["failed"] == 1
+    assert summarize(sweep).counts["failed"] == 1
 
 
 def test_a_retry_by_hand_does_not_wait_until_it_would_be_tried_again(runs: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -
     gone = optuna_search.ask(sweep.plan(), [], 1)["env.id"].removesuffix(":Steady")
     for folder in (Path(), sweep.folder / "plugins"):
         (folder / gone).unlink()
-    Controller(sweep, sweep.plan(), place, print).turn(stop=False)
+    Controller(sweep, sweep.plan(), place, print).tick(stop=False)
     trials = sweep.trials()
     assert trials[0].refused and gone in trials[0].refused
     assert place.started == [trial.number for trial in trials if not trial.refused]
@@ -473,7 +473,7 @@ def test_kill_9_of_controllers_and_trials_at_any_moment(kind: str, runs: Path) -
     done = Counter(line["trial"] for line in output("done"))
     assert set(done) == {sweep.place(trial.number).name for trial in sweep.trials()}
     assert kind == "tpe" or set(done.values()) == {1}
-    for row in look(sweep).rows:
+    for row in summarize(sweep).rows:
         assert row.folder is not None
         kinds = [
             event["kind"] for event in atomic.read_lines(row.folder / "events.jsonl")[0] if event["kind"] != "recovered"
@@ -513,8 +513,8 @@ def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs
     child.kill()
     child.wait()
     kill_trials(sweep)
-    wait_until(lambda: "running" not in look(sweep).counts)
-    killed = {row.trial.number for row in look(sweep).rows if row.state == "lost"}
+    wait_until(lambda: "running" not in summarize(sweep).counts)
+    killed = {row.trial.number for row in summarize(sweep).rows if row.state == "lost"}
     assert killed
     child = controller("start", "plan.yaml")
     _, errors = child.communicate(timeout=2000 if LONG else 250)
@@ -522,7 +522,7 @@ def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs
     rows = list_runs(runs)
     assert [row["state"] for row in rows] == ["finished"] * total
     assert {row["env_steps"] for row in rows} == {4096}
-    report = look(sweep)
+    report = summarize(sweep)
     assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
     assert all(row.value is not None for row in report.rows)
     assert {row.trial.number for row in report.rows if row.attempt != 1} == killed, "nobody else began again"
@@ -562,11 +562,11 @@ def test_who_falls_behind_is_ended_and_stays_so(runs: Path, monkeypatch: pytest.
     monkeypatch.setattr(controlling, "JUDGE_PERIOD", 0.2)
     sweep = preflight.begin(preflight.prepare("plan.yaml"))
     assert controlling.carry_out(sweep, Local, print) == 0
-    states = {row.trial.settings["x"]: row.state for row in look(sweep).rows}
+    states = {row.trial.settings["x"]: row.state for row in summarize(sweep).rows}
     assert states == {5: "finished", 1: "ended", 2: "ended"}
-    reasons = [row.reason for row in look(sweep).rows if row.state == "ended"]
+    reasons = [row.reason for row in summarize(sweep).rows if row.state == "ended"]
     assert all("at 30 env steps" in reason for reason in reasons)
-    before = [row.updated for row in look(sweep).rows]
+    before = [row.updated for row in summarize(sweep).rows]
     assert controlling.carry_out(sweep, Local, print) == 0
-    assert [row.updated for row in look(sweep).rows] == before, "nobody is started again"
-    assert look(sweep).groups[0].value == 50
+    assert [row.updated for row in summarize(sweep).rows] == before, "nobody is started again"
+    assert summarize(sweep).groups[0].value == 50

@@ -26,7 +26,7 @@ from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.sweep.backends.custom_queue import words
 from tiltyard.sweep.folder import Sweep, find_sweep
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 # Jobs are processes; a file each says which one, and what was asked for.
 NGC = """#!PYTHON
@@ -102,7 +102,7 @@ def gone(queue: Path, job: int) -> bool:
 
 
 def over(sweep: Sweep) -> bool:
-    return look(sweep).state in ("finished", "failed")
+    return summarize(sweep).state in ("finished", "failed")
 
 
 def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     Path("wait").unlink()
     assert "Trial 1 was submitted as job 1000." in out.stderr and "Trial 3" not in out.stderr
     wait_until(lambda: over(sweep))  # every job submits the next one: nobody else is there
-    assert look(sweep).counts == {"finished": 3, "failed": 1}
+    assert summarize(sweep).counts == {"finished": 3, "failed": 1}
     assert most_at_once() == 2 and len(output("began")) == 4
     assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in output("began")} == {(odd, odd, odd)}
     asked = atomic.read_json(queue / "job-1000")
@@ -143,7 +143,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
     wait_until(lambda: over(sweep))
-    assert len(output("began")) == 5 and look(sweep).counts == {"finished": 4}
+    assert len(output("began")) == 5 and summarize(sweep).counts == {"finished": 4}
 
 
 def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
@@ -165,7 +165,9 @@ def test_where_jobs_cannot_submit_whoever_watches_does(
     sweep = find_sweep("toy")
     events = sweep.folder / "events.jsonl"
     wait_until(lambda: "A turn could not be taken: there is no ngc here" in events.read_text())
-    wait_until(lambda: look(sweep).state == "stopped")  # whose turn it was has said so before it let go of the lock
+    wait_until(
+        lambda: summarize(sweep).state == "stopped"
+    )  # whose turn it was has said so before it let go of the lock
     assert len(output("done")) == 1
     assert "3: 3 finished" in tiltyard("sweep", "watch", "--every", "0.3").stdout
     assert len(output("began")) == 3
@@ -205,7 +207,7 @@ def test_the_last_job_waits_for_a_queue_that_is_down_for_a_while(tiltyard: Comma
     wait_until(lambda: "A turn could not be taken: trial 2 was refused" in events.read_text())
     (queue / "down").unlink()
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 2} and len(output("began")) == 2
+    assert summarize(sweep).counts == {"finished": 2} and len(output("began")) == 2
 
 
 def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:
@@ -217,15 +219,15 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     os.killpg(atomic.read_json(queue / "job-1000")["pid"], signal.SIGKILL)
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     tiltyard("sweep", "stop")
-    assert look(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1}
-    wait_until(lambda: look(sweep).state == "stopped")  # the job that was stopped takes its turn
+    assert summarize(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1}
+    wait_until(lambda: summarize(sweep).state == "stopped")  # the job that was stopped takes its turn
     assert [each["reason"] for each in sweep.decisions() if each["kind"] == "failed"] == [
         'job 1000 ended: {"status": "FINISHED_SUCCESS"}'
     ]
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 3}
+    assert summarize(sweep).counts == {"finished": 3}
 
 
 def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Path) -> None:
@@ -236,16 +238,16 @@ def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Pa
     sweep = find_sweep("toy")
     wait_until(lambda: len(output("began")) == 2)
     tiltyard("sweep", "stop")
-    assert look(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
+    assert summarize(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
     wait_until(lambda: gone(queue, 1001))  # else it still has the only place
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
-    wait_until(lambda: look(sweep).counts == {"finished": 2, "stopped": 1})
+    wait_until(lambda: summarize(sweep).counts == {"finished": 2, "stopped": 1})
     assert [line["given"]["x"] for line in output("began")] == ["1", "2", "1", "3"]
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 3}
+    assert summarize(sweep).counts == {"finished": 3}
 
 
 # Records nothing. Ends as it is told to, and by itself when there is nothing to wait for.
@@ -281,7 +283,7 @@ def test_a_warning_before_the_time_limit_is_no_failure(tiltyard: Command, queue:
     assert atomic.read_json(sweep.place(1) / "job" / "counts.json")["requeues"] == 2
     Path("wait").unlink()
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 1} and look(sweep).rows[0].attempt == 3
+    assert summarize(sweep).counts == {"finished": 1} and summarize(sweep).rows[0].attempt == 3
     assert not [each for each in sweep.decisions() if each["kind"] == "failed"]
 
 
@@ -294,7 +296,7 @@ def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command,
     wait_until(lambda: gone(queue, 1000))
     assert "A turn could not be taken" in (sweep.folder / "events.jsonl").read_text()
     tiltyard("sweep", "stop")
-    assert look(sweep).counts == {"stopped": 1} and look(sweep).state == "stopped"
+    assert summarize(sweep).counts == {"stopped": 1} and summarize(sweep).state == "stopped"
 
 
 def test_a_job_that_is_told_to_end_leaves_its_trial_stopped(tiltyard: Command, queue: Path) -> None:
@@ -302,11 +304,11 @@ def test_a_job_that_is_told_to_end_leaves_its_trial_stopped(tiltyard: Command, q
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
     os.kill(atomic.read_json(queue / "job-1000")["pid"], signal.SIGTERM)
-    wait_until(lambda: look(sweep).state == "stopped")
+    wait_until(lambda: summarize(sweep).state == "stopped")
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 1}
+    assert summarize(sweep).counts == {"finished": 1}
 
 
 def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> None:
@@ -315,7 +317,7 @@ def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> No
     out = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=1)
     assert "trial 1 was refused: the queue is down" in out.stderr
     sweep = find_sweep("toy")
-    assert look(sweep).counts == {"created": 2} or look(sweep).counts == {"created": 1, "waiting": 1}
+    assert summarize(sweep).counts == {"created": 2} or summarize(sweep).counts == {"created": 1, "waiting": 1}
     (queue / "down").unlink()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(sweep))
@@ -340,7 +342,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in atomic.to_json(sweep.decisions())
+    assert summarize(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in atomic.to_json(sweep.decisions())
 
 
 def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:
@@ -391,7 +393,7 @@ def test_a_population_decides_in_its_members_jobs(tiltyard: Command, queue: Path
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("steady")
     wait_until(lambda: over(sweep))
-    assert look(sweep).counts == {"finished": 3}
+    assert summarize(sweep).counts == {"finished": 3}
     copies = [(line["trial"], line["source"]) for line in sweep.decisions() if line["kind"] == "exploit"]
     assert copies == [(3, 1)]
     assert {Run(sweep.place(number)).status()["attempt"] for number in (1, 2, 3)} == {2}, "a pause each"

@@ -10,7 +10,7 @@ from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
 from tiltyard.sweep.pbt.lineage import Lineage
 from tiltyard.sweep.pbt.members import dials, first_settings
-from tiltyard.sweep.report import told
+from tiltyard.sweep.report import describe_copy
 
 TRIALS = [Trial(number, number, 6 + number, {"algo.lr": number / 10}) for number in (1, 2, 3)]
 
@@ -73,10 +73,10 @@ def test_what_made_a_member_with_the_seeds_of_its_ancestors() -> None:
 
 def test_an_exploit_as_a_sentence() -> None:
     first, second = Lineage(TRIALS, STORY).copies
-    assert told(first) == (
+    assert describe_copy(first) == (
         "Member 3 became a copy of member 1 (9 against 1) at env step 120, now 100: algo.lr 0.3 -> 0.15."
     )
-    assert "with the same settings" in told(second)
+    assert "with the same settings" in describe_copy(second)
 
 
 # ------------------------------------------------------------------------------------------------ what members begin with

@@ -35,7 +35,7 @@ from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
 from tiltyard.sweep.pbt.controller import Population
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 from tiltyard.training import resume
 
 
@@ -87,8 +87,8 @@ def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(th
     assert events[0]["source"] == 1
     assert events[0]["after"] == after
     assert "became a copy of member 1" in events[0]["sentence"]
-    assert look(sweep).counts == {"finished": 3}
-    assert {row.env_steps for row in look(sweep).rows} == {256}
+    assert summarize(sweep).counts == {"finished": 3}
+    assert {row.env_steps for row in summarize(sweep).rows} == {256}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_negative_objectives_and_what_the_env_calls_its_true_one(
     found = exploits(sweep)
     assert [(line["trial"], line["source"]) for line in found] == [(worst, 4 - worst)]
     assert found[0]["score"] == pytest.approx(-3.0 if "true" in metric else 4 * levels[worst - 1])
-    settings = {row.trial.number: row.trial.settings for row in look(sweep).rows}
+    settings = {row.trial.number: row.trial.settings for row in summarize(sweep).rows}
     assert settings[worst] == settings[4 - worst], "rate 0 moves nothing"
 
 
@@ -218,7 +218,7 @@ def _small_plan() -> None:
 
 def _outcome(sweep: Sweep) -> tuple[list[Any], dict[int, Any]]:
     decisions = [{key: value for key, value in line.items() if key != "time"} for line in sweep.decisions()]
-    assert {row.state for row in look(sweep).rows} == {"finished"}
+    assert {row.state for row in summarize(sweep).rows} == {"finished"}
     return decisions, {trial.number: weights(sweep.place(trial.number)) for trial in sweep.trials()}
 
 
@@ -262,7 +262,7 @@ def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
         if rng.random() < 0.5:
             kill_trials(sweep)
     assert carry_out_alone(sweep) == 0
-    assert look(sweep).counts == {"finished": 4}
+    assert summarize(sweep).counts == {"finished": 4}
     story = lineage.read(sweep)
     for kind in ("period", "exploit", "stays"):
         lines = [(line["trial"], line["period"]) for line in sweep.decisions() if line["kind"] == kind]
@@ -308,7 +308,7 @@ def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -
     assert [each["from"] for each in told["schedules"]["3"]][:2] == [0, 64]
     assert "is a population" in tiltyard("sweep", "extend", "--trials", "1", expect=2).stderr
     best = json.loads(tiltyard("sweep", "best", "--json").stdout)
-    ahead = max(look(sweep).rows, key=lambda row: row.value or 0.0)
+    ahead = max(summarize(sweep).rows, key=lambda row: row.value or 0.0)
     assert (best["best"]["trial"], best["settings"]) == (ahead.trial.number, ahead.trial.settings)
     assert best["values"] == [ahead.value], "members are no seeds of one point"
     pictures = tiltyard("sweep", "plot").stdout.split()
@@ -323,12 +323,12 @@ def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None
     text = bad.read_text()
     bad.write_text(text.replace("self.steps += 1", "self.steps += 1\n        assert self.level != 2.0"))
     assert carry_out(sweep) == 1
-    assert look(sweep).counts == {"finished": 2, "failed": 1}
+    assert summarize(sweep).counts == {"finished": 2, "failed": 1}
     assert [line["trial"] for line in exploits(sweep)] == [3]
     (sweep.place(2) / "plugins" / "steady.py").write_text(text)
     sweep.decide("retry", trial=2)
     assert carry_out(sweep) == 0
-    assert look(sweep).counts == {"finished": 3}
+    assert summarize(sweep).counts == {"finished": 3}
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -413,7 +413,7 @@ def test_a_dictionary_of_rewards_moves_number_by_number(runs: Path) -> None:
     found = exploits(sweep)[0]
     options = Run(sweep.place(found["trial"])).experiment().env.options
     assert options["rewards"] == {
-        name: look(sweep).rows[found["trial"] - 1].trial.settings[f"env.options.rewards.{name}"]
+        name: summarize(sweep).rows[found["trial"] - 1].trial.settings[f"env.options.rewards.{name}"]
         for name in ("hit", "walk")
     }
     assert options["rewards"] != {"hit": 4.0, "walk": -0.5}
@@ -457,7 +457,7 @@ def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
     plan([2.0, 1.0], experiment={**EXPERIMENT, "stop": {"env_steps": 96}}, population={**RULES, "replace": 0.5})
     sweep = started()
     out = tiltyard("sweep", "replay")
-    best = look(sweep).groups[0].rows[0].trial.number
+    best = summarize(sweep).groups[0].rows[0].trial.number
     assert f"repeats what made member {best}" in out.stderr
     alone = Run(next(Path("runs").absolute().glob("steady/0*")))
     assert same(weights(alone), weights(sweep.place(best)))
@@ -481,7 +481,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
     steps = [each["env_steps"] for each in metrics.read(sweep.place(2))]
     kept = range(16, min(found["env_steps"], found["counts_from"]) + 1, 16)
     assert steps == [*kept, *range(found["counts_from"] + 16, 257, 16)]
-    report = look(sweep)
+    report = summarize(sweep)
     assert [row.env_steps for row in report.rows] == [256, 256]
 
 

@@ -15,7 +15,7 @@ from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
 from tiltyard.sweep.folder import find_sweep, sweeps
 from tiltyard.sweep.python_plan import Experiment, ParamGrid, ParamList, RunDescription, load_description, seeds
-from tiltyard.sweep.report import look
+from tiltyard.sweep.report import summarize
 
 PARAMS = ParamGrid(
     [("seed", seeds(2)), ("algo.lr", [1e-3, 1e-4]), (("algo.rollout", "algo.minibatch"), ([8, 16], [16, 32]))]
@@ -208,7 +208,7 @@ def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tilt
     assert output.stdout.split() == ["s-a/sweep-0001", "s-b/sweep-0001"]
     assert len(set(re.findall(r"carried out by pid (\d+), one after another", output.stderr))) == 1
     until = time.monotonic() + 120
-    while not (look(find_sweep("s-b")).state == "finished" and not find_sweep("s-b").controlled):
+    while not (summarize(find_sweep("s-b")).state == "finished" and not find_sweep("s-b").controlled):
         assert time.monotonic() < until
         time.sleep(0.1)
     ends = [read_events(run)[-1]["time"] for run in map(Run, find_sweep("s-a").trial_folders())]
@@ -247,7 +247,7 @@ def test_a_program_that_vanished_is_named(tiltyard: Command, runs: Path) -> None
     program.chmod(0o755)
     Path("plan.yaml").write_text(dump_yaml({"name": "gone", "program": ["./mine.sh"], "seeds": 2, "retries": 0}))
     tiltyard("sweep", "start", "plan.yaml", expect=1)
-    reasons = [row.reason for row in look(find_sweep("gone")).rows]
+    reasons = [row.reason for row in summarize(find_sweep("gone")).rows]
     assert reasons == [
         "exit code 0",
         "exit code 127: ./mine.sh could not be started: ./mine.sh: No such file or directory",

@@ -22,7 +22,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.sweep import results
 from tiltyard.sweep.folder import FACTS
 from tiltyard.sweep.plots import bands
-from tiltyard.sweep.report import bootstrap, explained, importance, look
+from tiltyard.sweep.report import bootstrap, explained, importance, summarize
 from tiltyard.sweep.results import interquartile_mean
 from tiltyard.sweep.space import fixed_points
 
@@ -129,9 +129,9 @@ def test_a_last_turn_of_jobs_does_not_make_a_sweep_that_is_over_run(
 
 
 def test_last_and_best_and_less_is_better(runs: Path) -> None:
-    best = look(fake_sweep(runs, 4, 1))
-    last = look(fake_sweep(runs, 4, 1, metric={"name": "eval/return", "of": "last"}))
-    least = look(fake_sweep(runs, 4, 1, goal="minimise"))
+    best = summarize(fake_sweep(runs, 4, 1))
+    last = summarize(fake_sweep(runs, 4, 1, metric={"name": "eval/return", "of": "last"}))
+    least = summarize(fake_sweep(runs, 4, 1, goal="minimise"))
     pairs = zip(best.rows, last.rows, least.rows, strict=True)
     assert all((c.value or 0) <= (b.value or 0) <= (a.value or 0) for a, b, c in pairs)
     assert [g.value for g in least.groups] == sorted(g.value or 0 for g in least.groups)
@@ -139,7 +139,7 @@ def test_last_and_best_and_less_is_better(runs: Path) -> None:
 
 def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path) -> None:
     sweep = fake_sweep(runs, 2, 1)
-    rows = look(sweep).rows
+    rows = summarize(sweep).rows
     for row in rows:
         results.keep(sweep, row)
     for row in rows:
@@ -147,7 +147,7 @@ def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path
             atomic.to_json({"env_steps": 1, "metrics": {"eval/return": 12345.0}}) + "\n"
         )
     atomic.write_json(sweep.place(2) / "status.json", status(2, updated="later: somebody trained it on"))
-    assert [row.value for row in look(sweep).rows] == [rows[0].value, 12345.0]
+    assert [row.value for row in summarize(sweep).rows] == [rows[0].value, 12345.0]
 
 
 def test_importance_of_a_grid_is_by_its_levels() -> None:
@@ -163,13 +163,13 @@ def test_importance_of_a_grid_is_by_its_levels() -> None:
 
 
 def test_importance_names_what_matters(runs: Path) -> None:
-    found = importance(look(fake_sweep(runs, 60, 1)))
+    found = importance(summarize(fake_sweep(runs, 60, 1)))
     assert found[0][0] == "algo.lr"
     assert found[0][1] > 0.5
     shares = dict(found)
     assert shares["algo.epochs"] < 0.15
     assert shares["model.activation"] < 0.15
-    assert importance(look(fake_sweep(runs, 3, 1))) == []
+    assert importance(summarize(fake_sweep(runs, 3, 1))) == []
 
 
 def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:

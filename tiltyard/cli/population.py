@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
     """Every exploit in its order; of one member, from which env step on it had which settings."""
     from tiltyard.sweep.pbt.lineage import schedule_of, story_of
-    from tiltyard.sweep.report import told
+    from tiltyard.sweep.report import describe_copy
 
     story = story_of(sweep)
     chosen = [args.member] if args.member is not None else sorted(story.first)
@@ -33,7 +33,7 @@ def lineage(sweep: Sweep, args: argparse.Namespace) -> int:
     elif args.member is not None:
         sys.stdout.write(_schedule(schedules[args.member]))
     else:
-        said = [formatting.clean(told(copy)) for copy in story.copies]
+        said = [formatting.clean(describe_copy(copy)) for copy in story.copies]
         sys.stdout.write("".join(f"{sentence}\n" for sentence in said) or "nobody was replaced\n")
     return EXIT_DONE
 
@@ -64,10 +64,10 @@ def _schedule(schedule: list[tuple[int, dict[str, object]]]) -> str:
 
 def _best(sweep: Sweep) -> int:
     from tiltyard.sweep.pbt.lineage import story_of
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
     story_of(sweep)
-    found = next((group for group in look(sweep).groups if group.value is not None), None)
+    found = next((group for group in summarize(sweep).groups if group.value is not None), None)
     if found is None:
         raise UseError(f"no member of {sweep.id} has a score yet", "name one: --member 1")
     return found.rows[0].trial.number

@@ -204,9 +204,9 @@ def _say_trials(prepared: CheckedPlan) -> None:
 
 
 def _say_dry(sweep: Sweep, *, leave_stopped: bool) -> None:
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
-    left = [row for row in look(sweep).rows if not row.over and not (leave_stopped and row.state == "stopped")]
+    left = [row for row in summarize(sweep).rows if not row.over and not (leave_stopped and row.state == "stopped")]
     lines = [f"trial {row.trial.number} ({row.state})\n" for row in left]
     sys.stdout.write("".join(lines))
     sys.stderr.write(f"{_trials(len(left))} of {sweep.id} would go on; nothing was started\n")
@@ -220,10 +220,10 @@ def _carry_out(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
         return _in_background([sweep], leave_stopped=leave_stopped)
     from tiltyard.sweep.backends.local import Local
     from tiltyard.sweep.controller import carry_out
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
     code = carry_out(sweep, Local, _say, leave_stopped=leave_stopped)
-    sys.stdout.write(summary(look(sweep)))
+    sys.stdout.write(summary(summarize(sweep)))
     return code
 
 
@@ -262,7 +262,7 @@ def _find(target: str | None) -> Sweep:
 def _status(args: argparse.Namespace) -> int:
     from tiltyard.sweep import report
 
-    found = report.look(_find(args.target))
+    found = report.summarize(_find(args.target))
     if args.json:
         sys.stdout.write(atomic.to_json(report.as_data(found), indent=2) + "\n")
     elif args.csv:
@@ -281,7 +281,7 @@ def _watch(args: argparse.Namespace) -> int:
 def _best(args: argparse.Namespace) -> int:
     from tiltyard.sweep import report
 
-    found = report.look(_find(args.target))
+    found = report.summarize(_find(args.target))
     group = next((group for group in found.groups if group.value is not None), None)
     if group is None:
         waits = found.state == "running" or found.counts.get("running")
@@ -333,9 +333,9 @@ def _best_value(found: SweepSummary, values: list[float]) -> float:
 
 def _plot(args: argparse.Namespace) -> int:
     from tiltyard.sweep import plots
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
-    found = look(_find(args.target))
+    found = summarize(_find(args.target))
     for picture in plots.draw(found, args.out or found.sweep.folder / "pictures"):
         sys.stdout.write(f"{os.path.relpath(picture)}\n")
     return EXIT_DONE
@@ -357,7 +357,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _retry(args: argparse.Namespace) -> int:
-    from tiltyard.sweep.report import RETRY, look
+    from tiltyard.sweep.report import RETRY, summarize
 
     if not args.failed:
         raise UseError("`tiltyard sweep retry` needs to know which trials", "add --failed")
@@ -365,8 +365,8 @@ def _retry(args: argparse.Namespace) -> int:
     if sweep.launcher != "local" and not args.dry_run:
         from tiltyard.sweep import tick
 
-        tick.take(sweep, _say)  # what failed just now is written down before it is forgiven
-    rows = [row for row in look(sweep).rows if row.state in ("failed", RETRY)]
+        tick.run_tick(sweep, _say)  # what failed just now is written down before it is forgiven
+    rows = [row for row in summarize(sweep).rows if row.state in ("failed", RETRY)]
     failed = [row.trial.number for row in rows if not row.trial.refused]
     if len(failed) < len(rows):
         sys.stderr.write(f"{len(rows) - len(failed)} of the failed make no experiment, and would not the next time\n")

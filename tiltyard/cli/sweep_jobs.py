@@ -30,9 +30,9 @@ def dry(prepared: CheckedPlan) -> None:
 def submit(sweep: Sweep, say: Callable[[str], None], *, leave_stopped: bool) -> int:
     """A turn of the sweep, by a person: what is due is submitted."""
     from tiltyard.sweep import tick
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
-    tick.take(sweep, say, afresh=True, leave_stopped=leave_stopped)
-    found = look(sweep)
+    tick.run_tick(sweep, say, afresh=True, leave_stopped=leave_stopped)
+    found = summarize(sweep)
     sys.stdout.write(summary(found))
     return EXIT_FAILED if found.state == "failed" else EXIT_DONE

@@ -25,9 +25,9 @@ POLL_SECONDS = 0.1  # seconds between two looks at folders; those at a queue are
 def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Ask, then wait until nobody is at work any more who was asked."""
     from tiltyard.slurm.job_state import Pace
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
-    found = look(sweep)
+    found = summarize(sweep)
     at_work = [row for row in found.rows if row.state in ("running", "queued")]
     if args.dry_run or (not at_work and found.state != "running"):
         sys.stderr.write(f"{len(at_work)} trials of {sweep.id} are at work\n")
@@ -37,11 +37,11 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
     if sweep.launcher != "local":
         from tiltyard.sweep import tick
 
-        tick.take(sweep, say)
+        tick.run_tick(sweep, say)
     elif not sweep.controlled:
         away = {row.trial.number: host for row in at_work if (host := _ask(row.folder))}
     pace, deadline = Pace(), time.monotonic() + (STOPS if args.wait is None else args.wait)
-    while (now := look(sweep)).state == "running" or any(
+    while (now := summarize(sweep)).state == "running" or any(
         row.state == "running" and row.trial.number not in away for row in now.rows
     ):
         left = deadline - time.monotonic()

@@ -17,7 +17,7 @@ EVERY, POLITE = 2.0, 10.0  # seconds between two looks, at folders and at a queu
 
 
 def watch(sweep: Sweep, every: float | None, say: Callable[[str], None]) -> int:
-    from tiltyard.sweep.report import look
+    from tiltyard.sweep.report import summarize
 
     before, counts, launcher = "", dict[str, int](), sweep.launcher
     usual = EVERY if launcher == "local" else POLITE
@@ -25,7 +25,7 @@ def watch(sweep: Sweep, every: float | None, say: Callable[[str], None]) -> int:
     turns = launcher == "template"  # taken here, too: its jobs may not be able to submit others
     while True:
         taken = turns and _take_turn(sweep, say)
-        found = look(sweep)
+        found = summarize(sweep)
         # A trial that ended since the turn has left room for the next turn to use.
         settled, counts = not turns or (taken and found.counts == counts), found.counts
         said = summary(found)
@@ -45,7 +45,7 @@ def _take_turn(sweep: Sweep, say: Callable[[str], None]) -> bool:
     from tiltyard.sweep import tick
 
     try:
-        tick.take(sweep, say)
+        tick.run_tick(sweep, say)
     except UseError:
         raise
     except TiltyardError as error:

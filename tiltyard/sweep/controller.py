@@ -50,7 +50,7 @@ class Backend(Protocol):
     def adopt(self, numbers: Iterable[int]) -> set[int]: ...
     def gone(self) -> dict[int, str]: ...
     def job(self, number: int) -> str: ...
-    def room(self, number: int | None) -> bool: ...
+    def has_capacity(self, number: int | None) -> bool: ...
     def submit(self, number: int, folder: Path, wait: float) -> bool: ...
     def send(self) -> list[str]: ...
     def poll(self) -> dict[int, str]: ...
@@ -122,7 +122,7 @@ class Controller:
             at_work = self.backend.adopt(())
         self.over = not at_work and (self.stopping or (not self.due and len(self.trials) >= len(self.pairs)))
 
-    def turn(self, *, stop: bool) -> None:
+    def tick(self, *, stop: bool) -> None:
         """All that can be done now, where nobody stays to do the rest."""
         at_work = self.backend.adopt(())
         if stop:
@@ -230,7 +230,7 @@ class Controller:
             self._tell("failed", f"Trial {trial.number} makes no experiment: {trial.refused}")
         else:
             self.due[trial.number] = 0.0
-        self.rows[trial.number] = results.look(self.sweep, self.plan, trial)
+        self.rows[trial.number] = results.read_row(self.sweep, self.plan, trial)
 
     def _ask(self) -> None:
         """The next trial of a search that learns."""
@@ -259,13 +259,13 @@ class Controller:
         ready = sorted(number for number, moment in self.due.items() if later or moment <= now)
         if self.population is not None:
             ready = self.population.order(ready)
-        if not ready and len(self.trials) < len(self.pairs) and self.backend.room(None):
+        if not ready and len(self.trials) < len(self.pairs) and self.backend.has_capacity(None):
             self._ask()
             ready = [len(self.trials)]
             if ready[0] not in self.due:  # it makes no experiment, and there is room for the next one
                 return True
         # One that somebody is at still must not keep the others waiting.
-        return any(self._start(number, ready) for number in ready if self.backend.room(number))
+        return any(self._start(number, ready) for number in ready if self.backend.has_capacity(number))
 
     def _start(self, number: int, ready: list[int]) -> bool:
         """Start a trial, or write down why that cannot be; False when somebody is at it still."""

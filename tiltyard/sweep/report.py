@@ -23,7 +23,7 @@ from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
 from tiltyard.run.settings_schedule import read as read_stretches
 from tiltyard.slurm.job_state import seen
-from tiltyard.sweep.backends.jobs import job_ids, told_by_slurm
+from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
@@ -86,11 +86,11 @@ class SweepSummary:
         return list(dict.fromkeys(key for row in self.rows for key in row.trial.settings))
 
 
-def look(sweep: Sweep) -> SweepSummary:
+def summarize(sweep: Sweep) -> SweepSummary:
     """Read everything there is to say. Members of a population are told with their settings of now."""
     plan, jobs = sweep.plan(), job_ids(sweep)
     while True:
-        told = told_by_slurm(jobs)  # asked first: a job writes before it ends
+        told = slurm_job_states(jobs)  # asked first: a job writes before it ends
         decisions, found, asked = sweep.decisions(), rows(sweep, plan), jobs
         if (jobs := job_ids(sweep)) == asked:  # else some went on in others, of which nothing was asked
             break
@@ -211,7 +211,7 @@ def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
-def told(copy: Copy) -> str:
+def describe_copy(copy: Copy) -> str:
     """How one member of a population became a copy of another, in a sentence."""
     one, new = copy.exploit, copy.exploit.after
     scores = " against ".join("no score" if each is None else f"{each:.6g}" for each in (copy.source_score, copy.score))

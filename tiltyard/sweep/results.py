@@ -53,7 +53,7 @@ def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> lis
     failed = {trial: each[-1] for trial, each in failures(decisions).items() if len(each) > plan.retries}
     found = []
     for trial in sweep.trials() if trials is None else trials:
-        row = look(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
+        row = read_row(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
         if row.state in SILENT and trial.number in failed:  # it died once too often, and said nothing
             row = replace(row, state="failed", reason=str(failed[trial.number].get("reason", "")))
         found.append(row)
@@ -71,7 +71,7 @@ def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, An
     return found
 
 
-def look(
+def read_row(
     sweep: Sweep, plan: Plan, trial: Trial, known: Mapping[str, Any] | None = None, ended: str | None = None
 ) -> Row:
     """One trial as it stands. `known` is its line in results.jsonl, `ended` why it was ended early."""

@@ -44,7 +44,7 @@ JUDGED = "judged"
 KINDS: dict[str, type[Jobs]] = {"slurm": Arrays, "template": Template}
 
 
-def take(
+def run_tick(
     sweep: Sweep,
     say: Callable[[str], None],
     *,
@@ -67,7 +67,7 @@ def take(
             sweep.stop_file.unlink(missing_ok=True)
         jobs = KINDS[profile.launcher](sweep, plan, profile, own=_own(sweep, own))
         try:
-            Controller(sweep, plan, jobs, say).turn(stop=sweep.stop_file.exists())
+            Controller(sweep, plan, jobs, say).tick(stop=sweep.stop_file.exists())
         except TiltyardError as error:
             log_event(Run(sweep.folder), "warning", f"A turn could not be taken: {error.message}")
             if not jobs.goes_on:  # what could not be submitted is left to the next turn, which the own trial takes
@@ -133,7 +133,7 @@ def _take_at_end(sweep: Sweep, own: str) -> bool:
     pace, deadline = Pace(), time.monotonic() + OUTAGE
     while True:
         try:
-            return take(sweep, _say, own=own)
+            return run_tick(sweep, _say, own=own)
         except UseError:
             raise
         except TiltyardError as error:
@@ -160,7 +160,7 @@ def main() -> int:
         if args.judge is not None:
             end_early(sweep, args.judge)
             return EXIT_DONE
-        goes_on = take(sweep, _say) if args.own is None else _take_at_end(sweep, args.own)
+        goes_on = run_tick(sweep, _say) if args.own is None else _take_at_end(sweep, args.own)
     except TiltyardError as error:
         sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
         return error.exit_code

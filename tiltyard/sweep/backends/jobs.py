@@ -141,7 +141,7 @@ class Jobs(ABC):
     def job(self, number: int) -> str:
         return self._jobs.get(number, "")
 
-    def room(self, number: int | None) -> bool:
+    def has_capacity(self, number: int | None) -> bool:
         """Whether one more may be submitted, so that no more than max_parallel are at work."""
         return len(self.work) + len(self.chosen) + self.goes_on < self.plan.max_parallel
 
@@ -239,7 +239,7 @@ def job_ids(sweep: Sweep) -> dict[int, str]:
     return found
 
 
-def told_by_slurm(jobs: Mapping[int, str]) -> dict[int, Told]:
+def slurm_job_states(jobs: Mapping[int, str]) -> dict[int, Told]:
     """What Slurm says of these trials' jobs; nothing where it does not answer."""
     answers = job_state.ask(jobs.values()) or {}
     return {number: answers[job] for number, job in jobs.items() if job in answers}

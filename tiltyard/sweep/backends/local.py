@@ -78,7 +78,7 @@ class Local:
     def job(self, number: int) -> str:
         return ""
 
-    def room(self, number: int | None) -> bool:
+    def has_capacity(self, number: int | None) -> bool:
         """Whether one more may be started."""
         return len(self.work) < self.plan.max_parallel and (not self.gpus or self._gpu() is not None)
 

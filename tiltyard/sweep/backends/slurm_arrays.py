@@ -54,11 +54,11 @@ class Arrays(Jobs):
         for some in _parts(list(jobs.values()), AT_ONCE):
             cancel(*some)
 
-    def room(self, number: int | None) -> bool:
+    def has_capacity(self, number: int | None) -> bool:
         """What is known goes at once; what comes later when there is room, which each task that ends leaves."""
         eager = self.plan.search in ("grid", "random")
         again = number is not None and self.job(number) != ""
-        return super().room(number) if not eager or (again and self.work) else True
+        return super().has_capacity(number) if not eager or (again and self.work) else True
 
     def send(self) -> list[str]:
         """Everything chosen as arrays: what may begin now, then what has to wait."""

@@ -32,7 +32,7 @@ from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
 from tiltyard.sweep.pbt.lineage import Copy, Lineage
 from tiltyard.sweep.pbt.members import dials, draws
-from tiltyard.sweep.report import told
+from tiltyard.sweep.report import describe_copy
 
 PINNED = "pinned"
 
@@ -91,7 +91,7 @@ class Population:
             self._make_copy(story, copy)
         until = max(self.rules.start, story.begins(number) + self.rules.period)
         SettingsSchedule([(0, story.settings(number))], until, over + 1).write(folder)
-        return [told(copy)] if copy is not None else []
+        return [describe_copy(copy)] if copy is not None else []
 
     # -- deciding
 
@@ -162,7 +162,7 @@ class Population:
             checkpoint.copy_into(run, pinned, score=pinned.score if same_env else None, milestone=False)
             write_status(run, progress=pinned.progress)
             if not any(each["kind"] == "exploited" and each["period"] == copy.period for each in read_events(run)):
-                log_event(run, "exploited", told(copy), **copy.as_data())
+                log_event(run, "exploited", describe_copy(copy), **copy.as_data())
 
     # -- what may be copied
 
