@@ -94,7 +94,7 @@ def create_run(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
         parent=origin.lineage() if origin is not None else None,
         copies=prepared.copies,
         profile=prepared.profile,
-        stretches=prepared.stretches,
+        schedule=prepared.schedule,
     )
     if origin is not None:
         checkpoint.copy_into(run, origin.checkpoint, score=origin.score)

@@ -79,15 +79,15 @@ class DivergedError(TiltyardError):
 class RaisedElsewhere(Exception):
     """What foreign code did in another process, as `raised` says it, and its traceback as text."""
 
-    def __init__(self, told: str, details: str) -> None:
-        super().__init__(told)
-        self.told, self.details = told, details
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.message, self.details = message, details
 
 
 def raised(error: BaseException) -> str:
     """What foreign code did, as the end of a sentence about it: raised ValueError: no map; called sys.exit(3)."""
     if isinstance(error, RaisedElsewhere):
-        return error.told
+        return error.message
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     return f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")

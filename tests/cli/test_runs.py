@@ -299,10 +299,10 @@ def test_stop_names_another_host_and_never_signals_a_stranger(root, tiltyard):
         (run.folder / "lock.json").write_text(json.dumps(owner))
         done = tiltyard("stop", run.id, code=2)
         assert f"pid {stranger.pid} on host node9" in done.stderr and "stop it there" in done.stderr
-        from tiltyard.run.lock import myself
+        from tiltyard.run.lock import this_process
 
         # This machine, this number, but another start time: the number was given to somebody else since.
-        (run.folder / "lock.json").write_text(json.dumps({**myself(), "pid": stranger.pid, "started": "1"}))
+        (run.folder / "lock.json").write_text(json.dumps({**this_process(), "pid": stranger.pid, "started": "1"}))
         tiltyard("stop", run.id, code=2)
         assert stranger.poll() is None
     finally:

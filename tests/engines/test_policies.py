@@ -135,7 +135,7 @@ def test_a_pool_is_set_as_a_whole_and_numbers_one_by_one() -> None:
         "match": {"odd": {"main": 0.5, "b.c": 1}},
     }
     made = load(file, ["policies.b.c.algo.clip=0.3", "match.odd={b.c: 2}"]).experiment  # fmt: skip
-    assert made.policies["b.c"].algo.made() == {"lr": 0.1, "clip": 0.3}
+    assert made.policies["b.c"].algo.given() == {"lr": 0.1, "clip": 0.3}
     assert made.match == {"odd": {"b.c": 2.0}}
     from tiltyard.algos.ppo import CHANGEABLE
 

@@ -11,7 +11,7 @@ import pytest
 from tests.counts import count
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run.events import read_events
-from tiltyard.run.lock import Lock, life, myself, read_owner, seems_alive
+from tiltyard.run.lock import Lock, liveness, read_owner, seems_alive, this_process
 
 HOLDER = """
 import sys, time
@@ -26,7 +26,7 @@ print("released", flush=True)
 
 def plant(run, **changes):
     """A lock file as another process would have left it."""
-    owner = {**myself(), "heartbeat": 3, "period": 0.05, "mark": "theirs", **changes}
+    owner = {**this_process(), "heartbeat": 3, "period": 0.05, "mark": "theirs", **changes}
     draft = run.folder / f".{threading.get_ident()}"  # whole or not at all, as everybody writes it
     draft.write_text(json.dumps(owner))
     draft.rename(run.folder / "lock.json")
@@ -37,7 +37,7 @@ def test_held_then_given_back(bare_run):
     with Lock(bare_run) as lock:
         owner = read_owner(bare_run.folder)
         assert owner["pid"] == os.getpid() and owner["host"] == socket.gethostname() and lock.held
-        assert life(owner) == "alive" and seems_alive(bare_run.folder)
+        assert liveness(owner) == "alive" and seems_alive(bare_run.folder)
         lock.check()
     assert read_owner(bare_run.folder) is None and not seems_alive(bare_run.folder)
     lock.release()
@@ -65,7 +65,7 @@ def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
     owner.kill()
     # Not reaped yet: a zombie is as dead as it will get.
     for _ in range(500):
-        if life(read_owner(bare_run.folder)) == "dead":
+        if liveness(read_owner(bare_run.folder)) == "dead":
             break
         time.sleep(0.01)
     with Lock.acquire(bare_run):
@@ -131,7 +131,7 @@ def test_an_owner_elsewhere_that_lets_go_is_not_waited_for(bare_run):
 
 
 def test_a_container_with_our_host_name_is_judged_by_its_heartbeat(bare_run):
-    assert life(plant(bare_run, pids="pid:[1]")) == "unknown"
+    assert liveness(plant(bare_run, pids="pid:[1]")) == "unknown"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"pid": "x"}', '{"host": 3, "pid": -1}'])

@@ -115,7 +115,7 @@ def test_negative_objectives_and_what_the_env_calls_its_true_one(
 def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
     """And where settings change on the way, the run goes on by itself, whatever it was told before."""
     plan([1.0, 2.0])
-    whole, paused, changing = (_run(stretches) for stretches in (None, SettingsSchedule([(0, {})], 100, 1), CHANGES))
+    whole, paused, changing = (_run(schedule) for schedule in (None, SettingsSchedule([(0, {})], 100, 1), CHANGES))
     outcome = [api.run_training(run, resume.prepare_resume(run)[1], live=False) for run in (whole, paused, changing)]
     assert [each.exit_code for each in outcome] == [0, 75, 0]
     assert paused.status()["state"] == "stopped"
@@ -139,9 +139,9 @@ def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
 CHANGES = SettingsSchedule([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
 
 
-def _run(stretches: SettingsSchedule | None) -> Run:
+def _run(schedule: SettingsSchedule | None) -> Run:
     loaded = preflight.load({**EXPERIMENT, "name": "alone"})
-    return create(Path("runs"), loaded.experiment, base=loaded.base, stretches=stretches)
+    return create(Path("runs"), loaded.experiment, base=loaded.base, schedule=schedule)
 
 
 def _curve(run: Run) -> list[tuple[int, float]]:

@@ -6,7 +6,7 @@ import pytest
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.track.bottleneck import verdict
+from tiltyard.track.bottleneck import bottleneck
 
 QUICK = ["eval.at_end=false", "track.tensorboard=false", "engine.envs=4", "algo.rollout=32", "algo.minibatch=64"]
 SLOW_ENV = """
@@ -53,7 +53,7 @@ class CustomEnv(CartPoleEnv):
     ],
 )
 def test_the_sentence_names_what_takes_the_time(time: dict[str, float], workers: dict[str, float], begins: str) -> None:
-    output = verdict(time, workers)
+    output = bottleneck(time, workers)
     assert output.startswith(begins) and bool(output) == bool(begins)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.cli import formatting
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.run.folder import Run, find, read_owner
-from tiltyard.run.lock import life
+from tiltyard.run.lock import liveness
 from tiltyard.run.status import root_of
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterato
     from tiltyard.processes import proc
     from tiltyard.slurm.usage import snapshots
 
-    if owner is None or life(owner) == "dead":
+    if owner is None or liveness(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
-    if life(owner) == "unknown":
+    if liveness(owner) == "unknown":
         raise UseError(
             f"run {run.id} is written on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
         )

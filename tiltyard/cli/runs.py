@@ -24,7 +24,7 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
 from tiltyard.run import atomic, metrics
 from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove, remove_folder
-from tiltyard.run.lock import life
+from tiltyard.run.lock import liveness
 from tiltyard.run.logs import new_text
 from tiltyard.run.status import STATES, SWEEP_FOLDER
 
@@ -250,10 +250,10 @@ def run_stop(args: argparse.Namespace) -> int:
         from tiltyard.cli import jobs
 
         return jobs.stop(run, args.wait)
-    if owner is None or life(owner) == "dead":
+    if owner is None or liveness(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
     pid, host = owner.get("pid"), owner.get("host")
-    if life(owner) == "unknown" or not isinstance(pid, int):
+    if liveness(owner) == "unknown" or not isinstance(pid, int):
         raise UseError(
             f"run {run.id} is being written by pid {pid} on host {host}", f"stop it there: tiltyard stop {run.typed}"
         )
@@ -265,7 +265,11 @@ def run_stop(args: argparse.Namespace) -> int:
         raise UseError(f"pid {pid}, which writes run {run.id}, belongs to somebody else", "ask its owner") from error
     sys.stderr.write(f"asked pid {pid} to save run {run.id} and stop\n")
     deadline = time.monotonic() + args.wait
-    while (now := read_owner(run.folder)) is not None and now.get("mark") == owner.get("mark") and life(now) == "alive":
+    while (
+        (now := read_owner(run.folder)) is not None
+        and now.get("mark") == owner.get("mark")
+        and liveness(now) == "alive"
+    ):
         if time.monotonic() >= deadline:
             sys.stderr.write(f"pid {pid} is still finishing its update; it will save and stop after that\n")
             return EXIT_FAILED

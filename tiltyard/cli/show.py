@@ -13,7 +13,7 @@ from tiltyard.cli import formatting
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
 from tiltyard.slurm.job_state import look
-from tiltyard.track.bottleneck import verdict
+from tiltyard.track.bottleneck import bottleneck
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Stop
@@ -35,7 +35,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "metrics": {name: value for record in records for name, value in record["metrics"].items()},
         "evaluated_at": steps[-1] if steps else None,
         "time": metrics.time_shares(records[-RECENT:]),
-        "bound": verdict(metrics.time_shares(records[-RECENT:]), metrics.time_shares(records[-RECENT:], "workers")),
+        "bound": bottleneck(metrics.time_shares(records[-RECENT:]), metrics.time_shares(records[-RECENT:], "workers")),
         "checkpoints": [
             {"env_steps": kept.env_steps, "score": kept.score, "folder": str(kept.folder)}
             for kept in checkpoint.list_checkpoints(run)

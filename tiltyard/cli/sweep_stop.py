@@ -60,12 +60,12 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
 
 def _ask(folder: Path | None) -> str:
     """Ask a trial that nobody watches to save and end; or the name of the host where it has to be asked."""
-    from tiltyard.run.lock import life, read_owner
+    from tiltyard.run.lock import liveness, read_owner
 
     owner = read_owner(folder) if folder is not None else None
     if owner is None:
         return ""
-    if (seen := life(owner)) == "alive":
+    if (seen := liveness(owner)) == "alive":
         with contextlib.suppress(OSError):
             os.kill(int(owner["pid"]), signal.SIGTERM)
     return str(owner.get("host") or "?") if seen == "unknown" else ""

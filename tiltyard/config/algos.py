@@ -336,6 +336,6 @@ class Changes(Settings):
     value_coef: NotNegative | None = None
     """Weight of this policy's value loss; algo.value_coef when left out."""
 
-    def made(self) -> dict[str, float]:
+    def given(self) -> dict[str, float]:
         """Those that are."""
         return {name: value for name, value in self.model_dump().items() if value is not None}

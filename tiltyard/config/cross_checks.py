@@ -97,7 +97,7 @@ def _schedules(experiment: Experiment) -> Iterator[Problem]:
 
 def _policies(experiment: Experiment) -> Iterator[Problem]:
     """Who plays whom is judged by names alone; whether the env has such agents is known when it was probed."""
-    names = list(experiment.cast)
+    names = list(experiment.policy_settings)
     for place, (name, member) in enumerate(experiment.policies.items()):
         setting, algo = f"policies.{name}", experiment.algo
         if not NAME.fullmatch(name) or ".." in name:
@@ -107,7 +107,7 @@ def _policies(experiment: Experiment) -> Iterator[Problem]:
         if not member.learns and place == 0:
             hint, given = f"name one that learns before {name}", "" if member.from_ is None else short(member.from_)
             yield Problem(f"{setting}.{why}", given, "the first of policies must learn", hint)
-        for number, value in member.algo.made().items():
+        for number, value in member.algo.given().items():
             if not member.learns:
                 message = f"{name} is frozen by {setting}.{why} and never learns"
                 yield Problem(f"{setting}.algo.{number}", short(value), message, "leave one of them out")
@@ -129,7 +129,7 @@ def _past(experiment: Experiment) -> Iterator[Problem]:
         if past.of not in experiment.learning:
             message = f"is none of the policies that learn, and {setting} is made of those"
             yield Problem(f"{setting}.of", short(past.of), message, did_you_mean(past.of, experiment.learning))
-        if experiment.cast[name].from_ is not None:
+        if experiment.policy_settings[name].from_ is not None:
             yield Problem(f"policies.{name}.from", "", f"is one policy, {setting} are others", "leave one of them out")
 
 
@@ -197,8 +197,8 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
         if engine.inference == "batched":
             hint = "set engine.inference=auto, or engine.kind=local with workers"
             yield Problem("engine.inference", "'batched'", none, hint)
-    if engine.inference == "batched" and len(experiment.cast) > 1:
-        message = f"decides for one policy, and policies has {len(experiment.cast)}"
+    if engine.inference == "batched" and len(experiment.policy_settings) > 1:
+        message = f"decides for one policy, and policies has {len(experiment.policy_settings)}"
         yield Problem("engine.inference", "'batched'", message, "set engine.inference=worker")
 
 

@@ -379,23 +379,23 @@ class Experiment(Settings):
         return re.sub(r"\.\.+", ".", cleaned)[:80] or "run"
 
     @property
-    def cast(self) -> dict[str, PolicySettings]:
+    def policy_settings(self) -> dict[str, PolicySettings]:
         """Every policy by name, in order: those named, or `main` alone."""
         return self.policies or {"main": PolicySettings()}
 
     @property
     def learning(self) -> list[str]:
         """Names of the policies that learn; the first is the one that is measured."""
-        return [name for name, member in self.cast.items() if member.learns]
+        return [name for name, member in self.policy_settings.items() if member.learns]
 
     @property
     def past(self) -> dict[str, Past]:
         """The pools of past versions, by name."""
-        return {name: member.past for name, member in self.cast.items() if member.past is not None}
+        return {name: member.past for name, member in self.policy_settings.items() if member.past is not None}
 
     def algo_of(self, policy: str) -> Algo:
         """`algo` with the numbers that are others for one policy."""
-        changes = self.cast[policy].algo.made()
+        changes = self.policy_settings[policy].algo.given()
         return self.algo.model_copy(update=changes) if changes else self.algo
 
     @property

@@ -31,20 +31,20 @@ __all__ = [
     "Loaded",
     "Profile",
     "Site",
+    "as_overrides",
     "describe",
     "dump_yaml",
     "from_resolved",
     "load",
     "load_site",
+    "merged_settings",
+    "override_list",
     "parse_override",
     "presets",
     "read_yaml",
     "refuse_presets",
     "resolved_yaml",
-    "said",
     "schema",
-    "texts",
-    "words",
 ]
 
 COMMAND_LINE = "command line"
@@ -78,7 +78,7 @@ def load(
     return _finish(*_layered(target, overrides, profile, debug, base))
 
 
-def said(
+def merged_settings(
     target: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, profile: Profile | None = None
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """All layers as one mapping, without the defaults and judged by nobody, and the folders plug-ins are looked for in.
@@ -103,7 +103,7 @@ def _layered(
 ) -> _Layered:
     own, own_name, source, text, warnings = _target(target)
     own, problems = nested(own)
-    from_command = override_layer([parse_override(each) for each in texts(overrides)])
+    from_command = override_layer([parse_override(each) for each in override_list(overrides)])
     from_profile, wrong = nested(profile.set) if profile else ({}, [])
     problems += wrong
     base = tuple(dict.fromkeys([*base, *([source.absolute().parent] if source else []), Path.cwd()]))
@@ -247,7 +247,7 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def texts(overrides: Sequence[str]) -> list[str]:
+def override_list(overrides: Sequence[str]) -> list[str]:
     """Overrides as a list; UseError for what is no sequence of texts. A single text is none: it is one override."""
     if isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes):
         wrong = [each for each in overrides if not isinstance(each, str)]
@@ -284,7 +284,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UseError(error.message.replace(", line 1:", ":", 1), error.hint) from None
 
 
-def words(settings: Mapping[str, Any]) -> list[str]:
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     """Settings as overrides: what one would type to train the same."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
@@ -303,7 +303,7 @@ def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: lis
 
 def refuse_presets(verb: str, overrides: Sequence[str]) -> None:
     """UseError for `use=`: presets lie below a run's own settings, which are complete, and would change nothing."""
-    for key, value in map(parse_override, texts(overrides)):
+    for key, value in map(parse_override, override_list(overrides)):
         if key.partition(".")[0] == "use":
             raise UseError(
                 f"use = {short(value)}: `{verb}` takes no presets, because a run has a value for every setting",
@@ -342,10 +342,10 @@ def _without_layers(merged: Merged) -> list[str]:
     lost: dict[str, list[str]] = {}
     for name in LAYERS:
         path = ("model", *name.split("."))
-        said = {origin for known, origin in merged.origins.items() if known[: len(path)] == path}
-        if said and said <= origins:
+        sources = {origin for known, origin in merged.origins.items() if known[: len(path)] == path}
+        if sources and sources <= origins:
             merged.drop(*path)
-            lost.setdefault(max(said), []).append(".".join(path))
+            lost.setdefault(max(sources), []).append(".".join(path))
     lost.pop("preset debug", None)
     reason = f"left out, being of the built-in model, and model.id = {chosen} is another"
     return [f"{origin}: {', '.join(names)} {reason}" for origin, names in lost.items()]

@@ -272,7 +272,7 @@ def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name in reversed(path):
             layer = {name: layer}
         _join(made.values, layer, ROOT)
-    return made.values
+    return with_new_names(made.values)
 
 
 def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:

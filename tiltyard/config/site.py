@@ -304,7 +304,7 @@ def apply_profile(name: str) -> Profile:
     return profile
 
 
-def return_to_profile(name: object, who: str) -> str | None:
+def restore_profile(name: object, who: str) -> str | None:
     """Set the variables of the profile that something was started with, if any, where no script has set them as they
     were then; returns its name. One that the site file no longer has is told and done without."""
     if not isinstance(name, str):

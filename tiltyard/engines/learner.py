@@ -35,7 +35,7 @@ class Learner:
         torch.set_num_threads(1)  # two threads round an orthogonal start differently: the weights would be others
         self.experiment, self.spec, self.base = experiment, spec, base
         self.name = name or experiment.learning[0]
-        self.place = list(experiment.cast).index(self.name)  # among all policies
+        self.place = list(experiment.policy_settings).index(self.name)  # among all policies
         self.device = device_named(experiment.engine.device)
         seed = experiment.seed
         self.net = PolicyNet(spec, experiment.model, base, seed=stream_seed(seed, INIT, self.place)).to(self.device)

@@ -30,7 +30,7 @@ from tiltyard.config.load import is_folder
 from tiltyard.envs.pettingzoo import Parallel, is_parallel
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
 from tiltyard.plugins import resolve
-from tiltyard.plugins.rooms import is_own
+from tiltyard.plugins.namespaces import is_own
 
 BUILTIN_ENVS: Mapping[str, str] = {
     "identity": "tiltyard.envs.toys.single:Identity",

@@ -17,7 +17,7 @@ import torch
 
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Env, Eval, Experiment
-from tiltyard.config.load import load, parse_override, texts
+from tiltyard.config.load import load, override_list, parse_override
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
@@ -223,7 +223,7 @@ def changed(run: Run, overrides: Sequence[str]) -> Experiment:
     if not overrides:
         return before
     # Those named are looked at before any is checked: whether another engine would do is not the question here.
-    _refuse_training(run, [parse_override(each)[0].partition(".")[0] for each in texts(overrides)])
+    _refuse_training(run, [parse_override(each)[0].partition(".")[0] for each in override_list(overrides)])
     after = load(before.model_dump(mode="json", by_alias=True), overrides, base=run.base).experiment
     _refuse_training(run, [name for name in Experiment.model_fields if getattr(before, name) != getattr(after, name)])
     return after

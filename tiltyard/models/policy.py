@@ -52,7 +52,7 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
     """Write `name`.safetensors and `name`.json into `folder`, the policies folder of a checkpoint."""
     tree = {
         "schema": POLICY_SCHEMA,
-        "place": list(experiment.cast).index(name) if name in experiment.cast else 0,
+        "place": list(experiment.policy_settings).index(name) if name in experiment.policy_settings else 0,
         "spec": spec_to_json(spec),
         "model": experiment.model.model_dump(mode="json"),
         "squashed": net.squashed,

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import Problem, RaisedElsewhere, UseError, did_you_mean
-from tiltyard.plugins.rooms import SHARED, is_own, module_file, room_of
+from tiltyard.plugins.namespaces import SHARED, is_own, module_file, namespace_of
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
@@ -231,7 +231,7 @@ def _load_module(name: str, text: str) -> ModuleType:
 def load_own(folder: Path, name: str, text: str) -> ModuleType:
     """A module of the project, from the room of its folder."""
     with _blamed_on(text, lambda missing: _elsewhere(missing, folder)):
-        return room_of(folder).load(name)
+        return namespace_of(folder).load(name)
 
 
 def _load_file(path: Path, attribute: str) -> ModuleType:
@@ -243,7 +243,7 @@ def _load_file(path: Path, attribute: str) -> ModuleType:
         return _elsewhere(missing, resolved.parent) or _as_module(missing, path.absolute(), attribute)
 
     with _blamed_on(str(shown(path)), hint):
-        return room_of(resolved.parent).load_file(resolved)
+        return namespace_of(resolved.parent).load_file(resolved)
 
 
 @contextmanager

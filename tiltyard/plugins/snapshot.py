@@ -24,8 +24,8 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
+from tiltyard.plugins.namespaces import is_own, module_file
 from tiltyard.plugins.resolve import Ref, kind_of, named_plugins, own_ref, shown
-from tiltyard.plugins.rooms import is_own, module_file
 
 MAX_FILES = 1000
 MAX_DATA = 1 << 20  # bytes of one data file

@@ -136,9 +136,9 @@ class Run:
 
     def enter_profile(self) -> str | None:
         """Set the environment variables of the profile that the run was started with, if any; returns its name."""
-        from tiltyard.config.site import return_to_profile
+        from tiltyard.config.site import restore_profile
 
-        return return_to_profile(self.status().get("profile"), f"run {self.id}")
+        return restore_profile(self.status().get("profile"), f"run {self.id}")
 
     @property
     def state(self) -> str:
@@ -161,7 +161,7 @@ def create(
     copies: Copies | None = None,
     profile: str | None = None,
     place: Path | None = None,
-    stretches: SettingsSchedule | None = None,
+    schedule: SettingsSchedule | None = None,
 ) -> Run:
     """A new run folder below root/<name>/, complete before anybody can list it.
 
@@ -177,8 +177,8 @@ def create(
     try:
         final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
         _fill(draft, run_id(final), experiment, source_text, source_name, base, command, parent, copies, profile)
-        if stretches is not None:
-            stretches.write(draft)
+        if schedule is not None:
+            schedule.write(draft)
         atomic.sync_folder(draft)
         draft.rename(final)
         atomic.sync_folder(group)

@@ -84,7 +84,7 @@ def _machine() -> dict[str, str]:
     }
 
 
-def myself() -> Owner:
+def this_process() -> Owner:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     return {
         **_machine(),
@@ -95,7 +95,7 @@ def myself() -> Owner:
     }
 
 
-def life(owner: Owner) -> Literal["alive", "dead", "unknown"]:
+def liveness(owner: Owner) -> Literal["alive", "dead", "unknown"]:
     """Whether the owner's process lives, as far as this machine can see; unknown for another machine's."""
     here = _machine()
     if owner.get("host") != here["host"]:
@@ -140,7 +140,7 @@ def seems_alive(folder: Path) -> bool:
     owner = read_owner(folder)
     if owner is None:
         return False
-    seen = life(owner)
+    seen = liveness(owner)
     if seen != "unknown":
         return seen == "alive"
     try:
@@ -166,10 +166,10 @@ def _busy(run: Run, owner: Owner) -> UseError:
     )
 
 
-def refuse_live(run: Run) -> None:
+def refuse_if_running(run: Run) -> None:
     """UseError when a live process of this machine holds the run, before checks that take long are made for nothing."""
     owner = read_owner(run.folder)
-    if owner is not None and life(owner) == "alive" and not _restarted(owner, myself()):
+    if owner is not None and liveness(owner) == "alive" and not _restarted(owner, this_process()):
         raise _busy(run, owner)
 
 
@@ -255,7 +255,7 @@ class Lock:
         with guard(self.run):
             owner = read_owner(self.run.folder)
             if owner is not None and not self._may_take(owner, given_up):
-                if life(owner) == "unknown":
+                if liveness(owner) == "unknown":
                     return owner
                 raise _busy(self.run, owner)
             self._write()
@@ -264,12 +264,12 @@ class Lock:
         return None
 
     def _may_take(self, owner: Owner, given_up: Owner | None) -> bool:
-        return _restarted(owner, myself()) or life(owner) == "dead" or owner == given_up
+        return _restarted(owner, this_process()) or liveness(owner) == "dead" or owner == given_up
 
     def _why(self, owner: Owner) -> str:
-        if _restarted(owner, myself()):
+        if _restarted(owner, this_process()):
             return f"job {owner['job']} was restarted"
-        return "it is gone" if life(owner) == "dead" else f"its heartbeat stood still for {STILL_PERIODS} periods"
+        return "it is gone" if liveness(owner) == "dead" else f"its heartbeat stood still for {STILL_PERIODS} periods"
 
     def _watch(self, owner: Owner) -> None:
         """Return once the owner's heartbeat stood still long enough by our own clock; raise as soon as it moves."""
@@ -287,7 +287,8 @@ class Lock:
 
     def _write(self) -> None:
         atomic.write_json(
-            self.run.folder / LOCK, {**myself(), "heartbeat": self._beat, "period": self.period, "mark": self._mark}
+            self.run.folder / LOCK,
+            {**this_process(), "heartbeat": self._beat, "period": self.period, "mark": self._mark},
         )
 
     def _is_mine(self) -> bool:

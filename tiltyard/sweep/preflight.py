@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import Loaded, load, said, words
+from tiltyard.config.load import Loaded, as_overrides, load, merged_settings
 from tiltyard.config.search_space import Choices, Dimension, Point, fingerprint
 from tiltyard.config.site import Profile, apply_profile, load_site, pick_profile
 from tiltyard.config.site_file import runs_root
@@ -86,7 +86,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     if plan.program is not None:
         external_program.check(plan)
         return CheckedPlan(plan.name or external_program.name(plan), plan, _points(plan, many), (), chosen, [])
-    tree, base = said(_target(plan, where), profile=chosen)
+    tree, base = merged_settings(_target(plan, where), profile=chosen)
     plan = plan.model_copy(update={"experiment": _with_sources(tree)})
     points = _points(plan, many)
     built = _build(plan, _tried(plan, found, points), base)
@@ -147,7 +147,7 @@ def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
         external_program.make(sweep, plan, trial)
         return place
     return new_run(
-        sweep, plan, trial, ["tiltyard", "train", *words(trial.settings), f"seed={trial.seed}"], place
+        sweep, plan, trial, ["tiltyard", "train", *as_overrides(trial.settings), f"seed={trial.seed}"], place
     ).folder
 
 
@@ -157,13 +157,13 @@ def new_run(
     trial: Trial,
     command: Sequence[str],
     place: Path | None = None,
-    stretches: SettingsSchedule | None = None,
+    schedule: SettingsSchedule | None = None,
 ) -> Run:
     """A run with a trial's settings: at its place in the sweep or, where none is given, beside it."""
     facts, loaded = sweep.facts(), load_trial(sweep, plan, trial)
     with tempfile.TemporaryDirectory(prefix="tiltyard-trial-") as folder:
         copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
-        if any(member.from_ is not None for member in loaded.experiment.cast.values()):
+        if any(member.from_ is not None for member in loaded.experiment.policy_settings.values()):
             from tiltyard.engines.policies.frozen import freeze
 
             copies = freeze(loaded.experiment, loaded.base, copies)
@@ -175,14 +175,14 @@ def new_run(
             copies=copies,
             profile=facts.get("profile"),
             place=place,
-            stretches=stretches,
+            schedule=schedule,
         )
 
 
 def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
     """A trial's experiment, with the plug-ins as they were when the sweep began."""
     base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
-    loaded = load(plan.experiment, [*words(trial.settings), f"seed={trial.seed}"], base=base)
+    loaded = load(plan.experiment, [*as_overrides(trial.settings), f"seed={trial.seed}"], base=base)
     return replace(loaded, experiment=_found(loaded.experiment, sweep.folder.parent.parent))
 
 
@@ -262,7 +262,7 @@ def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Ex
     count: dict[tuple[str, str], int] = {}
     for point in points:
         try:
-            built.append(_found(load(plan.experiment, words(point), base=base).experiment, runs_root()))
+            built.append(_found(load(plan.experiment, as_overrides(point), base=base).experiment, runs_root()))
         except UseError as error:
             problems = error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error), error.hint)]
             for problem in problems:
@@ -279,7 +279,7 @@ def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Ex
 
 def _in_point(problem: Problem, point: Point, count: int) -> Problem:
     others = f", and {count - 1} more" if count > 1 else ""
-    where = f" (in {' '.join(words(point)) or 'the experiment'}{others})"
+    where = f" (in {' '.join(as_overrides(point)) or 'the experiment'}{others})"
     return Problem(problem.setting, problem.value, problem.message + where, problem.hint)
 
 

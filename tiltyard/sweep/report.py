@@ -21,7 +21,7 @@ from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
 from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
-from tiltyard.run.settings_schedule import read as read_stretches
+from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.slurm.job_state import seen
 from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
 from tiltyard.sweep.folder import Sweep, wanted
@@ -116,7 +116,7 @@ def _to_retry(row: Row, failures: int, retries: int) -> Row:
 
 def _member(row: Row, story: Lineage) -> Row:
     trial = replace(row.trial, settings=story.settings(row.trial.number))
-    known = read_stretches(row.folder) if row.state == "stopped" and row.folder is not None else None
+    known = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
     waits = known is not None and known.until is not None and row.env_steps >= known.until
     return replace(row, trial=trial, state="paused" if waits else row.state)
 

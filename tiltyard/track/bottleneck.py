@@ -13,7 +13,7 @@ SOME = 0.2  # of the training: less sampling than this is not worth doing meanwh
 ASIDE = 0.3  # of the whole: evaluations or saves that take more than this are what to look at first
 
 
-def verdict(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
+def bottleneck(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
     """One line: what bounds the speed, how much, and what to try; empty only where no time was measured."""
     for part, words, hint in (
         ("eval", "evaluations", "raise eval.every, or lower eval.episodes"),

@@ -32,7 +32,7 @@ from tiltyard.processes import reaper
 from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.status import root_of
-from tiltyard.track.bottleneck import verdict
+from tiltyard.track.bottleneck import bottleneck
 from tiltyard.track.terminal_chart import Point, curve, nice_number, progress_bar, share_bar
 from tiltyard.types import Progress
 
@@ -345,7 +345,7 @@ class Console:
     def _bound(self) -> str:
         """What the speed is bound by, in a sentence."""
         workers = {name.removeprefix("workers/"): x for name, x in self.metrics.items() if name.startswith("workers/")}
-        return verdict(dict(self._shares()), workers)
+        return bottleneck(dict(self._shares()), workers)
 
     # ------------------------------------------------------------------------------------------ small parts
 

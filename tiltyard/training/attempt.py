@@ -113,7 +113,7 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
     obs = ", ".join(f"{name} {item.shape} {item.dtype}" for name, item in spec.obs.items())
     limit = f", at most {spec.episode_limit:,} steps" if spec.episode_limit else ""
     if len(spec.agents) > 1:
-        count = len(experiment.cast)
+        count = len(experiment.policy_settings)
         limit += f"; {len(spec.agents)} agents with {f'{count} policies' if count > 1 else 'one policy'}"
     if experiment.env.isolate != "none":
         limit += f"; each copy in a {experiment.env.isolate} of its own"

@@ -139,7 +139,7 @@ def score_terms(experiment: Experiment) -> dict[str, Any]:
     """What the numbers of a ledger depend on: the env, how it is measured, who plays, and what counts as best."""
     measured = experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"})
     if experiment.policies or experiment.match:  # older checkpoints do not say
-        players = {name: member.from_ or _past(member) for name, member in experiment.cast.items()}
+        players = {name: member.from_ or _past(member) for name, member in experiment.policy_settings.items()}
         measured |= {"policies": players, "match": experiment.match}
     return {
         "episodes": experiment.env.episode_digest(),

@@ -84,7 +84,7 @@ class PbtSelection:
         experiment, now = self.attempt.experiment, PbtState(list(self.names))
         keys = [key for dial in self.dials for key in dial.keys]
         for name, drawn in zip(self.names, spread(self.dials, len(self.names), self._draws(0)), strict=True):
-            own = {f"algo.{number}": value for number, value in experiment.cast[name].algo.made().items()}
+            own = {f"algo.{number}": value for number, value in experiment.policy_settings[name].algo.given().items()}
             now.first[name] = now.settings[name] = drawn | {key: value for key, value in own.items() if key in keys}
             self._adopt(name, None, now.first[name])
             self.attempt.say("started", f"policy {name} begins with {_said(now.first[name])}")

@@ -20,8 +20,7 @@ from typing import Any
 
 from tiltyard.config.cross_checks import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import COMMAND_LINE, Loaded, load, refuse_presets
-from tiltyard.config.load import words as words_of
+from tiltyard.config.load import COMMAND_LINE, Loaded, as_overrides, load, refuse_presets
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines import check_engine, has_workers
@@ -70,7 +69,7 @@ class CheckedExperiment:
     """of its plug-ins, in a temporary folder that is deleted with this object"""
     profile: str | None = None
     origin: Origin | None = None
-    stretches: SettingsSchedule | None = None
+    schedule: SettingsSchedule | None = None
     """where its settings change on the way"""
 
     @property
@@ -153,9 +152,9 @@ def prepare_repeat(
         if "minibatch" in algo:  # there were never more samples than these
             algo["minibatch"] = min(algo["minibatch"], share * algo["rollout"])
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
-    loaded = load(values, [*words_of(schedule[0][1]), *overrides], base=parent.base)
+    loaded = load(values, [*as_overrides(schedule[0][1]), *overrides], base=parent.base)
     _refuse_tuning(loaded.experiment, as_job)
-    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), stretches=SettingsSchedule(schedule))
+    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), schedule=SettingsSchedule(schedule))
 
 
 def _prepared(

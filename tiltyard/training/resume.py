@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import load, parse_override, refuse_presets, texts
-from tiltyard.config.load import words as words_of
+from tiltyard.config.load import as_overrides, load, override_list, parse_override, refuse_presets
 from tiltyard.config.reference import flat
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
-from tiltyard.run.lock import refuse_live
+from tiltyard.run.lock import refuse_if_running
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import WHOLE, Segment
-from tiltyard.run.settings_schedule import read as read_stretches
+from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.track import trackers
 from tiltyard.training.attempt import AttemptSetup, starting_point
 from tiltyard.training.preflight import check_metric, check_on_this_machine, resolve_run
@@ -34,9 +33,9 @@ def prepare_resume(
     """A run and how it would go on: everything is checked, and not a byte of its folder has changed."""
     run = resolve_run(source)
     run.require_own_code(trust_code)
-    refuse_live(run)
+    refuse_if_running(run)
     found = run.experiment()
-    words = texts(overrides)
+    words = override_list(overrides)
     refuse_presets("resume", words)
     asked = dict(map(parse_override, words))
     afresh = asked.get("resume") == "never"
@@ -62,7 +61,7 @@ def _changed(run: Run, experiment: Experiment, words: Sequence[str]) -> Experime
 
 def _stretch(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Segment, list[str]]:
     """The part of the run that comes now, and the settings that it is told to have and has not yet, as overrides."""
-    stretches = read_stretches(run.folder)
+    stretches = read_schedule(run.folder)
     if stretches is None:
         return WHOLE, []
     stretch = stretches.at(env_steps)
@@ -74,7 +73,7 @@ def _stretch(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Segmen
         )
     now = dict(flat(run.experiment().model_dump(mode="json", by_alias=True)))
     new = {key: value for key, value in stretch.settings.items() if now.get(tuple(key.split("."))) != value}
-    return stretch, words_of(new)
+    return stretch, as_overrides(new)
 
 
 def _require_same_run(run: Run, before: Experiment, now: Experiment, overrides: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ def check_learned(experiment: Experiment, told: Iterable[str], engine: Engine, m
     """TiltyardError when the newest update used another number than the experiment has: by what the engine remembers of
     it, and by its metrics, which are all that RLlib's learners tell."""
     for policy in experiment.learning if _numbers(experiment, told) else ():
-        front = f"policy/{policy}/setting/" if len(experiment.cast) > 1 else "setting/"
+        front = f"policy/{policy}/setting/" if len(experiment.policy_settings) > 1 else "setting/"
         used = {name.removeprefix(front): value for name, value in metrics.items() if name.startswith(front)}
         _compare(experiment, told, policy, used | engine.snapshot(policy).used, "the first update used")
 
@@ -34,7 +34,7 @@ def _compare(experiment: Experiment, told: Iterable[str], policy: str, found: Ma
     for name in _numbers(experiment, told):
         wanted = getattr(algo, name)
         if name in found and is_number(wanted) and found[name] != wanted:
-            whose = f" of policy {policy}" if len(experiment.cast) > 1 else ""
+            whose = f" of policy {policy}" if len(experiment.policy_settings) > 1 else ""
             raise TiltyardError(
                 f"algo.{name}{whose} is {wanted!r} in the run's settings, and {who} {found[name]!r}",
                 "nothing was learned with it; this is a fault of the engine: please report it",

@@ -29,7 +29,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies
 from tiltyard.processes import fork_server
 from tiltyard.processes.resources import usable_cores
-from tiltyard.track.bottleneck import verdict
+from tiltyard.track.bottleneck import bottleneck
 from tiltyard.types import Engine, EnvSpec, Report
 
 SECONDS = 60.0
@@ -186,7 +186,7 @@ class _Entry:
     def trial(self) -> Measurement:
         total = sum(self.split.values()) or 1.0
         shares = {part: seconds / total for part, seconds in self.split.items()}
-        return Measurement(self.point, self.speed, len(self.speeds), verdict(shares, self.workers), self.failed)
+        return Measurement(self.point, self.speed, len(self.speeds), bottleneck(shares, self.workers), self.failed)
 
 
 class _Field:

@@ -78,7 +78,7 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
 
 
 def _named(experiment: Experiment) -> list[tuple[str, str]]:
-    return [(name, member.from_) for name, member in experiment.cast.items() if member.from_ is not None]
+    return [(name, member.from_) for name, member in experiment.policy_settings.items() if member.from_ is not None]
 
 
 def source_of(text: str, base: Sequence[Path]) -> Source:

@@ -29,7 +29,7 @@ class Match:
     """
 
     def __init__(self, experiment: Experiment, agents: Sequence[str], *, measured: bool = False) -> None:
-        self.policies, self.agents, self.measured = list(experiment.cast), list(agents), measured
+        self.policies, self.agents, self.measured = list(experiment.policy_settings), list(agents), measured
         self.pools: list[dict[str, float]] = _pools(experiment, agents, measured=measured)
         played = {name for pool in self.pools for name in pool}
         self.whom = next(self.policies.index(name) for name in experiment.learning if name in played)

@@ -37,7 +37,7 @@ def acting(
     measured: bool = False,
 ) -> PolicyNet | MultiPolicyActor:
     """Who acts in a group of envs: the one policy itself, or several with seats. `measured` is what Match says."""
-    if len(experiment.cast) == 1:
+    if len(experiment.policy_settings) == 1:
         return learning[experiment.learning[0]]
     match = Match(experiment, spec.agents, measured=measured)
     return MultiPolicyActor({**learning, **frozen}, list(frozen), match, past)

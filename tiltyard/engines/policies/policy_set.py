@@ -51,7 +51,7 @@ class PolicySet:
 
     @property
     def several(self) -> bool:
-        return len(self.experiment.cast) > 1
+        return len(self.experiment.policy_settings) > 1
 
     def actor(self) -> PolicyNet | MultiPolicyActor:
         """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
@@ -61,7 +61,7 @@ class PolicySet:
     def describe(self) -> list[str]:
         lines = self.first.describe()
         if self.several:
-            lines += [f"policy  {name}: {self._about(name)}" for name in self.experiment.cast]
+            lines += [f"policy  {name}: {self._about(name)}" for name in self.experiment.policy_settings]
             lines += [f"match   {Match(self.experiment, self.spec.agents).describe()}"]
         return lines
 
@@ -71,7 +71,7 @@ class PolicySet:
         if name in self.shelves:
             past = self.shelves[name].past
             return f"{past.of} every {past.every:,} env steps, the last {past.keep}"
-        changes = [f"{key} {value:g}" for key, value in self.experiment.cast[name].algo.made().items()]
+        changes = [f"{key} {value:g}" for key, value in self.experiment.policy_settings[name].algo.given().items()]
         return f"learns with {', '.join(changes)}" if changes else "learns"
 
     def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:

@@ -141,7 +141,7 @@ def _modules(task: WorkerSpec, told: dict[str, Any], config: Any) -> Any:
             model_config={**own, **length},
         )
 
-    if len(experiment.cast) == 1:
+    if len(experiment.policy_settings) == 1:
         return spec(experiment.learning[0])
     return MultiRLModuleSpec(rl_module_specs={name: spec(name) for name in experiment.learning})
 
@@ -164,7 +164,7 @@ def _ppo(config: Any, task: WorkerSpec, learners_: int) -> None:
         shuffle_batch_per_epoch=True,
         use_kl_loss=False,
     )
-    if len(experiment.cast) > 1:
+    if len(experiment.policy_settings) > 1:
         names = experiment.learning
         config.multi_agent(policies=set(names), policy_mapping_fn=_seated, policies_to_train=names)
     config.reporting(min_time_s_per_iteration=0)

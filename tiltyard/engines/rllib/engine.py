@@ -147,7 +147,7 @@ class RllibEngine:
     def _metrics(self, learned: dict[str, Any]) -> dict[str, float]:
         """The learner's numbers under our names; of each policy where there are several."""
         found: dict[str, float] = {}
-        several = len(self.experiment.cast) > 1
+        several = len(self.experiment.policy_settings) > 1
         for module, numbers in learned.items():
             if module != "__all_modules__" and isinstance(numbers, dict):
                 front = f"policy/{module}/" if several else ""
@@ -255,7 +255,7 @@ class RllibEngine:
 
     def _modules(self) -> dict[str, str]:
         """RLlib's name of each policy's module."""
-        several = len(self.experiment.cast) > 1
+        several = len(self.experiment.policy_settings) > 1
         return {name: name if several else MODULE for name in self.experiment.learning}
 
     def _fresh_nets(self) -> dict[str, Any]:

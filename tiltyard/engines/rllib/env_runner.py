@@ -73,7 +73,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         spaces = self.get_spaces()
         experiment = self.task.experiment
         self.nets: dict[str, PolicyNet]
-        if len(experiment.cast) > 1:
+        if len(experiment.policy_settings) > 1:
             self.module = self.config.get_multi_rl_module_spec(spaces=spaces, inference_only=True).build()
             self.nets = {name: self.module[name].net for name in experiment.learning}
         else:
@@ -96,7 +96,9 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
     def get_spaces(self) -> dict[str, Any]:
         both = (observation_space(self.task.spec), action_space(self.task))
         names = self.task.experiment.learning
-        modules = dict.fromkeys(names, both) if len(self.task.experiment.cast) > 1 else {DEFAULT_MODULE_ID: both}
+        modules = (
+            dict.fromkeys(names, both) if len(self.task.experiment.policy_settings) > 1 else {DEFAULT_MODULE_ID: both}
+        )
         return {INPUT_ENV_SPACES: both, INPUT_ENV_SINGLE_SPACES: both, **modules}
 
     def assert_healthy(self) -> None:

@@ -122,7 +122,7 @@ class Rows(Collector):
         more = {name: array[chosen, row] for name, array in arrays.items() if name.startswith("column.")}
         started = int(self.taken[row])
         self.taken[row] += len(chosen)
-        policy = None if log.seats is None else list(self.experiment.cast)[int(arrays["seat"][begin, row])]
+        policy = None if log.seats is None else list(self.experiment.policy_settings)[int(arrays["seat"][begin, row])]
         if policy is not None and policy not in self.experiment.learning:
             return []
         return [

@@ -174,9 +174,9 @@ def _models(experiment: Experiment) -> Iterator[Problem]:
             message = "is a whole model, and sac needs critics that judge actions"
             hint = "write an encoder and name it in model.encoder; heads and critics are built around it"
             yield Problem("model.id", repr(model.id), message, hint)
-        if len(experiment.cast) > 1:
+        if len(experiment.policy_settings) > 1:
             yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one", "use algo.id=ppo")
-    elif not isinstance(algo, Ppo) and len(experiment.cast) > 1:
+    elif not isinstance(algo, Ppo) and len(experiment.policy_settings) > 1:
         yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one here", "use algo.id=ppo")
     if model.normalise.returns and not isinstance(algo, Ppo):
         message = f"is not done by RLlib's {algo.id}"

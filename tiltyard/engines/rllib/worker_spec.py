@@ -54,7 +54,7 @@ class WorkerSpec:
 
     def net(self, policy: str | None = None) -> PolicyNet:
         """A policy's net with its first weights: those that it has on every engine."""
-        place = list(self.experiment.cast).index(policy or self.experiment.learning[0])
+        place = list(self.experiment.policy_settings).index(policy or self.experiment.learning[0])
         seed = stream_seed(self.experiment.seed, INIT, place)
         return PolicyNet(self.spec, self.experiment.model, self.base, seed=seed, squashed=self.experiment.squashed)
 

@@ -89,7 +89,7 @@ def _seen(room: Channel, env: Env) -> EnvProxy | Parallel:
     try:
         away = EnvProxy(room, room.hear())
     except RaisedElsewhere as error:  # it took its process with it
-        raise UseError(f"env {env.id} could not be made: it {error.told}", "run it by itself to see why") from error
+        raise UseError(f"env {env.id} could not be made: it {error.message}", "run it by itself to see why") from error
     return away if away.possible_agents is None else Parallel(away, env.id)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.site import ENTERED, return_to_profile
+from tiltyard.config.site import ENTERED, restore_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
 from tiltyard.run.lock import read_owner
@@ -57,7 +57,7 @@ class Local:
     def _outside(self) -> dict[str, str]:
         """Our variables and those of the sweep's profile, whoever goes on with it; trials need not set them again, over
         what the plan says."""
-        name = return_to_profile(self.sweep.facts().get("profile"), f"sweep {self.sweep.id}")
+        name = restore_profile(self.sweep.facts().get("profile"), f"sweep {self.sweep.id}")
         return {**os.environ, ENTERED: name} if name else {**os.environ}
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:

@@ -25,7 +25,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run, read_events, write_status
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
-from tiltyard.run.settings_schedule import read as read_stretches
+from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.run.status import STATUS
 from tiltyard.sweep import results
 from tiltyard.sweep.folder import Sweep
@@ -79,7 +79,7 @@ class Population:
         Whoever is in the middle of a period goes on with it.
         """
         story, folder = lineage.read(self.sweep), self.sweep.place(number)
-        known, over = read_stretches(folder), story.count(number)
+        known, over = read_schedule(folder), story.count(number)
         if known is not None and known.period > over:
             return []
         alike = [each for each in waiting if story.begins(each) <= story.begins(number)]
@@ -184,7 +184,7 @@ class Population:
 
 def _stopped(run: Run) -> tuple[SettingsSchedule, int, dict[str, Any]] | None:
     """How far a member that is stopped was told to go, and its status; None for others."""
-    stretches = read_stretches(run.folder)
+    stretches = read_schedule(run.folder)
     if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
         return None
     status = run.status()

@@ -176,4 +176,4 @@ def make(sweep: Sweep, member: int, command: Sequence[str]) -> Run:
     schedule = schedule_of(sweep, member)
     first = dict(schedule[0][1])
     trial = Trial(member, member, first.pop("seed"), first)
-    return new_run(sweep, sweep.plan(), trial, command, stretches=SettingsSchedule(schedule))
+    return new_run(sweep, sweep.plan(), trial, command, schedule=SettingsSchedule(schedule))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plugins.test_resolve import file_at, loaded
 from tiltyard.errors import UseError
-from tiltyard.plugins import rooms
+from tiltyard.plugins import namespaces
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ def test_files_of_any_name(tmp_path, name):
 def test_nothing_is_run_to_find_a_module(tmp_path):
     file_at(tmp_path / "lab" / "__init__.py", "raise SystemExit('run')\n")
     file_at(tmp_path / "lab" / "net.py", "raise SystemExit('run')\n")
-    assert rooms.module_file(tmp_path, "lab.net") == tmp_path / "lab" / "net.py"
-    assert rooms.module_file(tmp_path, "lab") == tmp_path / "lab" / "__init__.py"
-    assert rooms.module_file(tmp_path, "lab.other") is None
-    assert rooms.is_own(tmp_path, "lab.net") and not rooms.is_own(tmp_path, "collections")
+    assert namespaces.module_file(tmp_path, "lab.net") == tmp_path / "lab" / "net.py"
+    assert namespaces.module_file(tmp_path, "lab") == tmp_path / "lab" / "__init__.py"
+    assert namespaces.module_file(tmp_path, "lab.other") is None
+    assert namespaces.is_own(tmp_path, "lab.net") and not namespaces.is_own(tmp_path, "collections")

@@ -174,7 +174,7 @@ _named: dict[str, Namespace] = {}
 _newest: dict[Path, Namespace] = {}
 
 
-def room_of(folder: Path) -> Namespace:
+def namespace_of(folder: Path) -> Namespace:
     """The room of a folder as its files are now."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
