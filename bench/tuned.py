@@ -30,7 +30,7 @@ from tiltyard.errors import TiltyardError
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.fork_server import early
 from tiltyard.processes.resources import usable_cores
-from tiltyard.tuning.autotune import kept_settings, tune
+from tiltyard.tuning.autotune import fixed_settings, tune
 from tiltyard.types import EnvSpec
 
 BENCH = Path(__file__).resolve().parent
@@ -75,7 +75,7 @@ def compare(task: str, options: argparse.Namespace) -> None:
         return measure(point, seconds, experiment, spec, loaded.base)
 
     seconds = options.seconds
-    around = Candidates(experiment, own, kept_settings(loaded), usable_cores())
+    around = Candidates(experiment, own, fixed_settings(loaded), usable_cores())
     points = [own, *grid(around, own, options.workers, options.coarse)]
     began = time.monotonic()
     with early.many():
@@ -86,7 +86,7 @@ def compare(task: str, options: argparse.Namespace) -> None:
     print(f"{task}: a grid of {took}; best: {' '.join(best.words())}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, options.budget)
-    print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.words)}")
+    print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.overrides)}")
     meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
     turns: dict[str, list[float]] = {who: [] for who in meeting}
     with early.many():

@@ -59,17 +59,17 @@ class Learning:
         self.rollouts = rollouts or [act_out(self.net, spec, algo.rollout, bptt, seed, valid) for seed in range(3)]
         self.ppo = Ppo(algo, self.net, bptt, 10_000, seed=0)
 
-    def learn(self, team: LearnerGroup) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
+    def learn(self, group: LearnerGroup) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
         """Weights, metrics and where its streams and settings stand after an update with each rollout."""
         ppo = self.ppo
-        ppo.team = team
+        ppo.group = group
         told = [ppo.update(rollout, at * rollout.reward.size) for at, rollout in enumerate(self.rollouts)]
-        return self.net.arrays(), told, [ppo.shuffling.bit_generator.state, ppo.adam.steps, ppo.settings_in_force()]
+        return self.net.arrays(), told, [ppo.shuffling.bit_generator.state, ppo.adam.steps, ppo.current_settings()]
 
 
 def together(folder: Path, learners: list[Learning]) -> list[Any]:
     """What each of them returns or raises."""
-    return all_at_once(folder, len(learners), lambda team: learners[team.rank].learn(team))
+    return all_at_once(folder, len(learners), lambda group: learners[group.rank].learn(group))
 
 
 CASES: dict[str, tuple[ActionPart, Model, Any, float]] = {
@@ -133,8 +133,8 @@ def test_a_number_that_is_none_ends_all_of_them_with_the_whole_minibatch(tmp_pat
 
 
 def test_every_thing_is_somebodys_and_nobody_has_two(tmp_path: Path) -> None:
-    def shares(team: ProcessGroup) -> list[list[int]]:
-        return [list(range(count)[team.share(count)]) for count in (0, 1, 2, 7, 64)]
+    def shares(group: ProcessGroup) -> list[list[int]]:
+        return [list(range(count)[group.share(count)]) for count in (0, 1, 2, 7, 64)]
 
     found = all_at_once(tmp_path, 3, shares)
     for at, count in enumerate((0, 1, 2, 7, 64)):

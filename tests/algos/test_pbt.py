@@ -15,17 +15,17 @@ from tiltyard.algos.pbt import (
     Number,
     Options,
     Rules,
-    drawn,
     is_ahead,
     is_due,
     pb2,
-    perturbed,
+    perturb,
+    random_settings,
     rank,
     replacements,
+    reward_weights,
     schedule,
     source_for,
-    weights,
-    with_weights,
+    with_reward_weights,
 )
 from tiltyard.errors import UseError
 
@@ -154,8 +154,8 @@ def test_the_source_is_drawn_from_all_of_the_best():
 
 
 def test_drawn_settings_lie_in_their_spans_and_choices():
-    made = [drawn(DIALS, rng(seed)) for seed in range(300)]
-    assert made[7] == drawn(DIALS, rng(7)) != made[8]
+    made = [random_settings(DIALS, rng(seed)) for seed in range(300)]
+    assert made[7] == random_settings(DIALS, rng(7)) != made[8]
     assert {each["algo.epochs"] for each in made} == set(range(1, 9))
     assert {(each["algo.rollout"], each["algo.minibatch"]) for each in made} == set(ROWS.values)
     assert all(1e-5 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.9999 for each in made)
@@ -166,9 +166,9 @@ def test_drawn_settings_lie_in_their_spans_and_choices():
 def test_perturbed_settings_stay_near_inside_and_what_they_are():
     rules = Rules(rate=1.0, factors=(1.1, 1.5))
     for seed in range(count(3000)):
-        before = drawn(DIALS, rng(3, seed))
-        after = perturbed(DIALS, before, rules, rng(4, seed))
-        assert after == perturbed(DIALS, before, rules, rng(4, seed))
+        before = random_settings(DIALS, rng(3, seed))
+        after = perturb(DIALS, before, rules, rng(4, seed))
+        assert after == perturb(DIALS, before, rules, rng(4, seed))
         assert after.keys() == before.keys()
         assert 1e-5 <= after["algo.lr"] <= 1e-1 and 0.9 <= after["algo.gamma"] <= 0.9999
         factor = after["algo.lr"] / before["algo.lr"]
@@ -185,8 +185,8 @@ def test_perturbed_settings_stay_near_inside_and_what_they_are():
 def test_factors_by_hand():
     twice = Rules(rate=1.0, factors=(2.0, 2.0))
 
-    def results(dial, value):
-        return sorted({perturbed([dial], {dial.key: value}, twice, rng(seed))[dial.key] for seed in range(20)})
+    def results(tunable, value):
+        return sorted({perturb([tunable], {tunable.key: value}, twice, rng(seed))[tunable.key] for seed in range(20)})
 
     assert results(LR, 1e-3) == [5e-4, 2e-3]
     assert results(LR, 8e-2) == [4e-2, 1e-1]
@@ -203,41 +203,41 @@ def test_factors_by_hand():
 
 
 def test_a_rate_of_settings_changes_and_a_share_of_those_is_drawn_anew():
-    before = drawn(DIALS, rng())
-    assert perturbed(DIALS, before, Rules(rate=0.0), rng()) == before
-    many = [perturbed([LR], {"algo.lr": 1e-3}, Rules(rate=0.15), rng(5, seed))["algo.lr"] for seed in range(2000)]
+    before = random_settings(DIALS, rng())
+    assert perturb(DIALS, before, Rules(rate=0.0), rng()) == before
+    many = [perturb([LR], {"algo.lr": 1e-3}, Rules(rate=0.15), rng(5, seed))["algo.lr"] for seed in range(2000)]
     assert 0.12 < np.mean([each != 1e-3 for each in many]) < 0.18
     anew = Rules(rate=1.0, resample=1.0)
-    far = [perturbed([LR], {"algo.lr": 1e-3}, anew, rng(6, seed))["algo.lr"] for seed in range(50)]
+    far = [perturb([LR], {"algo.lr": 1e-3}, anew, rng(6, seed))["algo.lr"] for seed in range(50)]
     assert min(far) < 1e-4 and max(far) > 1e-2
-    endless = [perturbed([Number("x")], {"x": 2.0}, anew, rng(6, seed))["x"] for seed in range(50)]
+    endless = [perturb([Number("x")], {"x": 2.0}, anew, rng(6, seed))["x"] for seed in range(50)]
     assert 2 / 1.5 <= min(endless) < max(endless) <= 2 * 1.5  # nothing to draw from: a factor
 
 
 def test_choices_that_are_not_among_them_are_redrawn_and_words_have_no_neighbours():
-    assert perturbed([WORD], {"model.activation": "gelu"}, ALWAYS, rng())["model.activation"] in (
+    assert perturb([WORD], {"model.activation": "gelu"}, ALWAYS, rng())["model.activation"] in (
         "relu",
         "tanh",
         "silu",
     )
-    found = {perturbed([WORD], {"model.activation": "relu"}, ALWAYS, rng(s))["model.activation"] for s in range(40)}
+    found = {perturb([WORD], {"model.activation": "relu"}, ALWAYS, rng(s))["model.activation"] for s in range(40)}
     assert found == {"relu", "tanh", "silu"}
-    assert perturbed([Options(("x",), ((3,),))], {"x": 3}, ALWAYS, rng()) == {"x": 3}
+    assert perturb([Options(("x",), ((3,),))], {"x": 3}, ALWAYS, rng()) == {"x": 3}
 
 
 def test_reward_shaping_is_numbers_by_dotted_names():
     shaping = {"kill": 1, "delta": {"health": [1, 2], "ammo": -0.02, "on": True}, "kind": "dense"}
-    flat = weights(shaping, "env.shaping")
+    flat = reward_weights(shaping, "env.shaping")
     assert flat == {"env.shaping.kill": 1.0, "env.shaping.delta.ammo": -0.02}
-    assert with_weights(shaping, "env.shaping", flat) == shaping
-    made = perturbed([Number(key) for key in flat], flat, ALWAYS, rng())
-    after = with_weights(shaping, "env.shaping", made)
+    assert with_reward_weights(shaping, "env.shaping", flat) == shaping
+    made = perturb([Number(key) for key in flat], flat, ALWAYS, rng())
+    after = with_reward_weights(shaping, "env.shaping", made)
     assert (
         after["kill"] == made["env.shaping.kill"] != 1 and after["delta"]["ammo"] == made["env.shaping.delta.ammo"] < 0
     )
     assert after["delta"]["health"] == [1, 2] and after["delta"]["on"] is True and shaping["kill"] == 1
     with pytest.raises(UseError, match=r"'a\.b'"):
-        weights({"a.b": 1}, "env.shaping")
+        reward_weights({"a.b": 1}, "env.shaping")
 
 
 @pytest.mark.parametrize(
@@ -250,17 +250,17 @@ def test_bounds_that_cannot_be(wrong):
 
 def test_what_has_no_bounds_cannot_be_drawn():
     with pytest.raises(UseError, match="no bounds"):
-        drawn([Number("x")], rng())
+        random_settings([Number("x")], rng())
     with pytest.raises(UseError, match="no bounds"):
         pb2([Number("x")], [Gain({"x": 1.0}, 100, 1.0)] * 9, [], ALWAYS, rng())
 
 
 def test_shares_and_settings_are_two_ways_to_say_the_same():
-    for dial in DIALS:
+    for tunable in DIALS:
         for seed in range(50):
-            settings = drawn([dial], rng(7, seed))
-            again = dial.at(dial.share(settings))
-            assert again == (settings if isinstance(dial, Options) else pytest.approx(settings, rel=1e-8))
+            settings = random_settings([tunable], rng(7, seed))
+            again = tunable.at(tunable.share(settings))
+            assert again == (settings if isinstance(tunable, Options) else pytest.approx(settings, rel=1e-8))
     assert LR.at(0.5)["algo.lr"] == pytest.approx(1e-3)
     assert EPOCHS.columns(np.array([0.0, 0.05, 0.1, 1.0]))[:, 0] == pytest.approx([0, 0, 1 / 7, 1])
     apart = WORD.columns(np.array([0.1, 0.5, 0.9]))
@@ -292,17 +292,19 @@ def test_equal_points_have_a_root_too():
 
 
 def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_is():
-    dials = (LR, LEAN)
-    few = [Gain(drawn(dials, rng(8, i)), 100, 1.0) for i in range(5)]
-    assert pb2(dials, few, [], ALWAYS, rng(1)) == drawn(dials, rng(1))
-    assert pb2(dials, [*few, Gain(few[0].settings, 100, math.nan)], [], ALWAYS, rng(1)) == drawn(dials, rng(1))
-    points = [drawn(dials, rng(9, i)) for i in range(40)]
+    tunables = (LR, LEAN)
+    few = [Gain(random_settings(tunables, rng(8, i)), 100, 1.0) for i in range(5)]
+    assert pb2(tunables, few, [], ALWAYS, rng(1)) == random_settings(tunables, rng(1))
+    assert pb2(tunables, [*few, Gain(few[0].settings, 100, math.nan)], [], ALWAYS, rng(1)) == random_settings(
+        tunables, rng(1)
+    )
+    points = [random_settings(tunables, rng(9, i)) for i in range(40)]
     gains = [
         Gain(each, 100 + i // 4 * 100, -((LR.share(each) - 0.3) ** 2) - (LEAN.share(each) - 0.6) ** 2)
         for i, each in enumerate(points)
     ]
-    found = [pb2(dials, gains, points[:2], ALWAYS, rng(seed)) for seed in range(5)]
-    assert found[2] == pb2(dials, gains[::-1], points[:2], ALWAYS, rng(2))
+    found = [pb2(tunables, gains, points[:2], ALWAYS, rng(seed)) for seed in range(5)]
+    assert found[2] == pb2(tunables, gains[::-1], points[:2], ALWAYS, rng(2))
     for each in found:
         assert (LR.share(each), LEAN.share(each)) == pytest.approx((0.3, 0.6), abs=0.2)
 
@@ -310,7 +312,7 @@ def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_
 def test_pb2_finds_whole_numbers_choices_and_words():
     gains = []
     for i in range(60):
-        each = drawn(DIALS, rng(10, i))
+        each = random_settings(DIALS, rng(10, i))
         right = (
             (each["algo.epochs"] == 5) + 2 * (each["algo.rollout"] == 256) + 2 * (each["model.activation"] == "tanh")
         )
@@ -333,7 +335,7 @@ def away(settings, time, phase):
     """How far settings are from an optimum that goes round in 80 periods."""
     angle = 2 * math.pi * time / 80 + phase
     best = (0.35 + 0.3 * math.sin(angle), 0.55 + 0.25 * math.cos(angle))
-    return math.dist([dial.share(settings) for dial in TUNED], best)
+    return math.dist([tunable.share(settings) for tunable in TUNED], best)
 
 
 def trained(seed, guided):
@@ -342,7 +344,7 @@ def trained(seed, guided):
     rules = Rules(period=100, start=100, gap=0.0, relative_gap=0.0, rate=1.0, factors=(1.1, 2.0))
     draws, noise = rng(11, seed), rng(12, seed)
     phase = draws.uniform(0, 2 * math.pi)
-    settings = [drawn(TUNED, draws) for _ in range(SIZE)]
+    settings = [random_settings(TUNED, draws) for _ in range(SIZE)]
     scores, gains, far = [-100.0] * SIZE, [], []
     for time in range(1, PERIODS + 1):
         for i in range(SIZE):
@@ -356,7 +358,7 @@ def trained(seed, guided):
             scores[i] = scores[source]
             others = settings[:i] + settings[i + 1 :]
             settings[i] = (
-                pb2(TUNED, gains, others, rules, draws) if guided else perturbed(TUNED, settings[source], rules, draws)
+                pb2(TUNED, gains, others, rules, draws) if guided else perturb(TUNED, settings[source], rules, draws)
             )
     return (*np.mean(far[-5:], axis=0), -max(scores))
 
@@ -409,7 +411,7 @@ def test_replaying_the_schedule_alone_gives_the_same_weights(copied_along):
     for seed in range(count(200)):
         draws = rng(13, seed)
         size = int(draws.integers(2, 6))
-        first = {i: drawn(TUNED, draws) for i in range(size)}
+        first = {i: random_settings(TUNED, draws) for i in range(size)}
         settings = dict(first)
         counts = [0] * size
         weights_of = [0.0] * size
@@ -424,7 +426,7 @@ def test_replaying_the_schedule_alone_gives_the_same_weights(copied_along):
             now = [Member(j, counts[j], weights_of[j] or None, decided[j]) for j in range(size)]
             source = source_for(Rules(period=5, start=5, replace=0.5, relative_gap=0.0), now, i, draws)
             if source is not None:
-                after = perturbed(TUNED, settings[source], ALWAYS, draws)
+                after = perturb(TUNED, settings[source], ALWAYS, draws)
                 own = counts[source] if copied_along else counts[i]
                 made.append(Exploit(i, source, counts[i], counts[source], own, settings[i], after))
                 settings[i], weights_of[i], seen[i] = after, weights_of[source], seen[source]

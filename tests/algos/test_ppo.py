@@ -357,7 +357,7 @@ def test_the_learning_rate_adapts_to_the_divergence():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=4, lr=lr))
     for update in range(4):
         ppo.update(act_out(net, spec, 16, seed=update), 0)
-    assert ppo.settings_in_force()["lr"] == pytest.approx(1e-2 / 16)
+    assert ppo.current_settings()["lr"] == pytest.approx(1e-2 / 16)
 
 
 @pytest.mark.parametrize(("name", "towards"), [("lr", 1 / 8), ("clip", 1 / 8), ("entropy", 8), ("kl", 8)])
@@ -378,7 +378,7 @@ def test_the_divergence_that_steers_is_that_of_the_whole_update():
     params, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first))
     log_ratio = net.distribution(params.detach().numpy(), None).log_prob(rollout.action) - rollout.log_prob
     assert metrics["loss/kl"] == pytest.approx(float((np.exp(log_ratio) - 1 - log_ratio).mean()), rel=1e-2)
-    assert ppo.settings_in_force()["lr"] == pytest.approx(5e-3)
+    assert ppo.current_settings()["lr"] == pytest.approx(5e-3)
 
 
 def test_a_divergence_too_large_ends_the_update():
@@ -466,7 +466,7 @@ def test_saved_and_loaded_it_continues_bit_for_bit(kind):
     two, other, _ = learner(algo, model, seed=77, bptt=4)
     other.load_arrays(arrays)
     two.load(kept)
-    assert two.settings_in_force() == one.settings_in_force()
+    assert two.current_settings() == one.current_settings()
     for update in range(3, 6):
         a = one.update(act_out(net, spec, 16, bptt=4, seed=update), 64 * update)
         b = two.update(act_out(other, spec, 16, bptt=4, seed=update), 64 * update)
@@ -477,15 +477,15 @@ def test_saved_and_loaded_it_continues_bit_for_bit(kind):
 def test_settings_change_between_updates():
     ppo, _, _ = learner()
     ppo.change({"lr": 0.5, "gamma": 0.5})
-    assert ppo.settings_in_force() | {"lr": 0.5, "gamma": 0.5} == ppo.settings_in_force()
+    assert ppo.current_settings() | {"lr": 0.5, "gamma": 0.5} == ppo.current_settings()
     with pytest.raises(UseError, match=r"algo\.rolout"):
         ppo.change({"rolout": 3})
     with pytest.raises(UseError, match="cannot become nan"):
         ppo.change({"clip": 0.9, "lr": math.nan})
-    assert ppo.settings_in_force()["clip"] == 0.2  # all or nothing
+    assert ppo.current_settings()["clip"] == 0.2  # all or nothing
     again, _, _ = learner()
     again.load(ppo.save())
-    assert again.settings_in_force()["lr"] == 0.5
+    assert again.current_settings()["lr"] == 0.5
 
 
 # ------------------------------------------------------------------------------------------------ divergence

@@ -183,10 +183,10 @@ def test_asynchronous_samples_carry_the_version_that_decided_each_step(
 def assert_decided_by(net: Any, rollout: Any) -> None:
     """What was stored as the chance of each action is what this policy says of it."""
     flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
-    params, value, _ = net.numbers(flat, {}, rollout.first.reshape(-1))
+    params, value, _ = net.infer(flat, {}, rollout.first.reshape(-1))
     output = net.distribution(params, None).log_prob(rollout.action.reshape(-1, rollout.action.shape[-1]))
     np.testing.assert_allclose(rollout.log_prob.reshape(-1), output, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(rollout.value.reshape(-1), net.in_rewards(value), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(rollout.value.reshape(-1), net.denormalise_value(value), rtol=1e-4, atol=1e-5)
 
 
 @starts_processes

@@ -22,7 +22,7 @@ from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.evaluation.rollouts import require_filmable
+from tiltyard.evaluation.rollouts import require_recordable
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 from tiltyard.types import EnvSpec
@@ -322,7 +322,7 @@ def test_films_show_what_envpool_draws_and_nothing_where_it_does_not() -> None:
         env = Env(id=f"envpool:{name}")
         assert not can_render(env, make_env(env, BASE, render=True), BASE)
         with pytest.raises(UseError, match=f"env envpool:{name} cannot be filmed"):
-            require_filmable(spec_from_json(examine(env, BASE, False)), env)
+            require_recordable(spec_from_json(examine(env, BASE, False)), env)
 
 
 # ---------------------------------------------------------------------------------------------- runs

@@ -12,7 +12,7 @@ from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import DivergedError, EnvError, UseError
-from tiltyard.evaluation.actors import hand_written
+from tiltyard.evaluation.actors import scripted_actor
 from tiltyard.evaluation.rollouts import play
 from tiltyard.testing import check_env
 from tiltyard.types import EnvSpec, Step
@@ -220,7 +220,7 @@ class Knowing:
 def test_evaluations_play_whole_episodes_of_everybody(tmp_path: Path) -> None:
     env = Env(id="visitors", options=PAUSES)
     spec, kept = probed(env), []
-    begin = hand_written(f"{__name__}:Knowing", spec, BASE)
+    begin = scripted_actor(f"{__name__}:Knowing", spec, BASE)
     common: dict[str, Any] = {"base": BASE, "previous": False, "episodes": range(5), "slots": 2, "seed": 1}
     played = play(begin, env, spec, **common, keep=lambda index, episode: kept.append((index, episode)))
     assert [one.index for one in played] == [0, 1, 2, 3, 4]
@@ -243,7 +243,7 @@ def test_evaluations_play_whole_episodes_of_everybody(tmp_path: Path) -> None:
 def test_agents_at_random_do_not_do_the_same() -> None:
     env = Env(id="pennies")
     spec = probed(env)
-    played = play(hand_written("random", spec, BASE), env, spec, base=BASE, previous=False, episodes=range(40), slots=4, seed=0)  # fmt: skip
+    played = play(scripted_actor("random", spec, BASE), env, spec, base=BASE, previous=False, episodes=range(40), slots=4, seed=0)  # fmt: skip
     assert {one.metrics["even_heads"] == one.metrics["odd_heads"] for one in played} == {True, False}
     assert all(one.metrics["even_return"] == -one.metrics["odd_return"] for one in played)
 

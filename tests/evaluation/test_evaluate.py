@@ -16,8 +16,8 @@ import tiltyard as product
 from tests.conftest import Command
 from tests.faults.test_kill import wait_until
 from tiltyard.errors import UseError
-from tiltyard.evaluation.evaluate import FilmError
-from tiltyard.evaluation.rollouts import Played
+from tiltyard.evaluation.evaluate import VideoError
+from tiltyard.evaluation.rollouts import EpisodeResult
 from tiltyard.evaluation.statistics import student_t, summarise
 from tiltyard.run import metrics
 from tiltyard.run.events import read_events
@@ -194,7 +194,7 @@ def test_a_policy_written_by_hand_plays_the_same_episodes(tiltyard: Command, tra
 def test_the_interval_is_students() -> None:
     for freedom, known in ((1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)):
         assert student_t(freedom) == pytest.approx(known, rel=5e-3)
-    measured = summarise([Played(i, i, value, 1) for i, value in enumerate((1.0, 2.0, 3.0))], True, 0.0)
+    measured = summarise([EpisodeResult(i, i, value, 1) for i, value in enumerate((1.0, 2.0, 3.0))], True, 0.0)
     assert (measured.low, measured.high) == pytest.approx((2 - 2.484, 2 + 2.484), rel=1e-2)
 
 
@@ -356,7 +356,7 @@ def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbe
 def test_a_film_that_fails_in_a_worker_is_told_too(trained: Run, tmp_path: Path) -> None:
     (tmp_path / "film.mp4").mkdir()
     (tmp_path / "film.mp4" / "in the way").touch()
-    with pytest.raises(FilmError, match="could not be written: Is a directory") as failed:
+    with pytest.raises(VideoError, match="could not be written: Is a directory") as failed:
         product.evaluate(trained, episodes=4, workers=2, video=tmp_path / "film.mp4")
     assert failed.value.result.returns == product.evaluate(trained, episodes=4).returns
 

@@ -61,7 +61,7 @@ def test_what_was_acted_is_what_is_learned_from(spec, model):
     params, value = net.unroll(obs, state0, torch.from_numpy(first))
     found = net.distribution(params.detach().numpy(), None).log_prob(action)
     np.testing.assert_allclose(found, np.stack([one.log_prob for one in acted]), atol=1e-5, rtol=1e-4)
-    worth = net.in_rewards(value.detach().numpy())
+    worth = net.denormalise_value(value.detach().numpy())
     np.testing.assert_allclose(worth, np.stack([one.value for one in acted]), atol=1e-5, rtol=1e-4)
     assert all(array.dtype == np.float32 for array in (acted[0].log_prob, acted[0].value))
 
@@ -147,7 +147,7 @@ def test_values_come_back_in_units_of_reward():
     net = PolicyNet(env(), Model(normalise=Normalise(returns=True)), (), seed=0)
     net.observe_returns(np.array([90.0, 110.0]))
     assert net.normalise_value(np.array([110.0])) == pytest.approx([1.0])
-    assert net.in_rewards(np.array([-1.0])) == pytest.approx([90.0])
+    assert net.denormalise_value(np.array([-1.0])) == pytest.approx([90.0])
 
 
 def test_arrays_hold_everything_a_policy_needs():

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.algos.pbt import Gain, Member, spread
+from tiltyard.algos.pbt import Gain, Member, latin_hypercube
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
 from tiltyard.sweep.pbt.lineage import Lineage
-from tiltyard.sweep.pbt.members import dials, first_settings
+from tiltyard.sweep.pbt.members import first_settings, tunables
 from tiltyard.sweep.report import describe_copy
 
 TRIALS = [Trial(number, number, 6 + number, {"algo.lr": number / 10}) for number in (1, 2, 3)]
@@ -106,7 +106,7 @@ def test_members_begin_spread_over_the_space() -> None:
 def test_a_mapping_is_moved_number_by_number() -> None:
     plan = population(space={"env.options.rewards": {"weights": True}, "algo.lr": [0.1, 0.2]})
     names = {"env.options.rewards.hit", "env.options.rewards.deep.walk"}
-    assert {key for dial in dials(plan) for key in dial.keys} == {"algo.lr", *names}
+    assert {key for tunable in tunables(plan) for key in tunable.keys} == {"algo.lr", *names}
     first, *others = first_settings(plan, 8)
     assert {name: first[name] for name in names} == {
         "env.options.rewards.hit": 2.0,
@@ -125,7 +125,7 @@ def test_given_points_are_what_members_begin_with() -> None:
 
 def test_a_spread_covers_choices_evenly() -> None:
     plan = population(space={"algo.epochs": [1, 2, 4, 8]})
-    found = [each["algo.epochs"] for each in spread(dials(plan), 8, np.random.default_rng(0))]
+    found = [each["algo.epochs"] for each in latin_hypercube(tunables(plan), 8, np.random.default_rng(0))]
     assert sorted(found) == [1, 1, 2, 2, 4, 4, 8, 8]
 
 

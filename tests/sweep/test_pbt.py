@@ -372,8 +372,8 @@ def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.M
 
     asked, real = [], rules.pb2
 
-    def spy(dials: Any, gains: Any, others: Any, *more: Any) -> Any:
-        made = real(dials, gains, others, *more)
+    def spy(tunables: Any, gains: Any, others: Any, *more: Any) -> Any:
+        made = real(tunables, gains, others, *more)
         asked.append((list(gains), list(others), made))
         return made
 

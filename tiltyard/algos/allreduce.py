@@ -28,7 +28,7 @@ Array = NDArray[Any]
 TIMEOUT = timedelta(minutes=5)  # between the first and the last to come to a sum: their work is equally long
 
 
-class LostError(TiltyardError):
+class PeerLostError(TiltyardError):
     """Another learner is gone or does not answer; why is known to whoever started it."""
 
 
@@ -91,7 +91,7 @@ class ProcessGroup:
                 time.sleep(0)
             work.wait()
         except RuntimeError as error:
-            raise LostError(f"the learners lost each other: {error}", "see the messages above") from error
+            raise PeerLostError(f"the learners lost each other: {error}", "see the messages above") from error
 
     def total(self, array: Array) -> Array:
         tensor = torch.tensor(array, device=self._device)

@@ -119,8 +119,8 @@ class Adam:
         self.steps = int(tree["steps"])
 
 
-class Undo:
-    """`remember`, and then maybe `restore`."""
+class Backup:
+    """A copy of the policy and its optimiser from before an update, to go back to."""
 
     def __init__(self, net: nn.Module, adam: Adam) -> None:
         self._net, self._adam = net, adam
@@ -131,7 +131,7 @@ class Undo:
         """Looked up each time: a model may put another tensor in the place of a buffer."""
         return [self._adam.vector, self._adam.first, self._adam.second, *self._net.buffers()]
 
-    def remember(self) -> None:
+    def save(self) -> None:
         """A copy of some megabytes at most, in one call."""
         torch._foreach_copy_(self._kept, self._live())
         self._steps = self._adam.steps

@@ -154,7 +154,7 @@ class Number:
         """Whether it is the distance from 1 that counts."""
         return self.bounded and self.key.rpartition(".")[2] == "gamma"
 
-    def perturbed(self, settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
+    def perturb(self, settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
         factor, up = rng.uniform(*rules.factors), bool(rng.integers(2))
         value = settings[self.key]
         if self.from_one:
@@ -219,7 +219,7 @@ class Options:
             return False
         return first == sorted(first) or first == sorted(first, reverse=True)
 
-    def perturbed(self, settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
+    def perturb(self, settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
         place, last = self._place(settings), len(self.values) - 1
         if place is None or not self.ordered:
             return self.at(float(rng.random()))
@@ -247,80 +247,84 @@ class Options:
         return dict(zip(self.keys, self.values[place], strict=True))
 
 
-Dial = Number | Options
+Tunable = Number | Options
 
 
-def dials_of(space: Iterable[Dimension]) -> list[Dial]:
+def tunables_of(space: Iterable[Dimension]) -> list[Tunable]:
     """The dimensions of a space as what can be moved."""
-    return [_dial(each) for each in space]
+    return [_tunable(each) for each in space]
 
 
-def dials_in(space: Mapping[str, Any]) -> list[Dial]:
+def parse_tunables(space: Mapping[str, Any]) -> list[Tunable]:
     """The same of a space as it is written: a line for each setting, or for several that change together."""
-    return dials_of(dimension(tuple(part.strip() for part in line.split(",")), value) for line, value in space.items())
+    return tunables_of(
+        dimension(tuple(part.strip() for part in line.split(",")), value) for line, value in space.items()
+    )
 
 
-def _dial(each: Dimension) -> Dial:
+def _tunable(each: Dimension) -> Tunable:
     if isinstance(each, Choices):
         return Options(each.keys, each.values)
     return Number(each.key, each.low, each.high, each.log, each.whole)
 
 
-def drawn(dials: Sequence[Dial], rng: np.random.Generator) -> Settings:
+def random_settings(tunables: Sequence[Tunable], rng: np.random.Generator) -> Settings:
     """Settings from anywhere in their spans and choices."""
-    return _settings_at(_bounded(dials), rng.random(len(dials)))
+    return _settings_at(_bounded(tunables), rng.random(len(tunables)))
 
 
-def spread(dials: Sequence[Dial], count: int, rng: np.random.Generator) -> list[Settings]:
+def latin_hypercube(tunables: Sequence[Tunable], count: int, rng: np.random.Generator) -> list[Settings]:
     """What so many members begin with: a Latin hypercube, in which each part of every span is somebody's."""
-    _bounded(dials)
-    shares = np.array([(rng.permutation(count) + rng.random(count)) / count for _ in dials]).reshape(len(dials), count)
-    return [_settings_at(dials, shares[:, i]) for i in range(count)]
+    _bounded(tunables)
+    shares = np.array([(rng.permutation(count) + rng.random(count)) / count for _ in tunables]).reshape(
+        len(tunables), count
+    )
+    return [_settings_at(tunables, shares[:, i]) for i in range(count)]
 
 
-def perturbed(dials: Sequence[Dial], settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
+def perturb(tunables: Sequence[Tunable], settings: Settings, rules: Rules, rng: np.random.Generator) -> Settings:
     """The settings with some of them moved. What no dial is for stays as it is."""
     made = dict(settings)
-    for dial in dials:
+    for tunable in tunables:
         if rng.random() >= rules.rate:
             continue
-        anew = rng.random() < rules.resample and dial.bounded
-        made |= dial.at(float(rng.random())) if anew else dial.perturbed(settings, rules, rng)
+        anew = rng.random() < rules.resample and tunable.bounded
+        made |= tunable.at(float(rng.random())) if anew else tunable.perturb(settings, rules, rng)
     return made
 
 
-def weights(tree: Mapping[str, Any], key: str) -> Settings:
+def reward_weights(tree: Mapping[str, Any], key: str) -> Settings:
     """The numbers of a reward-shaping dictionary, however deep, by dotted names that begin with `key`."""
     found: Settings = {}
     for name, value in tree.items():
         if "." in name:
             raise UseError(f"{key} has the name {name!r}, and dots separate names", "write it without a dot")
         if isinstance(value, Mapping):
-            found |= weights(value, f"{key}.{name}")
+            found |= reward_weights(value, f"{key}.{name}")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{key}.{name}"] = float(value)
     return found
 
 
-def with_weights(tree: Mapping[str, Any], key: str, settings: Settings) -> dict[str, Any]:
+def with_reward_weights(tree: Mapping[str, Any], key: str, settings: Settings) -> dict[str, Any]:
     """A reward-shaping dictionary with the numbers that the settings have for it."""
     return {
-        name: with_weights(value, f"{key}.{name}", settings)
+        name: with_reward_weights(value, f"{key}.{name}", settings)
         if isinstance(value, Mapping)
         else settings.get(f"{key}.{name}", value)
         for name, value in tree.items()
     }
 
 
-def _bounded(dials: Sequence[Dial]) -> Sequence[Dial]:
-    endless = [dial.keys[0] for dial in dials if not dial.bounded]
+def _bounded(tunables: Sequence[Tunable]) -> Sequence[Tunable]:
+    endless = [tunable.keys[0] for tunable in tunables if not tunable.bounded]
     if endless:
         raise UseError(f"{endless[0]} has no bounds, and settings are drawn between bounds", "give it a range")
-    return dials
+    return tunables
 
 
-def _settings_at(dials: Sequence[Dial], shares: Array) -> Settings:
-    return {k: v for dial, share in zip(dials, shares, strict=True) for k, v in dial.at(float(share)).items()}
+def _settings_at(tunables: Sequence[Tunable], shares: Array) -> Settings:
+    return {k: v for tunable, share in zip(tunables, shares, strict=True) for k, v in tunable.at(float(share)).items()}
 
 
 # ------------------------------------------------------------------------------------------------ PB2
@@ -340,7 +344,11 @@ _CANDIDATES, _KEPT, _WIDTHS = 256, 8, (0.1, 0.03, 0.01)
 
 
 def pb2(
-    dials: Sequence[Dial], gains: Sequence[Gain], others: Sequence[Settings], rules: Rules, rng: np.random.Generator
+    tunables: Sequence[Tunable],
+    gains: Sequence[Gain],
+    others: Sequence[Settings],
+    rules: Rules,
+    rng: np.random.Generator,
 ) -> Settings:
     """The settings that promise most for the next period, or any while little is known.
 
@@ -348,36 +356,36 @@ def pb2(
     """
     gains = [each for each in sorted(gains, key=lambda each: each.env_steps) if math.isfinite(each.gain)]
     gains = gains[-_REMEMBERED:]
-    if len(gains) < 2 * (len(_bounded(dials)) + 1):
-        return drawn(dials, rng)
+    if len(gains) < 2 * (len(_bounded(tunables)) + 1):
+        return random_settings(tunables, rng)
     times = np.array([each.env_steps for each in gains]) / rules.period
-    bandit = Bandit(_coordinates(dials, [each.settings for each in gains]), times, _standard(gains))
+    bandit = Bandit(_coordinates(tunables, [each.settings for each in gains]), times, _standard(gains))
     if others:
-        bandit.expect(_coordinates(dials, others), times[-1] + 1)
+        bandit.expect(_coordinates(tunables, others), times[-1] + 1)
 
     def promise(shares: Array) -> Array:
-        return bandit.bound(_columns(dials, shares), times[-1] + 1)
+        return bandit.bound(_columns(tunables, shares), times[-1] + 1)
 
-    best = rng.random((_CANDIDATES, len(dials)))
+    best = rng.random((_CANDIDATES, len(tunables)))
     for width in _WIDTHS:
         best = best[np.argsort(-promise(best), kind="stable")[:_KEPT]]
-        near = best[:, None] + width * rng.normal(size=(_KEPT, _KEPT, len(dials)))
-        best = np.concatenate([best, np.clip(near.reshape(-1, len(dials)), 0, 1)])
-    return _settings_at(dials, best[np.argmax(promise(best))])
+        near = best[:, None] + width * rng.normal(size=(_KEPT, _KEPT, len(tunables)))
+        best = np.concatenate([best, np.clip(near.reshape(-1, len(tunables)), 0, 1)])
+    return _settings_at(tunables, best[np.argmax(promise(best))])
 
 
 def _standard(gains: Sequence[Gain]) -> Array:
     values = np.array([each.gain for each in gains])
-    spread = values.std()
-    return np.asarray((values - values.mean()) / (spread if spread > 0 else 1.0))
+    deviation = values.std()
+    return np.asarray((values - values.mean()) / (deviation if deviation > 0 else 1.0))
 
 
-def _coordinates(dials: Sequence[Dial], settings: Sequence[Settings]) -> Array:
-    return _columns(dials, np.array([[dial.share(each) for dial in dials] for each in settings]))
+def _coordinates(tunables: Sequence[Tunable], settings: Sequence[Settings]) -> Array:
+    return _columns(tunables, np.array([[tunable.share(each) for tunable in tunables] for each in settings]))
 
 
-def _columns(dials: Sequence[Dial], shares: Array) -> Array:
-    return np.concatenate([dial.columns(shares[:, i]) for i, dial in enumerate(dials)], axis=1)
+def _columns(tunables: Sequence[Tunable], shares: Array) -> Array:
+    return np.concatenate([tunable.columns(shares[:, i]) for i, tunable in enumerate(tunables)], axis=1)
 
 
 # ------------------------------------------------------------------------------------------------ lineage

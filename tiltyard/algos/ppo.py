@@ -97,7 +97,7 @@ class Ppo:
             name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
             for name in CHANGEABLE
         }
-        self.team: LearnerGroup = SingleProcess()
+        self.group: LearnerGroup = SingleProcess()
         self.meanwhile: Callable[[], None] = lambda: None  # called after every gradient step: an update may take long
         self.env_steps = 0  # of the newest update: where the schedules stand
         self.used: dict[str, float] = {}  # what the newest update learned with: none before the first
@@ -109,7 +109,7 @@ class Ppo:
         """Learn from a rollout. `env_steps` are those before it; returns metrics by their names."""
         self.env_steps = env_steps
         _check_finite(rollout)
-        now = self.settings_in_force()
+        now = self.current_settings()
         self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
         with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
             return self._update(rollout, now)
@@ -129,7 +129,7 @@ class Ppo:
                 self._gradient_step(chunks, chosen, now, epoch)
                 self.meanwhile()
             epochs += 1
-            epoch.gather(self.team)
+            epoch.gather(self.group)
             if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:
                 break
         kl = epoch.kl()
@@ -153,21 +153,21 @@ class Ppo:
 
     def _gradient_step(self, chunks: Chunks, chosen: Array, now: dict[str, float], epoch: _Epoch) -> None:
         """One minibatch: the loss, its gradient, Adam."""
-        part = self.team.share(len(chosen))
+        part = self.group.share(len(chosen))
         batch = chunks.take(chosen, part)
         if batch.first.size:
             losses, log_ratio = self._differentiate(batch, part, now)
         else:  # fewer chunks than learners: nothing to add to what the others have
             losses, log_ratio = (0.0, 0.0, 0.0), np.zeros(batch.first.shape, np.float32)
             self.adam.gradient.zero_()
-        self.team.sum_(self.adam.gradient)
+        self.group.sum_(self.adam.gradient)
         norm = self.adam.norm()
         if not math.isfinite(norm):
-            raise self._diverged(chunks.take(chosen), self.team.total(np.array(losses)), norm)
+            raise self._diverged(chunks.take(chosen), self.group.total(np.array(losses)), norm)
         most = self.algo.max_grad_norm
         self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
-        self.net.keep_inside()
-        if self.team.size > 1:
+        self.net.clamp_log_std()
+        if self.group.size > 1:
             mine, log_ratio = log_ratio, np.zeros(batch.numbers.shape[1:], np.float32)
             log_ratio[:, part] = mine
         epoch.add(losses, norm, log_ratio, batch.valid)
@@ -237,7 +237,7 @@ class Ppo:
     def _log_ratios(self, chunks: Chunks) -> Array:
         """[bptt, N] of all samples under the policy as it is, a minibatch at a time to bound the memory it takes."""
         everything = np.arange(chunks.first.shape[1])
-        mine = everything[self.team.share(len(everything))]
+        mine = everything[self.group.share(len(everything))]
         size = max(1, self.algo.minibatch // self.bptt)
         found = np.zeros(chunks.first.shape, np.float32)
         for at in range(0, len(mine), size):
@@ -246,7 +246,7 @@ class Ppo:
             with torch.no_grad():
                 params, _ = self.backprop.forward(part.obs, part.state0, part.first)
             found[:, chosen] = self.net.distribution(params, part.mask).log_prob(part.action) - part.numbers[0]
-        return self.team.total(found)
+        return self.group.total(found)
 
     # ------------------------------------------------------------------------------------------ minibatches
 
@@ -286,7 +286,7 @@ class Ppo:
 
     # ------------------------------------------------------------------------------------------ state
 
-    def settings_in_force(self) -> dict[str, float]:
+    def current_settings(self) -> dict[str, float]:
         """Every setting that is a number now, as it stands; those of CHANGEABLE can change while training."""
         fixed = {name: value for name, value in self.algo if is_number(value)}
         return fixed | {name: value.at(self.env_steps) for name, value in self.values.items()}
@@ -343,12 +343,12 @@ class _Epoch:
         self.numbers.append((*losses, norm))
         self.log_ratios.append(log_ratio.reshape(-1) if valid is None else log_ratio[valid > 0])
 
-    def gather(self, team: LearnerGroup) -> None:
+    def gather(self, group: LearnerGroup) -> None:
         """Once all minibatches are in: let every learner know what its team left, of which it had a part."""
-        if team.size == 1 or not self.numbers:
+        if group.size == 1 or not self.numbers:
             return
-        self.log_ratios = [team.total(np.concatenate(self.log_ratios))]
-        losses = team.total(np.array([numbers[:3] for numbers in self.numbers]))
+        self.log_ratios = [group.total(np.concatenate(self.log_ratios))]
+        losses = group.total(np.array([numbers[:3] for numbers in self.numbers]))
         norms = [norm for *_, norm in self.numbers]
         self.numbers = [
             (policy, value, entropy, norm)

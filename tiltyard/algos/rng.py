@@ -29,7 +29,7 @@ class Generators:
         _write(before)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """What is drawn inside comes from these; outside nothing has changed."""
         before = _read()
         _write(self._state)

@@ -17,7 +17,7 @@ from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from tiltyard.tuning.autotune import Measurement, Tuned
-    from tiltyard.tuning.sampler import Bench, Sampled
+    from tiltyard.tuning.sampler import Bench, Throughput
 
 MOST_SECONDS = 86_400
 
@@ -73,7 +73,7 @@ def _bench_json(found: Bench) -> str:
 def _bench_table(found: Bench) -> str:
     widths = list(dict.fromkeys(width for each in found.sampled for width in each.windows))
 
-    def cells(each: Sampled) -> list[str]:
+    def cells(each: Throughput) -> list[str]:
         return [
             str(each.processes),
             str(each.envs),
@@ -110,31 +110,31 @@ def run_tune(args: argparse.Namespace) -> int:
         found = tune(prepared.loaded, prepared.copies, prepared.spec, args.seconds or SECONDS, _say)
         data.write(_tuned_json(found) if args.json else _tuned_text(found))
         data.flush()
-    chosen = [word.partition("=")[0] for word in found.words]
+    chosen = [word.partition("=")[0] for word in found.overrides]
     others = [word for word in args.overrides if word.partition("=")[0].strip() not in chosen]
-    _say(f"next    {shlex.join(['tiltyard', 'train', args.target, *others, *found.words])}")
+    _say(f"next    {shlex.join(['tiltyard', 'train', args.target, *others, *found.overrides])}")
     return EXIT_DONE
 
 
 def _tuned_json(found: Tuned) -> str:
     def told(trial: Measurement) -> dict[str, object]:
-        figures = {"env_steps_per_second": trial.speed, "turns": trial.turns, "bound": trial.bound}
+        figures = {"env_steps_per_second": trial.speed, "turns": trial.rounds, "bound": trial.bound}
         return {**asdict(trial.point), **figures, "failed": trial.failed}
 
-    whole = {"words": found.words, "chosen": told(found.chosen), "own": told(found.own), "seconds": found.seconds}
-    return json.dumps({**whole, "tried": [told(trial) for trial in found.trials]}) + "\n"
+    whole = {"words": found.overrides, "chosen": told(found.chosen), "own": told(found.own), "seconds": found.seconds}
+    return json.dumps({**whole, "tried": [told(trial) for trial in found.measurements]}) + "\n"
 
 
 def _tuned_text(found: Tuned) -> str:
     head = ("workers", "mode", "envs", "rollout", "minibatch", "env steps/s", "turns", "")
     rows = []
-    for trial in found.trials:
+    for trial in found.measurements:
         point = trial.point
         remark = "as it is" if trial is found.own else ""
         remark = "chosen" + (", as it is" if remark else "") if trial is found.chosen else remark
         numbers = [point.envs, point.rollout, "-" if point.minibatch is None else point.minibatch]
-        speed = f"{trial.speed:,.0f}" if trial.turns else "-"
+        speed = f"{trial.speed:,.0f}" if trial.rounds else "-"
         told = f"failed: {trial.failed}" if trial.failed else remark
-        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.turns), told])
+        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.rounds), told])
     table = formatting.table(head, rows, right=(0, 2, 3, 4, 5, 6))
-    return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.words)))
+    return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.overrides)))

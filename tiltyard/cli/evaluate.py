@@ -87,7 +87,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
-    from tiltyard.evaluation.evaluate import FilmError, choose_checkpoint, evaluate
+    from tiltyard.evaluation.evaluate import VideoError, choose_checkpoint, evaluate
     from tiltyard.evaluation.statistics import as_json, write_files
     from tiltyard.run.folder import run_of
     from tiltyard.run.redact import mask_command
@@ -100,7 +100,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     out = Path(args.out) if args.out else None
     numbers, film = (out or run.folder / "eval") / stem, (out or run.folder / "videos") / f"{stem}.mp4"
     _must_be_writable(numbers.parent)
-    unfilmed: FilmError | None = None
+    unfilmed: VideoError | None = None
     try:
         result = evaluate(
             chosen.folder,
@@ -115,7 +115,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
             save_info=args.save_info,
             trust_code=args.trust_code,
         )
-    except FilmError as error:  # told after the numbers, which took longer
+    except VideoError as error:  # told after the numbers, which took longer
         result, unfilmed = error.result, error
     facts = {"run": run.id, "checkpoint": str(chosen.folder), "env_steps": chosen.env_steps, "mode": mode}
     facts |= {"overrides": mask_command(args.overrides)}

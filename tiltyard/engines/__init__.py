@@ -67,7 +67,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         from tiltyard.engines.rllib.engine import check_rllib
 
         check_rllib(experiment, spec)
-    from tiltyard.algos.pbt import dials_in
+    from tiltyard.algos.pbt import parse_tunables
     from tiltyard.algos.ppo import Ppo
     from tiltyard.engines.learner import check_learners, device_named
     from tiltyard.engines.policies.frozen import frozen_nets
@@ -83,7 +83,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     _check_weights(experiment, spec, base)
     Match(experiment, spec.agents)
     if experiment.population is not None:
-        dials_in(experiment.population.space)
+        parse_tunables(experiment.population.space)
     frozen_nets(experiment, spec, base)
     net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
     if isinstance(experiment.algo, Own):

@@ -21,7 +21,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.engine_state import read_group, read_state
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.native_vector import make_group
-from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
+from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step, Tree
@@ -43,7 +43,7 @@ class Acting(Protocol):
         """Where it wants what it is given."""
 
     @property
-    def values_apart(self) -> bool:
+    def batched_values(self) -> bool:
         """Whether values are better asked for a rollout at a time than with each decision."""
 
     def initial_state(self, rows: int) -> State:
@@ -58,8 +58,8 @@ class Acting(Protocol):
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
-        valued: bool = True,
-    ) -> Acted:
+        with_value: bool = True,
+    ) -> PolicyOutput:
         """One decision for each row."""
 
     def value(self, obs: ObsIn, state: State, first: torch.Tensor) -> Array:
@@ -89,7 +89,7 @@ class Collector:
         seed = experiment.seed
         self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
         self.generators = Generators(stream_seed(seed, FOREIGN, group))
-        with self.generators.in_place():
+        with self.generators.active():
             self.envs = make_group(
                 experiment.env,
                 spec,
@@ -108,18 +108,18 @@ class Collector:
     def begin(self) -> None:
         """Reset the envs, unless they are under way."""
         if self.now is None:
-            with self.generators.in_place():
+            with self.generators.active():
                 self.now = self.envs.reset()
 
     def fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
         """Fill the rollout with T steps of every row; returns the episodes that ended meanwhile."""
-        with self.generators.in_place():
+        with self.generators.active():
             return self._fill(rollout, version, spent)
 
     def _fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
         episodes: list[EpisodeEnd] = []
         cuts: list[tuple[int, Array, Arrays]] = []  # step, rows and their last observations
-        later = self.net.values_apart
+        later = self.net.batched_values
         now = self.envs.reset() if self.now is None else self.now
         for t in range(len(rollout.reward)):
             mark = perf_counter()
@@ -141,7 +141,7 @@ class Collector:
                 None if rollout.mask is None else self._tensor(rollout.mask[t]),
                 greedy=False,
                 generator=self.draws,
-                valued=not later,
+                with_value=not later,
             )
             self.state = acted.state
             rollout.action[t] = acted.action

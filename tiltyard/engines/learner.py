@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiltyard.algos.flat_adam import Undo
+from tiltyard.algos.flat_adam import Backup
 from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.rng import Generators
 from tiltyard.config.algos import Own
@@ -49,7 +49,7 @@ class Learner:
             seed=stream_seed(seed, LEARN, self.place),
         )
         self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER + self.place))
-        self._undo, self._env_steps_before = Undo(self.net, self.algo.adam), 0
+        self._backup, self._env_steps_before = Backup(self.net, self.algo.adam), 0
         self.env_steps = 0
         """own ones: those that it has learned from"""
         self.since = 0
@@ -77,16 +77,16 @@ class Learner:
         if own is None:
             return {}
         self.env_steps += int(own.valid.sum())
-        with self.generators.in_place(), self._beside(own, env_steps):
+        with self.generators.active(), self._beside(own, env_steps):
             return self.algo.update(own, env_steps)
 
     def remember(self) -> None:
         """What `restore` will bring back: the policy as it is now."""
-        self._undo.remember()
+        self._backup.save()
         self._env_steps_before = self.env_steps
 
     def restore(self) -> None:
-        self._undo.restore()
+        self._backup.restore()
         self.env_steps = self._env_steps_before
 
     def _beside(self, rollout: Rollout, env_steps: int) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class Learner:
             from tiltyard.engines.local.learner_group import LearnerProcesses
 
             self.colearners = LearnerProcesses(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
-            self.algo.team = self.colearners.team
+            self.algo.group = self.colearners.group
         return self.colearners.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------ between steps
 
     def snapshot(self) -> PolicyState:
-        return PolicyState(self.net.arrays(), self.algo.save(), self.algo.settings_in_force(), self.algo.used)
+        return PolicyState(self.net.arrays(), self.algo.save(), self.algo.current_settings(), self.algo.used)
 
     def adopt(self, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         if state is not None:
@@ -134,7 +134,7 @@ class Learner:
             self.algo.load(state.optimiser)
             self.algo.shuffling.bit_generator.state = own  # the other one goes on with its own, too
         self.algo.change(settings)
-        return self.algo.settings_in_force()
+        return self.algo.current_settings()
 
 
 def device_named(wanted: str) -> torch.device:

@@ -145,7 +145,7 @@ def _gradient_step(experiment: Experiment, spec: EnvSpec, net: PolicyNet) -> flo
     }
     first = torch.zeros(bptt, chunks, dtype=torch.bool)
     best = float("inf")
-    with Generators(0).in_place():
+    with Generators(0).active():
         for _ in range(3):
             began = time.perf_counter()
             params, value = net.unroll(obs, net.initial_state(chunks), first)

@@ -31,7 +31,7 @@ Choose = Callable[[Arrays, Array, Array | None], Array]
 Begin = Callable[[EnvGroup], Choose]
 
 
-class HandWritten(Protocol):
+class ScriptedPolicy(Protocol):
     def reset(self, seed: int) -> None: ...
     def act(self, obs: Any, mask: Array | None) -> Any: ...
 
@@ -49,7 +49,7 @@ class RandomPolicy:
         return self._codec.decode(random_action(self._action, self._rng, mask))
 
 
-def trained(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin:
+def trained_actor(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin:
     """Acts as the policy does, or as several do; the memory of all slots is kept between calls."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -60,7 +60,7 @@ def trained(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin
             nonlocal state
             if isinstance(net, MultiPolicyActor):
                 net.take_seats(group.tally.seeds)
-            acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator, valued=False)
+            acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator, with_value=False)
             state = acted.state
             return acted.action
 
@@ -69,12 +69,12 @@ def trained(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin
     return begin
 
 
-def hand_written(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
+def scripted_actor(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
     """Acts as the class named by `text` does, one object per slot."""
     maker = resolve.load(resolve.parse(text, BUILTIN_POLICIES, resolve.CONVENTIONAL["policy"], base))
 
     def begin(group: EnvGroup) -> Choose:
-        hands: list[HandWritten] = [_blaming(text, lambda: maker(spec)) for _ in range(group.rows)]
+        hands: list[ScriptedPolicy] = [_blaming(text, lambda: maker(spec)) for _ in range(group.rows)]
 
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             rows = []

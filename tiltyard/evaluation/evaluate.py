@@ -24,8 +24,8 @@ from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
 from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.actors import hand_written, trained
-from tiltyard.evaluation.rollouts import Keep, Played, Unfilmed, play, require_filmable
+from tiltyard.evaluation.actors import scripted_actor, trained_actor
+from tiltyard.evaluation.rollouts import EpisodeResult, Keep, Unfilmed, play, require_recordable
 from tiltyard.evaluation.statistics import summarise
 from tiltyard.evaluation.workers import share_out
 from tiltyard.models.policy import load_policy
@@ -42,7 +42,7 @@ MEASURED = ("env", "eval", "match")  # sections that an evaluation may change
 OWN = ("plugins", "frozen", "checkpoints", "logs", "eval", "videos", "tb", "wandb", "bad_batch")
 
 
-class FilmError(TiltyardError):
+class VideoError(TiltyardError):
     """The episodes were played, but the film of the first was not made. `result` is what was measured."""
 
     def __init__(self, error: TiltyardError, result: Evaluation) -> None:
@@ -50,7 +50,7 @@ class FilmError(TiltyardError):
         self.result = result
 
 
-def measured_env(env: Env, spec: EnvSpec, time_limit: int | None) -> Env:
+def evaluation_env(env: Env, spec: EnvSpec, time_limit: int | None) -> Env:
     """The env as measured: as in training (returns are of raw rewards), with an end for envs that have none."""
     limit = env.time_limit if env.time_limit is not None or spec.episode_limit is not None else time_limit
     return env.model_copy(update={"time_limit": limit})
@@ -69,7 +69,7 @@ class Evaluator:
         frozen = frozen_nets(experiment, spec, base)
         self.actor = acting(experiment, spec, self.nets, frozen, self.shelves, measured=True)
 
-    def measure(
+    def evaluate(
         self,
         weights: Mapping[str, Arrays],
         past: Mapping[str, Mapping[int, Arrays]],
@@ -82,14 +82,16 @@ class Evaluator:
         for name, net in self.nets.items():
             net.load_arrays(weights[name])
         fill_shelves(self.shelves, past)
-        with Generators(settings.seed).in_place():
+        with Generators(settings.seed).active():
             played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
 
-    def _play(self, settings: Eval, video: tuple[Path, Unfilmed] | None, cancelled: Callable[[], bool]) -> list[Played]:
+    def _play(
+        self, settings: Eval, video: tuple[Path, Unfilmed] | None, cancelled: Callable[[], bool]
+    ) -> list[EpisodeResult]:
         return play(
-            trained(self.actor, settings.greedy, settings.seed),
-            measured_env(self.experiment.env, self.spec, settings.time_limit),
+            trained_actor(self.actor, settings.greedy, settings.seed),
+            evaluation_env(self.experiment.env, self.spec, settings.time_limit),
             self.spec,
             base=self.base,
             previous=self.experiment.model.previous,
@@ -179,7 +181,7 @@ def evaluate(
     played = sorted((one for answer in answers for one in answer.played), key=lambda one: one.index)
     result = summarise(played, tasks[0].greedy, time.monotonic() - started)
     if answers[0].unfilmed is not None:
-        raise FilmError(answers[0].unfilmed, result)
+        raise VideoError(answers[0].unfilmed, result)
     return result
 
 
@@ -245,7 +247,7 @@ def _refuse_training(run: Run, sections: list[str]) -> None:
 class Answer:
     """What became of a task: the episodes, and why there is no film if there should be one."""
 
-    played: list[Played]
+    played: list[EpisodeResult]
     unfilmed: TiltyardError | None = None
 
 
@@ -259,7 +261,7 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
 def _heard(told: dict[str, Any]) -> Answer:
     error = told["unfilmed"]
-    return Answer([Played(**one) for one in told["played"]], TiltyardError(**error) if error else None)
+    return Answer([EpisodeResult(**one) for one in told["played"]], TiltyardError(**error) if error else None)
 
 
 def _perform(task: Task) -> Answer:
@@ -278,13 +280,13 @@ def _perform(task: Task) -> Answer:
     fill_shelves(past, {name: read_versions(folder, name) for name in past})
     actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, run.base), past, measured=True)
     if task.video is not None:
-        require_filmable(spec, experiment.env)
+        require_recordable(spec, experiment.env)
     unfilmed: list[TiltyardError] = []
     seed = task.seed
-    begin = trained(actor, task.greedy, seed + task.first)  # workers draw apart
+    begin = trained_actor(actor, task.greedy, seed + task.first)  # workers draw apart
     players = actor if isinstance(actor, MultiPolicyActor) else None
     if task.policy is not None:
-        begin, players = hand_written(task.policy, spec, (Path.cwd(), *run.base)), None
+        begin, players = scripted_actor(task.policy, spec, (Path.cwd(), *run.base)), None
     keep: Keep | None = None
     if task.rollouts is not None:
         from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and seldom needed
@@ -296,10 +298,10 @@ def _perform(task: Task) -> Answer:
         def keep(index: int, episode: Episode) -> None:
             writer.write(replace(episode, meta={**episode.meta, "episode": index}))
 
-    with Generators(seed + task.first).in_place():
+    with Generators(seed + task.first).active():
         played = play(
             begin,
-            measured_env(experiment.env, spec, experiment.eval.time_limit),
+            evaluation_env(experiment.env, spec, experiment.eval.time_limit),
             spec,
             base=base,
             previous=experiment.model.previous,

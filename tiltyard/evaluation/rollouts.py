@@ -31,7 +31,7 @@ from tiltyard.types import Arrays, EnvSpec, Episode, EpisodeEnd, Step
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """One finished episode of an evaluation."""
 
     index: int
@@ -121,7 +121,7 @@ def play(
     keep: Keep | None = None,
     players: MultiPolicyActor | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> list[Played]:
+) -> list[EpisodeResult]:
     """Play the episodes with these indices; with `steps`, as many of them as are begun within that many env steps.
 
     `video` is the film to make of the first one and who is told when that fails. `players` are those who act, where
@@ -144,7 +144,7 @@ def play(
             group = group_class(spec)(env, spec, envs * agents, seed, render=video is not None, **how)
     film = _Film(video[0], group, video[1]) if video is not None else None
     group.at_end = film.end if film is not None else None
-    played: list[Played] = []
+    played: list[EpisodeResult] = []
     taken = 0
     try:
         choose = begin(group)
@@ -176,7 +176,7 @@ def play(
                 if slot.playing is None:
                     continue
                 total, returns = (end.total, {}) if players is None else _shared(end, players)
-                played.append(Played(slot.playing, end.seed, total, end.length, {**end.metrics, **returns}))
+                played.append(EpisodeResult(slot.playing, end.seed, total, end.length, {**end.metrics, **returns}))
                 slot.playing = next(slot.queue, None) if steps is None or taken < steps else None
     finally:
         with calling_envs(RESETTING):
@@ -186,14 +186,14 @@ def play(
     return sorted(played, key=lambda one: one.index)
 
 
-def can_be_filmed(spec: EnvSpec) -> bool:
+def can_record(spec: EnvSpec) -> bool:
     """Whether `picture` has anything to show."""
     return spec.renders or any(item.image for item in spec.obs.values())
 
 
-def require_filmable(spec: EnvSpec, env: Env) -> None:
+def require_recordable(spec: EnvSpec, env: Env) -> None:
     """Refuse to film what can neither draw itself nor shows an image."""
-    if not can_be_filmed(spec):
+    if not can_record(spec):
         raise UseError(
             f"env {env.id} cannot be filmed: it has no rgb_array rendering and no image observation",
             "leave the film out, or give the env render_mode='rgb_array'",

@@ -13,12 +13,12 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from tiltyard.errors import TiltyardError
-from tiltyard.evaluation.rollouts import Played
+from tiltyard.evaluation.rollouts import EpisodeResult
 from tiltyard.run import atomic
 from tiltyard.types import Evaluation
 
 
-def summarise(played: Sequence[Played], greedy: bool, seconds: float) -> Evaluation:
+def summarise(played: Sequence[EpisodeResult], greedy: bool, seconds: float) -> Evaluation:
     """Mean return with a 95 % interval by Student's t over episodes."""
     if not played:
         raise TiltyardError("the evaluation finished no episode", "give more --episodes or --steps")

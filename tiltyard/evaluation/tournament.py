@@ -25,9 +25,9 @@ from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.actors import trained
-from tiltyard.evaluation.evaluate import measured_env
-from tiltyard.evaluation.rollouts import Played, play
+from tiltyard.evaluation.actors import trained_actor
+from tiltyard.evaluation.evaluate import evaluation_env
+from tiltyard.evaluation.rollouts import EpisodeResult, play
 from tiltyard.models.policy import Policy, load_policy
 from tiltyard.run.folder import run_of
 from tiltyard.types import EnvSpec
@@ -145,16 +145,16 @@ def _played(
     episodes: int,
     seed: int,
     greedy: bool,
-) -> list[Played]:
+) -> list[EpisodeResult]:
     seated = {agent: {(ONE, OTHER)[place % 2]: 1.0} for place, agent in enumerate(spec.agents)}
     who = Match(
         experiment.model_copy(update={"policies": dict.fromkeys(pair, PolicySettings()), "match": seated}), spec.agents
     )
     players = MultiPolicyActor({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
-    with Generators(seed).in_place():
+    with Generators(seed).active():
         return play(
-            trained(players, greedy, seed),
-            measured_env(experiment.env, spec, experiment.eval.time_limit),
+            trained_actor(players, greedy, seed),
+            evaluation_env(experiment.env, spec, experiment.eval.time_limit),
             spec,
             base=base,
             previous=experiment.model.previous,
@@ -165,7 +165,7 @@ def _played(
         )
 
 
-def _bout(one: str, other: str, played: Sequence[Played], spec: EnvSpec) -> Bout:
+def _bout(one: str, other: str, played: Sequence[EpisodeResult], spec: EnvSpec) -> Bout:
     names = [f"policy/{name}/return" for name in (ONE, OTHER)]
     both = [[each.metrics[name] for name in names] for each in played if all(name in each.metrics for name in names)]
     if not both:

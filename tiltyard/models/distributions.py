@@ -41,14 +41,14 @@ LOG_SPREADS = (-5.0, 2.0)  # of a squashed distribution, as RLlib limits them
 INSIDE = np.float32(1e-6)
 
 
-def outputs_of(part: ActionPart) -> int:
+def part_outputs(part: ActionPart) -> int:
     """Numbers that a model puts out for one part."""
     return part.options if part.kind == "categorical" else part.columns
 
 
 def outputs(action: ActionSpec) -> int:
     """Numbers that a model puts out for the whole action."""
-    return sum(outputs_of(part) for part in action.parts)
+    return sum(part_outputs(part) for part in action.parts)
 
 
 def continuous_columns(action: ActionSpec) -> int:
@@ -62,7 +62,7 @@ def bounded(part: ActionPart) -> tuple[bool, ...]:
     return tuple(math.isfinite(low) and math.isfinite(high) for low, high in zip(part.low, part.high, strict=True))
 
 
-def widest_noise(action: ActionSpec) -> list[float]:
+def max_log_std(action: ActionSpec) -> list[float]:
     """The largest log_std of every continuous column."""
     parts = [part for part in action.parts if part.kind == "continuous"]
     return [0.0 if inside else math.inf for part in parts for inside in bounded(part)]
@@ -87,7 +87,7 @@ class ActionDist:
         self.pieces: list[Piece] = []
         column = at = mask_at = std_at = 0
         for part in action.parts:
-            width = outputs_of(part)
+            width = part_outputs(part)
             piece = params if len(action.parts) == 1 else params[..., at : at + width]
             own = log_std[:0]
             if part.kind == "categorical":
@@ -227,7 +227,7 @@ class SquashedDist:
         return _sum_last(-0.5 * np.square(scaled) - self.log_std - np.float32(HALF_LOG_TAU) - squash)
 
 
-def squashes(action: ActionSpec) -> bool:
+def can_squash(action: ActionSpec) -> bool:
     """Whether every part is of bounded numbers."""
     return all(part.kind == "continuous" and all(bounded(part)) for part in action.parts)
 

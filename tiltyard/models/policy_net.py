@@ -40,7 +40,7 @@ NOTHING = np.zeros(0, np.float32)
 ObsIn = Mapping[str, Tensor | NDArray[Any]]
 
 
-class Acted(NamedTuple):
+class PolicyOutput(NamedTuple):
     """Rows [B]: the flat action, its log probability, the value in units of reward, and the memory after it, which
     alone stays on the model's device."""
 
@@ -50,17 +50,17 @@ class Acted(NamedTuple):
     state: State
 
 
-def decided(
+def choose_action(
     dist: distributions.ActionDist | distributions.SquashedDist,
     value: NDArray[Any],
     after: State,
     *,
     greedy: bool,
     generator: torch.Generator | None,
-) -> Acted:
+) -> PolicyOutput:
     """The likeliest action or a draw, with what belongs to it."""
     action = dist.mode() if greedy else dist.sample(generator)
-    return Acted(action, dist.log_prob(action), value, after)
+    return PolicyOutput(action, dist.log_prob(action), value, after)
 
 
 class RunningStats(nn.Module):
@@ -133,8 +133,8 @@ class PolicyNet(nn.Module):
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
             stds = 0 if squashed else distributions.continuous_columns(spec.action)
             self.log_std = nn.Parameter(torch.full((stds,), model.log_std))
-            self._widest = torch.tensor([] if squashed else distributions.widest_noise(spec.action))
-            self.keep_inside()
+            self._widest = torch.tensor([] if squashed else distributions.max_log_std(spec.action))
+            self.clamp_log_std()
             self.obs_stats = nn.ModuleList()  # in the order of `normalised`
             chosen = model.normalise
             self.normalised = tuple(
@@ -171,18 +171,20 @@ class PolicyNet(nn.Module):
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
-        valued: bool = True,
-    ) -> Acted:
+        with_value: bool = True,
+    ) -> PolicyOutput:
         """One decision for each of B rows. Rows with `first` forget before they act.
 
         When it need not be `valued` and the critic has layers of its own, they are left out, and the value is empty.
         """
-        layers = None if valued else self._plain_layers()
+        layers = None if with_value else self._plain_layers()
         if self.dense is not None and layers is not None and len(layers.towers) > 1:
             params, value, after = self.dense.params(self._inputs(obs, self.dense), layers), NOTHING, state
         else:
-            params, value, after = self.numbers(obs, state, first)
-        return decided(self._means(params, mask), self.in_rewards(value), after, greedy=greedy, generator=generator)
+            params, value, after = self.infer(obs, state, first)
+        return choose_action(
+            self._means(params, mask), self.denormalise_value(value), after, greedy=greedy, generator=generator
+        )
 
     def _means(
         self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None
@@ -195,11 +197,11 @@ class PolicyNet(nn.Module):
         """[B] in units of reward."""
         layers = self._plain_layers()
         if layers is not None and self.dense is not None:
-            return self.in_rewards(self.dense.value(self._inputs(obs, self.dense), layers))
-        return self.in_rewards(self.numbers(obs, state, first)[1])
+            return self.denormalise_value(self.dense.value(self._inputs(obs, self.dense), layers))
+        return self.denormalise_value(self.infer(obs, state, first)[1])
 
     @property
-    def values_apart(self) -> bool:
+    def batched_values(self) -> bool:
         """Whether acting is cheaper without values, and values of many rows are cheaper than of a few many times."""
         layers = self._plain_layers()
         return layers is not None and len(layers.towers) > 1
@@ -211,9 +213,7 @@ class PolicyNet(nn.Module):
         """What the model's parameters [..., outputs] mean, where they are not squashed."""
         return distributions.ActionDist(self.spec.action, params, self._log_std(), mask)
 
-    def numbers(
-        self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]
-    ) -> tuple[NDArray[Any], NDArray[Any], State]:
+    def infer(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], State]:
         """Parameters [B, outputs], value [B] normalised and the memory after it, without gradients."""
         dense, layers = self.dense, self._plain_layers()
         if dense is not None and layers is not None:
@@ -303,7 +303,7 @@ class PolicyNet(nn.Module):
         )
 
     @torch.no_grad()
-    def keep_inside(self) -> None:
+    def clamp_log_std(self) -> None:
         """Bring back what a gradient step moved out of its range; free without continuous actions."""
         if self.log_std.numel():
             torch.minimum(self.log_std, self._widest.to(self.log_std.device), out=self.log_std.data)
@@ -334,7 +334,7 @@ class PolicyNet(nn.Module):
             ready[name] = ((ready[name] - stats.shift).div_(stats.scale)).clamp_(-float(OBS_CLIP), float(OBS_CLIP))
         return ready
 
-    def in_rewards(self, value: NDArray[Any]) -> NDArray[Any]:
+    def denormalise_value(self, value: NDArray[Any]) -> NDArray[Any]:
         """Normalised values in units of reward."""
         stats = self.return_stats
         return value if stats is None else value * float(stats.scale) + float(stats.shift)

@@ -218,7 +218,7 @@ def measure(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float]
 
     try:
         weights = {name: attempt.engine.snapshot(name).weights for name in attempt.experiment.learning}
-        result = attempt.evaluator.measure(weights, attempt.engine.past(), video, unfilmed, cancelled)
+        result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, unfilmed, cancelled)
     except Cancelled:
         return None
     ledger.evaluated_at = env_steps

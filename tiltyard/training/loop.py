@@ -20,7 +20,7 @@ from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watchdog
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, TiltyardError, UseError, raised
 from tiltyard.evaluation.evaluate import Evaluator
-from tiltyard.evaluation.rollouts import can_be_filmed
+from tiltyard.evaluation.rollouts import can_record
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -93,7 +93,7 @@ def train_run(run: Run, plan: AttemptSetup, *, screen: Screen) -> Outcome:
             closing.callback(lambda: screen.say(*mirrors.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(
-                run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_be_filmed(spec)
+                run, experiment, number, engine, evaluator, screen, ledger, progress, mirrors, can_record(spec)
             )
             stuck = partial(end_stuck, run, attempt, lock)
             with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, stuck):

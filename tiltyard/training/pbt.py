@@ -20,14 +20,14 @@ from tiltyard.algos.pbt import (
     Gain,
     Member,
     Settings,
-    dials_in,
     is_due,
+    latin_hypercube,
+    parse_tunables,
     pb2,
-    perturbed,
+    perturb,
     replacements,
     rules_of,
     schedule,
-    spread,
 )
 from tiltyard.config.algos import KlAdaptive
 from tiltyard.config.population import Population
@@ -46,7 +46,10 @@ class PbtSelection:
 
     def __init__(self, attempt: Attempt, population: Population) -> None:
         self.attempt, self.population, self.names = attempt, population, attempt.experiment.learning
-        self.dials, self.rules = dials_in(population.space), rules_of(population, population.goal == "maximise")
+        self.tunables, self.rules = (
+            parse_tunables(population.space),
+            rules_of(population, population.goal == "maximise"),
+        )
         told = attempt.ledger.selection
         self.now = self._restored(PbtState.read(told)) if told and told["names"] == self.names else self._begun()
         attempt.ledger.selection = self.now.dump()
@@ -82,8 +85,10 @@ class PbtSelection:
     def _begun(self) -> PbtState:
         """Policies that begin spread over the space, but for numbers of their own."""
         experiment, now = self.attempt.experiment, PbtState(list(self.names))
-        keys = [key for dial in self.dials for key in dial.keys]
-        for name, drawn in zip(self.names, spread(self.dials, len(self.names), self._draws(0)), strict=True):
+        keys = [key for tunable in self.tunables for key in tunable.keys]
+        for name, drawn in zip(
+            self.names, latin_hypercube(self.tunables, len(self.names), self._draws(0)), strict=True
+        ):
             own = {f"algo.{number}": value for number, value in experiment.policy_settings[name].algo.given().items()}
             now.first[name] = now.settings[name] = drawn | {key: value for key, value in own.items() if key in keys}
             self._adopt(name, None, now.first[name])
@@ -150,8 +155,8 @@ class PbtSelection:
         """What the copy goes on with."""
         if self.population.explore == "pb2":
             others = [self.now.settings[each] for each in self.names if each != name]
-            return pb2(self.dials, self.now.gains, others, self.rules, rng)
-        return perturbed(self.dials, self.now.settings[source], self.rules, rng)
+            return pb2(self.tunables, self.now.gains, others, self.rules, rng)
+        return perturb(self.tunables, self.now.settings[source], self.rules, rng)
 
 
 def _said(settings: Settings) -> str:

@@ -27,7 +27,7 @@ from tiltyard.engines import check_engine, has_workers
 from tiltyard.engines.policies.frozen import freeze
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
-from tiltyard.evaluation.rollouts import require_filmable
+from tiltyard.evaluation.rollouts import require_recordable
 from tiltyard.plugins.resolve import short
 from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
 from tiltyard.processes import fork_server
@@ -39,7 +39,7 @@ from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.track import trackers
 from tiltyard.training.loop_state import score_terms
 from tiltyard.training.pbt import read_pbt_state, schedule_of
-from tiltyard.tuning.autotune import BEFORE_TRAINING, tune
+from tiltyard.tuning.autotune import TUNE_SECONDS, tune
 from tiltyard.types import Checkpoint, EnvSpec
 
 
@@ -186,9 +186,9 @@ def _refuse_tuning(experiment: Experiment, as_job: bool) -> None:
 
 def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
     """The settings with what a measurement chose, and the notes with why."""
-    sys.stderr.write(f"tuning for about {BEFORE_TRAINING:.0f} s, and what starting envs takes (engine.tune)\n")
-    found = tune(loaded, copies, spec, BEFORE_TRAINING)
-    notes = (*spec.notes, f"tuned: {' '.join(found.words)}", *found.lines())
+    sys.stderr.write(f"tuning for about {TUNE_SECONDS:.0f} s, and what starting envs takes (engine.tune)\n")
+    found = tune(loaded, copies, spec, TUNE_SECONDS)
+    notes = (*spec.notes, f"tuned: {' '.join(found.overrides)}", *found.lines())
     return replace(loaded, experiment=found.experiment), replace(spec, notes=notes)
 
 
@@ -241,7 +241,7 @@ def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continue
     try:
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)
         if experiment.eval.video:
-            require_filmable(spec, experiment.env)
+            require_recordable(spec, experiment.env)
         check_engine(experiment, spec, base, continues)
     except BaseException:
         fork_server.early.end()

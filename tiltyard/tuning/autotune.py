@@ -33,7 +33,7 @@ from tiltyard.track.bottleneck import bottleneck
 from tiltyard.types import Engine, EnvSpec, Report
 
 SECONDS = 60.0
-BEFORE_TRAINING = 10.0  # seconds that `engine.tune: true` may take
+TUNE_SECONDS = 10.0  # seconds that `engine.tune: true` may take
 STARTS = 2.0  # times the seconds there are: what starting engines may take beside them
 TURN = 1 / 80  # of the time there is: the first turn of a candidate
 SHORTEST_TURN = 0.1  # seconds
@@ -53,7 +53,7 @@ class Measurement:
     point: Point
     speed: float
     """env steps per second, learning included: the median of its last turns"""
-    turns: int
+    rounds: int
     bound: str
     failed: str = ""
 
@@ -63,19 +63,19 @@ class Tuned:
     """What was tried, the experiment's own point among it, and what was chosen."""
 
     experiment: Experiment
-    trials: list[Measurement]
+    measurements: list[Measurement]
     own: Measurement
     chosen: Measurement
     kept: list[str]
     seconds: float
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         return self.chosen.point.words()
 
     def lines(self) -> list[str]:
         """The choice in a few sentences."""
-        tried = f"{len(self.trials)} settings tried in {self.seconds:.0f} s"
+        tried = f"{len(self.measurements)} settings tried in {self.seconds:.0f} s"
         if self.chosen is self.own:
             verdict = f"the experiment's own settings, {self.own.speed:,.0f} env steps per second: none was faster"
         else:
@@ -101,7 +101,7 @@ def tune(
     if experiment.engine.kind == "rllib":
         raise UseError("engine.kind = rllib cannot be tuned: its processes may be anywhere", "set engine.kind=local")
     base = (copies.folder,) if copies.ids else loaded.base
-    kept = kept_settings(loaded)
+    kept = fixed_settings(loaded)
     began = time.monotonic()
     threads = torch.get_num_threads()
     field_ = _Field(experiment, spec, base, began, seconds, say)
@@ -111,13 +111,13 @@ def tune(
         finally:
             field_.close()
             torch.set_num_threads(threads)
-    trials = [entry.trial() for entry in field_.entries.values()]
-    found = {trial.point: trial for trial in trials}
+    measurements = [entry.trial() for entry in field_.entries.values()]
+    found = {trial.point: trial for trial in measurements}
     chosen_experiment = chosen.applied(loaded.experiment)
-    return Tuned(chosen_experiment, trials, found[own], found[chosen], kept, time.monotonic() - began)
+    return Tuned(chosen_experiment, measurements, found[own], found[chosen], kept, time.monotonic() - began)
 
 
-def kept_settings(loaded: Loaded) -> list[str]:
+def fixed_settings(loaded: Loaded) -> list[str]:
     """Names of the settings that stay as they are: those of the command line, and the mode, if anybody set it."""
     kept = [name for name in TUNED if loaded.origins.get(name) == COMMAND_LINE]
     kept += [] if loaded.origins.get("engine.mode") == "default" else ["engine.mode"]

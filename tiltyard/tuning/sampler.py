@@ -46,7 +46,7 @@ SHORTEST_TICK = 0.1  # seconds
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Throughput:
     """What one number of processes did together."""
 
     processes: int
@@ -68,11 +68,11 @@ class Bench:
 
     env: str
     envs: int
-    sampled: list[Sampled]
+    sampled: list[Throughput]
     kept: Path
 
     @property
-    def best(self) -> Sampled:
+    def best(self) -> Throughput:
         return max(self.sampled, key=lambda each: each.env_steps_per_second)
 
 
@@ -119,7 +119,7 @@ def process_counts(most: int) -> list[int]:
     return sorted({min(most, 2**power) for power in range(most.bit_length() + 1)})
 
 
-def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processes: int, seconds: float) -> Sampled:
+def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processes: int, seconds: float) -> Throughput:
     """Step all envs of the experiment, shared by that many processes, for some seconds."""
     envs = experiment.engine.envs
     first = [number * envs // processes for number in range(processes + 1)]
@@ -146,7 +146,7 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
     return summary(ticks, envs, weighed[0])  # of the first process, which looks at itself where it can
 
 
-def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Sampled:
+def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Throughput:
     """Ticks [n, 4] of every process (time, env steps, frames, seconds in resets, all growing) as one set of figures."""
     begin, end = max(each[0, 0] for each in ticks), min(each[-1, 0] for each in ticks)
 
@@ -161,7 +161,7 @@ def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Sampled:
         if count:
             windows[str(width)] = median(per_second(1, a, b) for a, b in pairwise(marks))
     alive = sum(each[-1, 0] - each[0, 0] for each in ticks)
-    return Sampled(
+    return Throughput(
         processes=len(ticks),
         envs=envs,
         seconds=float(end - begin),

@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
     with torch.no_grad():
         for each in net.parameters():
             each.add_(0.05 * torch.randn(each.shape, generator=torch.Generator().manual_seed(each.numel())))
-    now = ppo.settings_in_force()
+    now = ppo.current_settings()
     advantage, returns = ppo._advantages(rollout, now["gamma"], now["gae_lambda"])
     outputs = net.normalise_value(rollout.value)
     net.observe_returns(returns[rollout.valid])

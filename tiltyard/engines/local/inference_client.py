@@ -22,7 +22,7 @@ from tiltyard.engines.local.shared_memory import Exchange
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
-from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet, decided
+from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput, choose_action
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, Rollout
 
@@ -36,7 +36,7 @@ class InferenceServerGone(TiltyardError):
 class InferenceClient:
     """The policy as worker `number` has it. Of the `net` only shapes are used, never its weights."""
 
-    values_apart = False  # the actor has them at once, and a question has as many rows as the worker
+    batched_values = False  # the actor has them at once, and a question has as many rows as the worker
 
     def __init__(self, net: PolicyNet, exchange: Exchange, number: int, door: int, beat: Array) -> None:
         self._net, self._exchange, self._number, self._beat = net, exchange, number, beat
@@ -64,8 +64,8 @@ class InferenceClient:
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
-        valued: bool = True,
-    ) -> Acted:
+        with_value: bool = True,
+    ) -> PolicyOutput:
         """One decision for each row, always with its value; drawn here, from the numbers that the actor gives."""
         self._ask(obs, state, first)
         told, at = self._exchange, self._number
@@ -73,7 +73,7 @@ class InferenceClient:
         allowed = None if mask is None else np.asarray(mask)
         dist = distributions.ActionDist(self._net.spec.action, told.params[at], told.log_std[at], allowed)
         after = {key: torch.from_numpy(array[at].copy()) for key, array in told.after.items()}
-        return decided(dist, told.value[at].copy(), after, greedy=greedy, generator=generator)
+        return choose_action(dist, told.value[at].copy(), after, greedy=greedy, generator=generator)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""

@@ -73,7 +73,7 @@ class _Actor:
         while True:
             self.version = self.slab.fetch(self.weights)
             self.net.load_arrays(self.weights)
-            with Generators(stream_seed(self.seed, FOREIGN, self.version)).in_place():
+            with Generators(stream_seed(self.seed, FOREIGN, self.version)).active():
                 while int(self.slab.versions[1]) == self.version:
                     self.answer(asking)
                     asking = self.hear()
@@ -104,8 +104,8 @@ class _Actor:
         memory = {
             key: torch.as_tensor(_together(array, asking), device=net.device) for key, array in exchange.memory.items()
         }
-        params, value, after = net.numbers(obs, memory, _together(exchange.first, asking))
-        answers = [(exchange.params, params), (exchange.value, net.in_rewards(value))]
+        params, value, after = net.infer(obs, memory, _together(exchange.first, asking))
+        answers = [(exchange.params, params), (exchange.value, net.denormalise_value(value))]
         answers += [(array, after[key].cpu().numpy()) for key, array in exchange.after.items()]
         for target, numbers in answers:
             target[asking] = numbers.reshape(len(asking), *target.shape[1:])

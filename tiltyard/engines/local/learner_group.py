@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tiltyard.algos.allreduce import TIMEOUT, LostError, ProcessGroup
+from tiltyard.algos.allreduce import TIMEOUT, PeerLostError, ProcessGroup
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
@@ -108,7 +108,7 @@ class LearnerProcesses:
                 self._start({**task, "number": rank})
             self._hear("ready")  # before anybody waits for them in the meeting
             self._tell({"do": "join"})
-            self.team = ProcessGroup(meeting, 0, size, net.log_std.device, self._look)
+            self.group = ProcessGroup(meeting, 0, size, net.log_std.device, self._look)
             self._hear("joined")
         except BaseException:
             self.close()
@@ -132,7 +132,7 @@ class LearnerProcesses:
         self._tell({"do": "update", **place, "algo": rest, "threads": torch.get_num_threads()})
         try:
             yield
-        except LostError as error:
+        except PeerLostError as error:
             raise self._cause() from error
         self._hear("updated")
 
@@ -175,7 +175,7 @@ class LearnerProcesses:
     def _look(self) -> None:
         self._news()
         if self._deaths:
-            raise LostError("a learner is gone")
+            raise PeerLostError("a learner is gone")
 
     # ------------------------------------------------------------------------------------------ faults
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from tiltyard.algos.allreduce import LostError, ProcessGroup
+from tiltyard.algos.allreduce import PeerLostError, ProcessGroup
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
@@ -33,7 +33,7 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
     try:
         _Colearner(task, fds[2], answers).obey(commands)
     except TiltyardError as error:
-        lost = isinstance(error, LostError)
+        lost = isinstance(error, PeerLostError)
         _write(answers, {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost})
         sys.exit(1)
 
@@ -59,7 +59,7 @@ class _Colearner:
         for line in commands:
             word = json.loads(line)
             if word["do"] == "join":
-                self.learner.algo.team = ProcessGroup(self.meeting, self.rank, self.size, self.learner.device)
+                self.learner.algo.group = ProcessGroup(self.meeting, self.rank, self.size, self.learner.device)
                 _write(self.answers, {"said": "joined"})
             elif word["do"] == "update":
                 self.update(word)
@@ -71,5 +71,5 @@ class _Colearner:
         learner = self.learner
         learner.net.load_arrays(self.board.weights)
         learner.algo.load(self.board.read(word["algo"]))
-        with Generators(stream_seed(self.seed, self.rank, word["env_steps"])).in_place():
+        with Generators(stream_seed(self.seed, self.rank, word["env_steps"])).active():
             learner.algo.update(self.board.rollout.rows(0, word["rows"]), word["env_steps"])

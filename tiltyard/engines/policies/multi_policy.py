@@ -20,7 +20,7 @@ from torch import Tensor
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.opponent_pool import VersionPool, drawn_version
-from tiltyard.models.policy_net import Acted, ObsIn, PolicyNet
+from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
 
@@ -143,8 +143,8 @@ class MultiPolicyActor:
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
-        valued: bool = True,
-    ) -> Acted:
+        with_value: bool = True,
+    ) -> PolicyOutput:
         """One decision for each row by whoever plays it. The memory is changed in place."""
         count = len(self.seats)
         action = np.zeros((count, self._columns), np.float32)
@@ -154,13 +154,13 @@ class MultiPolicyActor:
         for place, net, rows in self._parts:
             part = self._part(place, rows, obs, state)
             allowed = None if mask is None else mask[rows]
-            acted = net.act(*part, first[rows], allowed, greedy=greedy, generator=generator, valued=valued)
+            acted = net.act(*part, first[rows], allowed, greedy=greedy, generator=generator, with_value=with_value)
             for key, item in acted.state.items():
                 state[self._keys[place][key]][rows] = item
             action[rows], log_prob[rows] = acted.action, acted.log_prob
-            if valued:
+            if with_value:
                 value[rows] = acted.value
-        return Acted(action, log_prob, value, state)
+        return PolicyOutput(action, log_prob, value, state)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | Rows) -> Rows:
         """[B] in units of reward, each by the policy that plays the row."""
@@ -170,9 +170,9 @@ class MultiPolicyActor:
         return worth
 
     @property
-    def values_apart(self) -> bool:
+    def batched_values(self) -> bool:
         """Whether values are cheaper for a rollout at a time, by `judge`."""
-        return all(net.values_apart for net in self._learning.values())
+        return all(net.batched_values for net in self._learning.values())
 
     def judge(self, obs: Mapping[str, Rows], policy: Rows) -> Rows:
         """[N] values of observations that these policies, by place, met; 0 of those that do not learn."""

@@ -50,7 +50,7 @@ class Actions(TorchDistribution):  # type: ignore[misc]
         self.pieces: list[tuple[ActionPart, Tensor, Tensor]] = []  # as `heads.Piece`: parameters, and log_std
         at = std_at = mask_at = 0
         for part in action.parts:
-            width = distributions.outputs_of(part)
+            width = distributions.part_outputs(part)
             piece, own = params[..., at : at + width], log_std[..., :0]
             if part.kind == "categorical":
                 if mask is not None:

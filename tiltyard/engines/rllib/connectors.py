@@ -40,7 +40,7 @@ class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
                 outputs = module.compute_values(data)
             shape = outputs.shape
             flat = unpadded(outputs.cpu().numpy(), lengths)
-            values = module.net.in_rewards(flat)
+            values = module.net.denormalise_value(flat)
             targets = compute_value_targets(
                 values=values,
                 rewards=unpadded(data[Columns.REWARDS].cpu().numpy(), lengths),

@@ -65,7 +65,7 @@ class RllibEngine:
         self.cluster: Cluster | None = Cluster(experiment.engine, needs(experiment), logs)
         self.algo: Any = None
         try:
-            with self.cluster.hushed(), self.generators.in_place():
+            with self.cluster.hushed(), self.generators.active():
                 from tiltyard.engines.rllib.algorithm_config import algorithm
 
                 self.algo = _in_words(lambda: algorithm(self.task), "start its processes")
@@ -107,7 +107,7 @@ class RllibEngine:
 
     def step(self) -> Report:
         started = perf_counter()
-        with self.generators.in_place():
+        with self.generators.active():
             result = _in_words(self.algo.train, "train")
         total = perf_counter() - started
         notes = _notes(result) or self._asked()

@@ -45,7 +45,7 @@ class Rows(Collector):
 
     def gather(self, steps: int, decide: Decide) -> tuple[list[SingleAgentEpisode], list[EpisodeEnd]]:
         """Pieces of all rows, and the episodes that ended meanwhile."""
-        with self.generators.in_place():
+        with self.generators.active():
             return self._gather(steps, decide)
 
     def _gather(self, steps: int, decide: Decide) -> tuple[list[SingleAgentEpisode], list[EpisodeEnd]]:

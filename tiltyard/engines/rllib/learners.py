@@ -70,7 +70,7 @@ class _Ours:
     def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
         super().after_gradient_based_update(timesteps=timesteps)  # type: ignore[misc]
         for module in self.modules().values():
-            module.net.keep_inside()
+            module.net.clamp_log_std()
         self.metrics.log_value((ALL_MODULES, SECONDS), perf_counter() - self._began, reduce="sum")
         self.metrics.log_value((ALL_MODULES, UPDATES), 1, reduce="sum")
 

@@ -188,7 +188,7 @@ def _actions(experiment: Experiment, spec: EnvSpec) -> Iterator[Problem]:
     if family(algo) == "dqn" and (len(parts) != 1 or parts[0].kind != "categorical"):
         message = f"chooses among options, and {experiment.env.id} has other actions"
         yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or sac")
-    if family(algo) == "sac" and not distributions.squashes(spec.action):
+    if family(algo) == "sac" and not distributions.can_squash(spec.action):
         message = f"needs actions that are bounded numbers, and {experiment.env.id} has others"
         yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or dqn")
 

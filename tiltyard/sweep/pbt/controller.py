@@ -31,7 +31,7 @@ from tiltyard.sweep import results
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
 from tiltyard.sweep.pbt.lineage import Copy, Lineage
-from tiltyard.sweep.pbt.members import dials, draws
+from tiltyard.sweep.pbt.members import draws, tunables
 from tiltyard.sweep.report import describe_copy
 
 PINNED = "pinned"
@@ -43,7 +43,7 @@ class Population:
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
         self.rules = rules.rules_of(plan.population, plan.better > 0)
-        self.dials = dials(plan)
+        self.tunables = tunables(plan)
         (sweep.folder / PINNED).mkdir(exist_ok=True)
 
     def note(self, numbers: Iterable[int]) -> set[int]:
@@ -111,9 +111,9 @@ class Population:
         settings = story.settings(source, theirs.number)
         if self.plan.population.explore == "pb2":
             others = [story.settings(other) for other in story.first if other != number]
-            after = {**settings, **rules.pb2(self.dials, story.gains(self.plan.better), others, self.rules, rng)}
+            after = {**settings, **rules.pb2(self.tunables, story.gains(self.plan.better), others, self.rules, rng)}
         else:
-            after = rules.perturbed(self.dials, settings, self.rules, rng)
+            after = rules.perturb(self.tunables, settings, self.rules, rng)
         self.sweep.decide(
             "exploit",
             trial=number,

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.algos.pbt import Dial, Number, Settings, dials_of, perturbed, rules_of, spread, weights
+from tiltyard.algos.pbt import (
+    Number,
+    Settings,
+    Tunable,
+    latin_hypercube,
+    perturb,
+    reward_weights,
+    rules_of,
+    tunables_of,
+)
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError
@@ -30,21 +39,21 @@ def draws(plan: Plan, member: int, period: int) -> np.random.Generator:
     return np.random.default_rng([plan.seed, member, period])
 
 
-def dials(plan: Plan) -> list[Dial]:
+def tunables(plan: Plan) -> list[Tunable]:
     """What is moved. The plan's experiment is a mapping by now."""
-    return [*dials_of(dimensions(plan)), *(Number(key) for key in _weights(plan))]
+    return [*tunables_of(dimensions(plan)), *(Number(key) for key in _weights(plan))]
 
 
 def first_settings(plan: Plan, count: int) -> list[Settings]:
     """What each member begins with: as the plan says, or spread over its space."""
-    bounded, held = dials_of(dimensions(plan)), _weights(plan)
+    bounded, held = tunables_of(dimensions(plan)), _weights(plan)
     if plan.points:
         return [{**held, **point} for point in plan.points]
     rng = draws(plan, _FIRST, 0)
-    made = spread(bounded, count, rng)
+    made = latin_hypercube(bounded, count, rng)
     always = replace(rules_of(plan.population, plan.better > 0), rate=1.0, resample=0.0)
     loose = [Number(key) for key in held]
-    return [{**each, **(perturbed(loose, held, always, rng) if i else held)} for i, each in enumerate(made)]
+    return [{**each, **(perturb(loose, held, always, rng) if i else held)} for i, each in enumerate(made)]
 
 
 def _weights(plan: Plan) -> Settings:
@@ -54,7 +63,7 @@ def _weights(plan: Plan) -> Settings:
         if value != WEIGHTS:
             continue
         tree = _below(plan.experiment, key)
-        numbers = weights(tree, key) if isinstance(tree, dict) else {}
+        numbers = reward_weights(tree, key) if isinstance(tree, dict) else {}
         if not numbers:
             raise UseError(f"space.{key} = {{weights: true}}: the experiment has no numbers there", "name a mapping")
         odd = next((name for name in numbers if "=" in name or "," in name), None)
@@ -80,11 +89,11 @@ def check(plan: Plan, built: Sequence[Experiment]) -> None:
         if isinstance(value, dict) and {"step", "points"} & set(value):
             message = "has steps, and a population moves numbers by factors"
             problems.append(Problem(f"space.{key}", "", message, "leave them out, or give a list of choices"))
-    loose = [dial.keys[0] for dial in dials(plan) if not dial.bounded]
+    loose = [tunable.keys[0] for tunable in tunables(plan) if not tunable.bounded]
     if loose and plan.population.explore == "pb2":
         message = f"chooses between bounds, and {loose[0]} has none"
         problems.append(Problem("population.explore", "pb2", message, "give it a range, or set explore: perturb"))
-    moved = [key for dial in dials_of(dimensions(plan)) for key in dial.keys]
+    moved = [key for tunable in tunables_of(dimensions(plan)) for key in tunable.keys]
     missing = next((key for point in plan.points for key in moved if key not in point), None)
     if missing is not None:
         problems.append(Problem("points", "", f"say nothing of {missing}, which is moved", "give it to each member"))
