@@ -76,7 +76,7 @@ def check_strange() -> Finding:
 
 @pytest.mark.slow
 def test_this_machine_is_well(runs: Path) -> None:
-    found = list(checkup.examine())
+    found = list(checkup.run_checks())
     assert len({each.what for each in found}) == len(found) == len(checkup.CHECKS)
     assert [each for each in found if each.state == "bad" or "itself failed" in each.found] == []
     assert [each for each in found if each.state == "note" and not each.hint and each.what != "cores"] == []

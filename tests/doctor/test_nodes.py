@@ -87,13 +87,13 @@ def test_a_call_that_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_bad_nodes_are_remembered_until_they_are_well(tmp_path: Path) -> None:
     full = Finding("shm", "bad", "3 MiB free", node="n1")
     fine = Finding("shm", "ok", "much free", node="n2")
-    assert "n1 is remembered as bad" in bad_nodes.note(tmp_path, [full, fine])[0]
+    assert "n1 is remembered as bad" in bad_nodes.record_findings(tmp_path, [full, fine])[0]
     assert list(bad_nodes.bad_nodes(tmp_path)) == ["n1"]
     assert bad_nodes.bad_nodes(tmp_path)["n1"].endswith(": shm: 3 MiB free")
-    assert bad_nodes.avoided(Profile(), tmp_path) == {}
-    assert list(bad_nodes.avoided(Profile(slurm=Slurm(exclude_failed=True)), tmp_path)) == ["n1"]
-    assert bad_nodes.note(tmp_path, [fine]) == []
-    assert bad_nodes.note(tmp_path, [Finding("shm", "note", "some free", node="n1")]) == [
+    assert bad_nodes.excluded_nodes(Profile(), tmp_path) == {}
+    assert list(bad_nodes.excluded_nodes(Profile(slurm=Slurm(exclude_failed=True)), tmp_path)) == ["n1"]
+    assert bad_nodes.record_findings(tmp_path, [fine]) == []
+    assert bad_nodes.record_findings(tmp_path, [Finding("shm", "note", "some free", node="n1")]) == [
         "n1 is well again, and no longer left out"
     ]
     assert bad_nodes.bad_nodes(tmp_path) == {}
@@ -101,7 +101,7 @@ def test_bad_nodes_are_remembered_until_they_are_well(tmp_path: Path) -> None:
 
 def test_no_node_is_to_blame_for_what_is_wrong_on_all(tmp_path: Path) -> None:
     everywhere = [Finding("runs", "bad", "cannot be written", node=name) for name in ("n1", "n2")]
-    assert bad_nodes.note(tmp_path, everywhere) == []
-    assert bad_nodes.note(tmp_path, everywhere[:1]) != []
+    assert bad_nodes.record_findings(tmp_path, everywhere) == []
+    assert bad_nodes.record_findings(tmp_path, everywhere[:1]) != []
     (tmp_path / ".doctor" / "nodes.json").write_text("{broken")
     assert bad_nodes.bad_nodes(tmp_path) == {}

@@ -19,7 +19,7 @@ from tiltyard.config.site import Profile
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER
-from tiltyard.slurm.job_state import Told, ask, look, seen
+from tiltyard.slurm.job_state import JobState, ask, look, seen
 from tiltyard.slurm.node_agent import Counts, End, judge
 from tiltyard.slurm.submit import task
 
@@ -90,7 +90,7 @@ def test_verdicts_say_why() -> None:
     ],
 )
 def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None, now: str) -> None:
-    assert seen(state, Told(told) if told else None) == now
+    assert seen(state, JobState(told) if told else None) == now
 
 
 # ------------------------------------------------------------------------------------------------ the agent itself

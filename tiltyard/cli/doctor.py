@@ -47,14 +47,14 @@ def run_doctor(args: argparse.Namespace) -> int:
         raise UseError("--clean is for this machine", "leave out --on")
     if args.on:
         return _visit(args)
-    from tiltyard.doctor.checkup import examine
+    from tiltyard.doctor.checkup import run_checks
     from tiltyard.doctor.storage import remove_leftovers
 
     if args.clean:
         for path in remove_leftovers():
             sys.stderr.write(f"removed {path}\n")
     findings = []
-    for finding in examine():
+    for finding in run_checks():
         findings.append(finding)
         if not args.json:
             _print(finding)
@@ -66,14 +66,14 @@ def _visit(args: argparse.Namespace) -> int:
     from tiltyard.cli.jobs import job_profile
     from tiltyard.config.site_file import runs_root
     from tiltyard.doctor import bad_nodes
-    from tiltyard.doctor.nodes import visit
+    from tiltyard.doctor.nodes import check_nodes
 
     profile = job_profile(args.on)
     if profile is None:
         raise UseError(f"profile {args.on} starts no jobs: launcher is local", "without --on this machine is checked")
     root = runs_root()
-    findings = visit(profile, root, args.nodes, lambda sentence: sys.stderr.write(f"{sentence}\n"))
-    for change in bad_nodes.note(root, findings):
+    findings = check_nodes(profile, root, args.nodes, lambda sentence: sys.stderr.write(f"{sentence}\n"))
+    for change in bad_nodes.record_findings(root, findings):
         sys.stderr.write(f"{change}\n")
     if not args.json:
         _print_nodes(findings)

@@ -87,8 +87,8 @@ def train(
     _leave_nothing()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
-        name, avoided = f"{folder.parent.name}/{folder.name}", tuple(_avoided(profile, prepared.root))
-        data.write(script(Job(name, folder, profile, avoided=avoided)))
+        name, excluded = f"{folder.parent.name}/{folder.name}", tuple(_excluded(profile, prepared.root))
+        data.write(script(Job(name, folder, profile, excluded=excluded)))
         return EXIT_DONE
     code, runs = EXIT_DONE, []
     for seed in seeds:
@@ -135,9 +135,9 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
 
     for warning in profile.warnings():
         sys.stderr.write(f"warning: {warning}\n")
-    avoided = _avoided(profile, root_of(run.folder))
+    excluded = _excluded(profile, root_of(run.folder))
     trust_code = getattr(args, "trust_code", False)
-    number = submit.submit(run, profile, overrides, trust_code=trust_code, avoided=avoided)
+    number = submit.submit(run, profile, overrides, trust_code=trust_code, excluded=excluded)
     lines = [
         f"job         {number}",
         f"run folder  {os.path.relpath(run.folder)}",
@@ -148,11 +148,11 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
     sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _avoided(profile: Profile, root: Path) -> list[str]:
+def _excluded(profile: Profile, root: Path) -> list[str]:
     """Nodes that the doctor found bad, if the profile wants them left out; said on stderr."""
-    from tiltyard.doctor.bad_nodes import avoided
+    from tiltyard.doctor.bad_nodes import excluded_nodes
 
-    bad = avoided(profile, root)
+    bad = excluded_nodes(profile, root)
     for node, why in bad.items():
         sys.stderr.write(f"left out    {node} (bad since {why})\n")
     if bad:
@@ -209,7 +209,7 @@ def follow(run: Run, output: TextIO) -> str:
 
     state = Follower(run, write, lambda sentence: sys.stderr.write(f"{sentence}\n")).follow()
     if state in ("lost", "failed"):
-        reason = run.status()["reason"] or job_state.look(run)[1]
+        reason = run.status()["reason"] or job_state.poll_job(run)[1]
         sys.stderr.write(f"run {run.id} is {state}: {reason}\n")
     if state == "lost" and (output_of_job := last_output(run)):
         sys.stderr.write(f"the job's own output ends with:\n{output_of_job}\n")
@@ -219,13 +219,15 @@ def follow(run: Run, output: TextIO) -> str:
 def overlay(rows: list[dict[str, Any]]) -> bool:
     """Correct the states of listed runs by what Slurm says of their jobs; False when it has no answer."""
     open_rows = [(row, job) for row in rows if (job := _open_job(row)) is not None]
-    answers = job_state.ask(job for _, job in open_rows)
+    answers = job_state.query_jobs(job for _, job in open_rows)
     if answers is None:
         return False
     for row, job in open_rows:
-        state = job_state.seen(row["state"], answers[job])
+        state = job_state.combined_state(row["state"], answers[job])
         # It may have written its end after it was listed and before Slurm was asked.
-        row["state"] = job_state.seen(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
+        row["state"] = (
+            job_state.combined_state(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
+        )
     return True
 
 
@@ -243,23 +245,23 @@ def stop(run: Run, wait: float) -> int:
     job = job_state.job_of(run)
     if job is None:
         return _leave_word(run)
-    told = (job_state.ask([job]) or {}).get(job)
+    told = (job_state.query_jobs([job]) or {}).get(job)
     if told is None:
         raise UseError(f"Slurm gives no answer about job {job} of run {run.id} here", "stop it where Slurm answers")
-    if not (told.waits or told.runs):
+    if not (told.pending or told.running):
         raise UseError(
-            f"run {run.id} is not running ({told.sentence(job)})", f"go on with: tiltyard resume {run.typed}"
+            f"run {run.id} is not running ({told.describe(job)})", f"go on with: tiltyard resume {run.typed}"
         )
     (run.folder / FOLDER / STOP).touch()
-    if told.waits:
+    if told.pending:
         cancel(job)
     else:
         cancel(job, signal="USR2")  # which Ray's processes do not mind: SIGTERM would end them before the last save
         sys.stderr.write(f"asked job {job} to save run {run.id} and stop\n")
     deadline = time.monotonic() + wait
-    while (now := (job_state.ask([job]) or {}).get(job)) is not None and (now.waits or now.runs):
+    while (now := (job_state.query_jobs([job]) or {}).get(job)) is not None and (now.pending or now.running):
         if time.monotonic() >= deadline:
-            sys.stderr.write(f"{now.sentence(job)}; it will save and stop after its update\n")
+            sys.stderr.write(f"{now.describe(job)}; it will save and stop after its update\n")
             return EXIT_FAILED
         time.sleep(POLL_SECONDS)
     if run.status()["state"] in ("created", "queued"):

@@ -57,7 +57,7 @@ def run_shell(args: argparse.Namespace) -> int:
         there = ", ".join(node for group in groups for node in group.nodes)
         raise UseError(f"job {job} of run {run.id} does not run on {node}", f"it runs on {there}")
     command = shell.in_job(job, [shell.Group((node,), group.number)], profile, args.command, terminal=terminal)
-    return shell.call(command, shell.variables(profile, TILTYARD_RUNS=str(root_of(run.folder))))
+    return shell.call(command, shell.variables(profile, {"TILTYARD_RUNS": str(root_of(run.folder))}))
 
 
 def _job_profile(name: str) -> Profile:
@@ -93,13 +93,13 @@ def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
         raise UseError(f"run {run.id} is no job of Slurm", f"look at it with: tiltyard show {run.typed}")
     groups = shell.groups_of(job)
     if not groups:
-        raise UseError(f"run {run.id} does not run now: {job_state.look(run)[1]}", f"tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} does not run now: {job_state.poll_job(run)[1]}", f"tiltyard show {run.typed}")
     try:
         profile = _job_profile(run.status()["job"]["profile"])
     except UseError as error:
         sys.stderr.write(f"warning: no set-up: {error.message}\n")
         profile = Profile(launcher="slurm")
-    return job_state.number_of(job), groups, profile
+    return job_state.raw_job_id(job), groups, profile
 
 
 # ------------------------------------------------------------------------------------------------ top

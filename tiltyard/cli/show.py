@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.cli import formatting
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.status import root_of
-from tiltyard.slurm.job_state import look
+from tiltyard.slurm.job_state import poll_job
 from tiltyard.track.bottleneck import bottleneck
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def facts_of(run: Run) -> dict[str, Any]:
     """status.json, and beside it the newest metrics, checkpoints, the time split, damage and what to type next."""
     records = metrics.read(run)
     steps, _ = metrics.series(records, "eval/return")
-    state, said = look(run)
+    state, said = poll_job(run)
     return {
         **run.status(),
         "state": state,

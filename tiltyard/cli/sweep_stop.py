@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1  # seconds between two looks at folders; those at a queue are
 
 def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Ask, then wait until nobody is at work any more who was asked."""
-    from tiltyard.slurm.job_state import Pace
+    from tiltyard.slurm.job_state import Backoff
     from tiltyard.sweep.report import summarize
 
     found = summarize(sweep)
@@ -40,7 +40,7 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
         tick.run_tick(sweep, say)
     elif not sweep.controlled:
         away = {row.trial.number: host for row in at_work if (host := _ask(row.folder))}
-    pace, deadline = Pace(), time.monotonic() + (STOPS if args.wait is None else args.wait)
+    pace, deadline = Backoff(), time.monotonic() + (STOPS if args.wait is None else args.wait)
     while (now := summarize(sweep)).state == "running" or any(
         row.state == "running" and row.trial.number not in away for row in now.rows
     ):
@@ -48,7 +48,7 @@ def stop(sweep: Sweep, args: argparse.Namespace, say: Callable[[str], None]) -> 
         if left <= 0:
             sys.stderr.write(f"trials of {sweep.id} are still finishing their updates; they will save and end\n")
             return EXIT_FAILED
-        time.sleep(min(left, POLL_SECONDS if sweep.launcher == "local" else pace.pause()))
+        time.sleep(min(left, POLL_SECONDS if sweep.launcher == "local" else pace.next_pause()))
     if away:
         which, hosts = ", ".join(map(str, away)), ", ".join(sorted(set(away.values())))
         sys.stderr.write(f"nobody carries {sweep.id} out, and trial {which} can only be asked to end on host {hosts}\n")

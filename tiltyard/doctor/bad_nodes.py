@@ -25,12 +25,12 @@ def bad_nodes(root: Path) -> dict[str, str]:
     return {name: why for name, why in found.items() if isinstance(why, str)}
 
 
-def avoided(profile: Profile, root: Path) -> dict[str, str]:
+def excluded_nodes(profile: Profile, root: Path) -> dict[str, str]:
     """Those that a job with this profile leaves out, and why."""
     return bad_nodes(root) if profile.slurm.exclude_failed else {}
 
 
-def note(root: Path, findings: Sequence[Finding]) -> list[str]:
+def record_findings(root: Path, findings: Sequence[Finding]) -> list[str]:
     """Remember what was found of each node; returns what has changed, as sentences.
 
     What is wrong on every one of several nodes is the site's or the profile's fault, and no node is remembered for it.

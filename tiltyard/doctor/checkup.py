@@ -39,7 +39,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine() -> Iterator[Finding]:
+def run_checks() -> Iterator[Finding]:
     """The findings, one after another. A check that fails itself is a finding, too."""
     for check in CHECKS:
         try:

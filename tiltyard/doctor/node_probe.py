@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from tiltyard.doctor.checkup import examine
+from tiltyard.doctor.checkup import run_checks
 from tiltyard.doctor.software import versions
 from tiltyard.processes.resources import own_address
 from tiltyard.run import atomic
@@ -35,7 +35,7 @@ def main() -> int:
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listening(f"{folder.name} {name}") as port:
         atomic.write_json(folder / f"{name}{HERE}", {"address": own_address(), "port": port})
-        findings = [asdict(finding) for finding in examine()]
+        findings = [asdict(finding) for finding in run_checks()]
         wait_for(folder, HERE, nodes, patience)
         called = {peer: call(folder, peer) for peer in named(folder, HERE) if peer != name}
         report = {

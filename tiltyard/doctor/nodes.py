@@ -23,8 +23,8 @@ from tiltyard.doctor.system import OFF
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.slurm.commands import cancel, sbatch
-from tiltyard.slurm.job_state import Pace, Told, ask
-from tiltyard.slurm.script import head, secret_environment, set_up, step
+from tiltyard.slurm.job_state import Backoff, JobState, query_jobs
+from tiltyard.slurm.script import head, secret_environment, setup_lines, step
 from tiltyard.slurm.shell import hostnames
 
 LIMIT = "5"  # minutes
@@ -34,7 +34,7 @@ LATE = 5.0  # seconds that files may take to be seen here after the job has ende
 OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
 
 
-def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], object]) -> list[Finding]:
+def check_nodes(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], object]) -> list[Finding]:
     """The findings of every node: as many as the profile asks for, or those named by `nodes`. `say` hears the queue."""
     names = hostnames(nodes) if nodes else []
     if nodes and not names:
@@ -49,7 +49,7 @@ def visit(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], 
             on, told = _follow(job, folder, count, say)
         reports = {node: atomic.read_json(folder / f"{node}{REPORT}") for node in named(folder, REPORT)}
         if not reports:
-            sentence = told.sentence(job) if told else f"job {job} said nothing"
+            sentence = told.describe(job) if told else f"job {job} said nothing"
             hint = f"is slurm.python or slurm.setup of profile {profile.name} wrong?"
             raise TiltyardError(f"no node was checked: {sentence}", hint, _tail(folder))
         return [*_findings(reports), *_silent(names or on, reports, folder)]
@@ -88,7 +88,7 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
     lines = [
         *head(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
         f"exec >{quoted}/{OUTPUT} 2>&1",
-        *set_up(profile, f"{quoted}/{SECRETS}"),
+        *setup_lines(profile, f"{quoted}/{SECRETS}"),
         f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
         *step(profile, ["-m", "tiltyard.doctor.node_probe"], f"{quoted} {count} {wait:g}"),
     ]
@@ -113,18 +113,18 @@ def _job(folder: Path, profile: Profile) -> Iterator[str]:
                 cancel(job)
 
 
-def _ask(job: str) -> Told | None:
-    return (ask([job]) or {}).get(job)
+def _ask(job: str) -> JobState | None:
+    return (query_jobs([job]) or {}).get(job)
 
 
-def _is_open(told: Told | None) -> bool:
-    return told is None or told.waits or told.runs
+def _is_open(told: JobState | None) -> bool:
+    return told is None or told.pending or told.running
 
 
-def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) -> tuple[list[str], Told | None]:
+def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) -> tuple[list[str], JobState | None]:
     """Wait until every node has reported, or the job has ended. Returns its nodes, and what Slurm said last."""
-    pace, said, due, nodes = Pace(), "", 0.0, ""
-    told: Told | None = None
+    pace, said, due, nodes = Backoff(), "", 0.0, ""
+    told: JobState | None = None
     ended: float | None = None
     while len(named(folder, REPORT)) < count:
         now = time.monotonic()
@@ -132,14 +132,14 @@ def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) ->
             break
         if ended is None and now >= due:
             told = _ask(job)
-            sentence = told.sentence(job) if told else f"Slurm does not answer about job {job}"
+            sentence = told.describe(job) if told else f"Slurm does not answer about job {job}"
             nodes = told.nodes if told and told.nodes else nodes
             if sentence != said:
                 said = sentence
-                pace.changed()
+                pace.reset()
                 say(sentence)
             ended = now if told is not None and not _is_open(told) else None
-            due = now + pace.pause()
+            due = now + pace.next_pause()
         time.sleep(POLL_SECONDS)
     return hostnames(nodes) if nodes else [], told
 

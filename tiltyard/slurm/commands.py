@@ -15,8 +15,8 @@ from tiltyard.errors import TiltyardError
 TIMEOUT = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
 
 
-def hear(
-    command: Sequence[str], *, patience: float | None = None, apart: bool = False
+def run_command(
+    command: Sequence[str], *, timeout: float | None = None, new_session: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of the queue's and return what it said. Raises OSError and subprocess.SubprocessError.
 
@@ -29,8 +29,8 @@ def hear(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=TIMEOUT if patience is None else patience,
-        start_new_session=apart,
+        timeout=TIMEOUT if timeout is None else timeout,
+        start_new_session=new_session,
     )
 
 
@@ -39,7 +39,7 @@ def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
     try:
         with _cancelled_unless_done(name):
             # A Ctrl-C is for us, who then take back what was submitted.
-            done = hear(["sbatch", "--parsable", *options, str(path)], apart=True)
+            done = run_command(["sbatch", "--parsable", *options, str(path)], new_session=True)
             if done.returncode == 0:
                 return _job_id(done.stdout, path)
     except FileNotFoundError as error:
@@ -74,7 +74,7 @@ def _cancelled_unless_done(name: str) -> Iterator[None]:
         raise
     except BaseException:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            hear(["scancel", "--user", getpass.getuser(), "--name", name])
+            run_command(["scancel", "--user", getpass.getuser(), "--name", name])
         raise
 
 
@@ -89,7 +89,7 @@ def environment() -> dict[str, str]:
 
 def cancel(*jobs: str, signal: str | None = None) -> None:
     """End jobs; with a signal, send that to what runs on their nodes and leave the rest to them."""
-    done = hear(["scancel", *([f"--signal={signal}"] if signal else []), *jobs])
+    done = run_command(["scancel", *([f"--signal={signal}"] if signal else []), *jobs])
     if done.returncode != 0 and not signal:
         said = f"job {', '.join(jobs)} could not be cancelled: {done.stderr.strip()}"
         raise TiltyardError(said, f"try by hand: scancel {' '.join(jobs)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiltyard.run.folder import Run
 from tiltyard.run.logs import new_text
-from tiltyard.slurm.job_state import Pace, Told, ask, job_of, seen
+from tiltyard.slurm.job_state import Backoff, JobState, combined_state, job_of, query_jobs
 
 POLL_SECONDS = 0.25  # seconds between looks at the folder
 TAIL = 20  # lines of a job's own output that are shown when it is lost
@@ -23,9 +23,9 @@ class Follower:
     def __init__(self, run: Run, write: Callable[[str], object], say: Callable[[str], object]) -> None:
         self._run, self._write, self._say = run, write, say
         self._read: dict[Path, int] = {}
-        self._pace, self._said = Pace(), ""
+        self._pace, self._said = Backoff(), ""
         self._due = 0.0
-        self._told: Told | None = None
+        self._told: JobState | None = None
 
     def follow(self) -> str:
         """Write what comes until nothing more can come; returns the run's last state."""
@@ -45,23 +45,23 @@ class Follower:
         if job is None:
             return self._run.state, self._run.state != "running"
         if self._run.state not in ("running", "queued"):
-            self._due = min(self._due, time.monotonic() + Pace.FIRST)  # it ends, or goes back into the queue
+            self._due = min(self._due, time.monotonic() + Backoff.FIRST)  # it ends, or goes back into the queue
         if time.monotonic() >= self._due:
             self._ask(job)
         state = self._run.state
         if self._told is None:  # the folder alone has to do: a run that waits has not ended
             return state, state not in ("running", "queued")
-        return seen(state, self._told), not (self._told.waits or self._told.runs)
+        return combined_state(state, self._told), not (self._told.pending or self._told.running)
 
     def _ask(self, job: str) -> None:
-        answers = ask([job])
+        answers = query_jobs([job])
         self._told = answers[job] if answers is not None else None
-        sentence = self._told.sentence(job) if self._told is not None else f"Slurm does not answer about job {job}"
+        sentence = self._told.describe(job) if self._told is not None else f"Slurm does not answer about job {job}"
         if sentence != self._said:
             self._said = sentence
-            self._pace.changed()
+            self._pace.reset()
             self._say(sentence)
-        self._due = time.monotonic() + self._pace.pause()
+        self._due = time.monotonic() + self._pace.next_pause()
 
 
 def last_output(run: Run) -> str:

@@ -40,9 +40,9 @@ from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_error
 from tiltyard.run.status import write_status
-from tiltyard.slurm import AGAIN, COUNTS, FOLDER, JOB, STOP, TASK, VERDICT
+from tiltyard.slurm import COUNTS, FOLDER, JOB_VARIABLE, RESUBMITTED, STOP, TASK, VERDICT
 from tiltyard.slurm.commands import environment
-from tiltyard.slurm.job_state import own_job
+from tiltyard.slurm.job_state import current_job
 
 if TYPE_CHECKING:
     from tiltyard.slurm.ray_nodes import RayNode
@@ -125,7 +125,7 @@ class Agent:
     def __init__(self, run: Run) -> None:
         self.run, self.folder = run, run.folder / FOLDER
         self.task = atomic.read_json(self.folder / TASK)
-        self.job = own_job() or os.environ.get(JOB, "").rpartition("-")[2]
+        self.job = current_job() or os.environ.get(JOB_VARIABLE, "").rpartition("-")[2]
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.asked: str | None = None
         self._near = False  # the time limit
@@ -171,7 +171,7 @@ class Agent:
             else:
                 code = self._train(environment)
                 if self.ray is not None and code not in (EXIT_DONE, EXIT_RESUMABLE) and not self._lost:
-                    self._lost = self.ray.lost(patience=NOTICE)  # it may end the trainer before it ends itself
+                    self._lost = self.ray.lost(timeout=NOTICE)  # it may end the trainer before it ends itself
             end = End(code, self.asked, self._stop_wanted(), began, self._saved(), tries, self._lost, self._near)
             word, sentence, counts = judge(end, self._counts(), int(self.task["requeues"]), int(self.task["retry"]))
             if word != "again":
@@ -189,15 +189,15 @@ class Agent:
     def _take_up(self) -> bool:
         """Say in the folder which job has the run now: a script that was submitted by hand or again has another id.
         False for a trial that has been given to another job since."""
-        job, mine = self.run.status().get("job") or {}, os.environ.get(JOB)
+        job, mine = self.run.status().get("job") or {}, os.environ.get(JOB_VARIABLE)
         if mine is not None and job.get("array") != mine:
             sys.stdout.write(f"{mine} has nothing to do: {self.run.id} was submitted again as {job.get('array')}\n")
             return False
         where = f"job {self.job} started on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         self._tell("started", f"{where}, restart {self.restart}" if self.restart else where)
-        if own_job() and job.get("id") != self.job:
+        if current_job() and job.get("id") != self.job:
             self._write_status(job={**job, "id": self.job})
-        (self.folder / AGAIN).unlink(missing_ok=True)
+        (self.folder / RESUBMITTED).unlink(missing_ok=True)
         return True
 
     def _conclude(self, word: Word, sentence: str, counts: Counts) -> None:

@@ -103,11 +103,11 @@ class RayNode:
         self._tell("joined")
         return {**self._variables(), ALLOCATION: json.dumps(told)}
 
-    def lost(self, patience: float = 0.0) -> str:
+    def lost(self, timeout: float = 0.0) -> str:
         """Why the head has ended by itself; nothing where it still runs after so many seconds."""
         assert self.process is not None
         try:
-            self.process.wait(patience)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return ""
         return f"Ray's head on {self.name} has ended by itself (its output is in logs/ray/{self.output.name})"

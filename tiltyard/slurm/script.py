@@ -19,12 +19,12 @@ from pathlib import Path
 from tiltyard.config.site import ENTERED, Nodes, Profile
 from tiltyard.run.redact import looks_secret
 from tiltyard.run.status import root_of
-from tiltyard.slurm import FOLDER, FORGOTTEN, JOB, NUMBER, SCRIPT, SECRETS, TRIALS
+from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, NEVER_SUBMITTED, SCRIPT, SECRETS, TRIALS
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 
 
-GO_ON = 10  # exit code of a sweep's turn: the task's own trial is due again, in the same job
+RUN_AGAIN = 10  # exit code of a sweep's turn: the task's own trial is due again, in the same job
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Job:
     folder: Path
     profile: Profile
     python: str = sys.executable
-    avoided: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     """nodes that are left out beside those of the profile"""
     array: Array | None = None
 
@@ -69,11 +69,11 @@ def _beginning(job: Job) -> list[str]:
         root, found, logged = folder.parents[3], _task(folder), _log_of_task(folder)
         said = f"# Trials {told}. One may be submitted by hand, too: sbatch --array=TASK {SCRIPT}"
     return [
-        *head(profile, job.name, output if named else "/dev/null", avoided=job.avoided, array=array),
+        *head(profile, job.name, output if named else "/dev/null", excluded=job.excluded, array=array),
         "",
         said,
         *logged,
-        *set_up(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
+        *setup_lines(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
         f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
         "",
         *found,
@@ -101,10 +101,10 @@ def _task(folder: Path) -> list[str]:
         f"array={shlex.quote(str(folder))} sweep={shlex.quote(str(folder.parents[1]))}",
         f'run=$sweep/$(sed -n {_LINE} "$array/{TRIALS}")',
         *_ID,
-        f'[ ! -e "$array/{FORGOTTEN}" ] || exit 0',
-        f'[ -s "$array/{NUMBER}" ] || echo "$SLURM_ARRAY_JOB_ID" >"$array/.$id"',
-        f'[ ! -e "$array/.$id" ] || mv "$array/.$id" "$array/{NUMBER}"',
-        f'export {JOB}="slurm/${{array##*/}}"',
+        f'[ ! -e "$array/{NEVER_SUBMITTED}" ] || exit 0',
+        f'[ -s "$array/{JOB_NUMBER}" ] || echo "$SLURM_ARRAY_JOB_ID" >"$array/.$id"',
+        f'[ ! -e "$array/.$id" ] || mv "$array/.$id" "$array/{JOB_NUMBER}"',
+        f'export {JOB_VARIABLE}="slurm/${{array##*/}}"',
     ]
 
 
@@ -149,13 +149,13 @@ def _what_next(job: Job) -> list[str]:
     return [
         '[ "${verdict:-none}" = requeue ] && break',
         "# What comes next in the sweep; perhaps more of the same.",
-        turn(job.profile, job.python),
-        f'[ $? = {GO_ON} ] || exit "$code"',
+        tick_command(job.profile, job.python),
+        f'[ $? = {RUN_AGAIN} ] || exit "$code"',
         "done",
     ]
 
 
-def turn(profile: Profile, python: str) -> str:
+def tick_command(profile: Profile, python: str) -> str:
     """A turn of the sweep in whose trial's job this is: outside of any container, where jobs can be submitted."""
     chosen = python if profile.slurm.container else profile.slurm.python or python
     return f'{shlex.quote(chosen)} -m tiltyard.sweep.tick "$sweep" --own "$run"'
@@ -198,7 +198,7 @@ def head(
     time: str | None = None,
     nodes: int | None = None,
     requeue: bool = True,
-    avoided: Sequence[str] = (),
+    excluded: Sequence[str] = (),
     array: Array | None = None,
 ) -> list[str]:
     """The #! line and the #SBATCH lines. `output` is a pattern of sbatch; `time` and `nodes` replace the profile's."""
@@ -208,7 +208,7 @@ def head(
         "--open-mode=append",
         *([f"--array=0-{array.tasks - 1}%{array.at_once}"] if array is not None else []),
         *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
-        *asked_for(profile, time=time, nodes=nodes, avoided=avoided),
+        *asked_for(profile, time=time, nodes=nodes, excluded=excluded),
     ]
     if profile.slurm.samplers is not None and nodes is None:
         samplers = profile.slurm.samplers
@@ -217,17 +217,17 @@ def head(
 
 
 def asked_for(
-    profile: Profile, *, time: str | None = None, nodes: int | None = None, avoided: Sequence[str] = ()
+    profile: Profile, *, time: str | None = None, nodes: int | None = None, excluded: Sequence[str] = ()
 ) -> list[str]:
     """What sbatch and srun have in common: the options that say what is asked for, `extra` as the site file has it."""
     slurm, resources = profile.slurm, profile.resources
     first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
-    excluded = ",".join(word for word in (slurm.exclude, *avoided) if word)
+    names = ",".join(word for word in (slurm.exclude, *excluded) if word)
     return [
         *_option("time", time or resources.time),
         *_option("account", slurm.account),
         *_option("qos", slurm.qos),
-        *_option("exclude", excluded),
+        *_option("exclude", names),
         *slurm.extra,
         *_group(first, slurm.partition, slurm.constraint),
     ]
@@ -250,7 +250,7 @@ def _option(name: str, value: object) -> list[str]:
     return [f"--{name}={value}"] if value else []
 
 
-def set_up(profile: Profile, secrets: str | None = None) -> list[str]:
+def setup_lines(profile: Profile, secrets: str | None = None) -> list[str]:
     """The profile's own lines and variables. `secrets` names, quoted, the file with those that no script shows."""
     hidden = secret_environment(profile.environment)
     shown = {name: value for name, value in profile.environment.items() if name not in hidden}

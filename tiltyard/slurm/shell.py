@@ -11,14 +11,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.child import die_with
-from tiltyard.slurm.commands import environment, hear
-from tiltyard.slurm.script import asked_for, secret_environment, set_up
+from tiltyard.slurm.commands import environment, run_command
+from tiltyard.slurm.script import asked_for, secret_environment, setup_lines
 
 SET_UP = "TILTYARD_SET_UP"
 TIMEOUT = 60.0
@@ -54,7 +54,7 @@ def hostnames(nodes: str) -> list[str]:
 
 def _ask(command: list[str]) -> list[str]:
     try:
-        done = hear(command, patience=TIMEOUT)
+        done = run_command(command, timeout=TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
         raise TiltyardError(f"{command[0]} gives no answer: {error}", "type this where Slurm is") from error
     return done.stdout.split() if done.returncode == 0 else []
@@ -92,12 +92,14 @@ def _with_set_up(profile: Profile, words: Sequence[str]) -> list[str]:
     return ["bash", "-c", _OPEN]
 
 
-def variables(profile: Profile, **more: str) -> dict[str, str]:
-    """What srun hands on to the nodes."""
+def variables(profile: Profile, exports: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment that srun passes to the nodes. `exports` are set there after the profile's own setup."""
     return {
         **environment(),
         **secret_environment(profile.environment),
-        SET_UP: "\n".join([*set_up(profile), *(f"export {name}={shlex.quote(value)}" for name, value in more.items())]),
+        SET_UP: "\n".join(
+            [*setup_lines(profile), *(f"export {name}={shlex.quote(value)}" for name, value in (exports or {}).items())]
+        ),
     }
 
 

@@ -19,7 +19,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
-from tiltyard.slurm import AGAIN, COUNTS, FOLDER, SCRIPT, SECRETS, STOP, TASK, VERDICT
+from tiltyard.slurm import COUNTS, FOLDER, RESUBMITTED, SCRIPT, SECRETS, STOP, TASK, VERDICT
 from tiltyard.slurm.commands import sbatch
 from tiltyard.slurm.script import Job, script, secret_environment
 
@@ -35,7 +35,7 @@ def check(profile: Profile, experiment: Experiment) -> None:
 
 
 def submit(
-    run: Run, profile: Profile, overrides: Sequence[str] = (), *, trust_code: bool = False, avoided: Sequence[str] = ()
+    run: Run, profile: Profile, overrides: Sequence[str] = (), *, trust_code: bool = False, excluded: Sequence[str] = ()
 ) -> str:
     """Write the run's script and submit it; returns the job's id.
 
@@ -44,7 +44,7 @@ def submit(
     folder = run.folder / FOLDER
     with Lock.acquire(run):
         make_folder(run, task(profile, overrides, trust_code))
-        write_script(folder, Job(run.id, run.folder, profile, avoided=tuple(avoided)))
+        write_script(folder, Job(run.id, run.folder, profile, excluded=tuple(excluded)))
         try:
             number = sbatch(folder / SCRIPT, run.id)
         except TiltyardError as error:
@@ -52,9 +52,9 @@ def submit(
             log_event(run, "failed", error.message)
             raise
         submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": atomic.now()}
-        whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(avoided)}
+        whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(excluded)}
         write_status(run, state="queued", reason="", job=whole)
-        without = f", without {', '.join(avoided)}, found bad by the doctor" if avoided else ""
+        without = f", without {', '.join(excluded)}, found bad by the doctor" if excluded else ""
         log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}{without}", job=number)
     return number
 
@@ -64,7 +64,7 @@ def make_folder(run: Run, told: Mapping[str, object], kept: Sequence[str] = ()) 
     folder = run.folder / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     (run.folder / "logs").mkdir(exist_ok=True)
-    for stale in {STOP, AGAIN, COUNTS, VERDICT}.difference(kept):
+    for stale in {STOP, RESUBMITTED, COUNTS, VERDICT}.difference(kept):
         (folder / stale).unlink(missing_ok=True)
     atomic.write_json(folder / TASK, told)
 

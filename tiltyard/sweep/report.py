@@ -22,7 +22,7 @@ from tiltyard.errors import did_you_mean
 from tiltyard.run import metrics
 from tiltyard.run.lock import read_owner
 from tiltyard.run.settings_schedule import read as read_schedule
-from tiltyard.slurm.job_state import seen
+from tiltyard.slurm.job_state import combined_state
 from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
 from tiltyard.sweep.folder import Sweep, wanted
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
@@ -103,8 +103,11 @@ def summarize(sweep: Sweep) -> SweepSummary:
         found = [_member(row, story) for row in found]
     total, under_way = len(wanted(plan, fixed_count(plan), decisions)), False
     if sweep.launcher != "local":
-        found = [row if row.over else replace(row, state=seen(row.state, told.get(row.trial.number))) for row in found]
-        under_way = any(each.waits or each.runs for each in told.values())
+        found = [
+            row if row.over else replace(row, state=combined_state(row.state, told.get(row.trial.number)))
+            for row in found
+        ]
+        under_way = any(each.pending or each.running for each in told.values())
         under_way |= any(row.state in ("queued", "running") for row in found)
     return SweepSummary(sweep, plan, found, total, under_way)
 
@@ -243,10 +246,10 @@ def importance(report: SweepSummary) -> list[tuple[str, float]]:
     values = [group.value or 0.0 for group in known]
     found = []
     for keys, is_choice in _axes(report):
-        seen: list[list[Any]] = [[group.settings.get(key) for key in keys] for group in known]
-        labels = [fingerprint(each) for each in seen]
+        points: list[list[Any]] = [[group.settings.get(key) for key in keys] for group in known]
+        labels = [fingerprint(each) for each in points]
         if not is_choice and len(set(labels)) > max(BINS, len(known) // 2):  # else values come again, as in a grid
-            labels = _bins([float(each[0]) for each in seen])
+            labels = _bins([float(each[0]) for each in points])
         share = explained(labels, values)
         if share is not None:
             found.append((",".join(keys), share))

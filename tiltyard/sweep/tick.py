@@ -27,9 +27,9 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.status import STATUS
-from tiltyard.slurm import FOLDER, JOB, STOP
-from tiltyard.slurm.job_state import Pace
-from tiltyard.slurm.script import GO_ON
+from tiltyard.slurm import FOLDER, JOB_VARIABLE, STOP
+from tiltyard.slurm.job_state import Backoff
+from tiltyard.slurm.script import RUN_AGAIN
 from tiltyard.sweep import optuna_search, results
 from tiltyard.sweep.backends.custom_queue import Template
 from tiltyard.sweep.backends.jobs import Jobs, kept_profile
@@ -125,12 +125,12 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
         return None
     number = int(Path(folder).name.partition("-")[0])
     job = atomic.read_json(sweep.place(number) / STATUS).get("job") or {}
-    return number if job.get("array") == os.environ.get(JOB, job.get("array")) else None
+    return number if job.get("array") == os.environ.get(JOB_VARIABLE, job.get("array")) else None
 
 
 def _take_at_end(sweep: Sweep, own: str) -> bool:
     """The turn of a task at its end: again and again while the queue is silent."""
-    pace, deadline = Pace(), time.monotonic() + OUTAGE
+    pace, deadline = Backoff(), time.monotonic() + OUTAGE
     while True:
         try:
             return run_tick(sweep, _say, own=own)
@@ -140,7 +140,7 @@ def _take_at_end(sweep: Sweep, own: str) -> bool:
             if time.monotonic() >= deadline:
                 raise
             _say(f"{error.message}; the turn is tried again")
-            time.sleep(pace.pause())
+            time.sleep(pace.next_pause())
 
 
 def _say(sentence: str) -> None:
@@ -164,7 +164,7 @@ def main() -> int:
     except TiltyardError as error:
         sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
         return error.exit_code
-    return GO_ON if goes_on else EXIT_DONE
+    return RUN_AGAIN if goes_on else EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from tiltyard.config.site import ENTERED, PLACEHOLDER, Profile, Slurm
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
-from tiltyard.slurm import FOLDER, JOB, NUMBER, SCRIPT, SECRETS, VERDICT
-from tiltyard.slurm.commands import hear
-from tiltyard.slurm.job_state import Told
-from tiltyard.slurm.script import GO_ON, set_up, turn
+from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, SCRIPT, SECRETS, VERDICT
+from tiltyard.slurm.commands import run_command
+from tiltyard.slurm.job_state import JobState
+from tiltyard.slurm.script import RUN_AGAIN, setup_lines, tick_command
 from tiltyard.slurm.submit import write_private, write_secrets
 from tiltyard.sweep.backends.jobs import Jobs, Start
 
@@ -43,26 +43,26 @@ class Template(Jobs):
         assert self.profile.template is not None
         return self.profile.template
 
-    def ask(self, jobs: Mapping[int, str]) -> dict[int, Told]:
+    def ask(self, jobs: Mapping[int, str]) -> dict[int, JobState]:
         return {number: self._poll(job) for number, job in jobs.items()}
 
-    def _poll(self, job: str) -> Told:
+    def _poll(self, job: str) -> JobState:
         """A command that fails may only have found no network: it tells nothing, unless the site file says so."""
         command, alive, gone = words(self.commands.poll, {"id": job}), self.commands.alive, self.commands.gone
         done = run(command)
         if done.returncode == 0:
-            return Told("RUNNING" if alive is None or re.search(alive, done.stdout) else _said(done)[:100])
+            return JobState("RUNNING" if alive is None or re.search(alive, done.stdout) else _said(done)[:100])
         if not (alive is None if gone is None else re.search(gone, done.stdout + done.stderr)):
             hint = "try again later; if that is what it says of a job that it has forgotten, set template.gone"
             raise TiltyardError(f"{shlex.join(command)} gives no answer: {_said(done)}", hint)
-        return Told("GONE")
+        return JobState("GONE")
 
     def job_of(self, run: Run, status: dict[str, Any]) -> str | None:
         job = status.get("job")
         if not isinstance(job, dict) or job.get("launcher") != PLACE:
             return None
         try:
-            return (run.folder.parent / str(job["array"]) / NUMBER).read_text().strip()
+            return (run.folder.parent / str(job["array"]) / JOB_NUMBER).read_text().strip()
         except OSError:
             return None
 
@@ -78,7 +78,7 @@ class Template(Jobs):
         for job in jobs.values():
             command = words(self.commands.cancel, {"id": job})
             done = run(command)
-            if done.returncode != 0 and self._poll(job).runs:  # else it has ended by itself meanwhile
+            if done.returncode != 0 and self._poll(job).running:  # else it has ended by itself meanwhile
                 raise TiltyardError(f"job {job} could not be cancelled: {_said(done)}", shlex.join(command))
 
     def send(self) -> list[str]:
@@ -105,7 +105,7 @@ class Template(Jobs):
             self.take_back([start], [before])
             raise
         number = found[1] if found.groups() else found[0]
-        atomic.write_text(folder / NUMBER, f"{number}\n")
+        atomic.write_text(folder / JOB_NUMBER, f"{number}\n")
         self.work[start.number] = number
         return f"Trial {start.number} was submitted as job {number}."
 
@@ -137,9 +137,9 @@ def script(jobs: Jobs, start: Start, folder: Path) -> str:
         "#!/bin/bash",
         f"# Trial {start.number} of {jobs.sweep.id}, profile {profile.name!r}.",
         f"exec >>{shlex.quote(str(start.folder))}/logs/{folder.name}.out 2>&1",
-        *set_up(profile, shlex.quote(str(folder / SECRETS))),
+        *setup_lines(profile, shlex.quote(str(folder / SECRETS))),
         f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(sweep.parents[1]))}",
-        f"export {JOB}={PLACE}/{folder.name}",
+        f"export {JOB_VARIABLE}={PLACE}/{folder.name}",
         f"run={shlex.quote(str(start.folder))} sweep={shlex.quote(str(sweep))}",
         *([f"sleep {start.wait:.0f}"] if start.wait else []),
         *([f'{{ flock 9; sleep {pause:g}; }} 9>"$sweep/{PLACE}/pause"'] if pause else []),
@@ -150,8 +150,8 @@ def script(jobs: Jobs, start: Start, folder: Path) -> str:
         "trap 'kill -USR2 \"$agent\" 2>/dev/null' USR2",
         'while wait "$agent"; code=$?; kill -0 "$agent" 2>/dev/null; do :; done',
         "# What comes next in the sweep; perhaps more of the same.",
-        turn(profile, sys.executable),
-        f'[ $? = {GO_ON} ] || exit "$code"',
+        tick_command(profile, sys.executable),
+        f'[ $? = {RUN_AGAIN} ] || exit "$code"',
         "done",
     ]
     return "\n".join(lines) + "\n"
@@ -181,7 +181,7 @@ def words(command: str, values: Mapping[str, str]) -> list[str]:
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """One of the queue's commands."""
     try:
-        return hear(command)
+        return run_command(command)
     except FileNotFoundError as error:
         raise UseError(f"there is no {command[0]} here", "type this where it is") from error
     except (OSError, subprocess.SubprocessError) as error:

@@ -29,7 +29,7 @@ from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.logs import last_line
 from tiltyard.run.status import STATUS, observed_state, write_status
 from tiltyard.slurm import COUNTS, FOLDER, STOP, VERDICT, job_state
-from tiltyard.slurm.job_state import Told
+from tiltyard.slurm.job_state import JobState
 from tiltyard.slurm.submit import make_folder, task, write_private
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.results import SILENT
@@ -70,7 +70,7 @@ class Jobs(ABC):
     # -- what a kind of queue knows
 
     @abstractmethod
-    def ask(self, jobs: Mapping[int, str]) -> dict[int, Told]:
+    def ask(self, jobs: Mapping[int, str]) -> dict[int, JobState]:
         """What the queue says of the jobs of some trials."""
 
     @abstractmethod
@@ -113,7 +113,9 @@ class Jobs(ABC):
             if number == self.own:
                 if state in SILENT and not back:
                     self._gone[number] = f"its agent said nothing{_last_line(self.sweep.place(number))}"
-            elif (told is not None and (told.waits or told.runs)) or (state == "running" and not self._in_job(number)):
+            elif (told is not None and (told.pending or told.running)) or (
+                state == "running" and not self._in_job(number)
+            ):
                 self.work[number] = asked.get(number, "")
             elif told is not None and state != "stopped" and not back:
                 self._note_end(number, told, state)
@@ -125,14 +127,14 @@ class Jobs(ABC):
         """Whether whoever writes the trial does so in a job of Slurm's, which knows better whether they live."""
         return bool((read_owner(self.sweep.place(number)) or {}).get("job"))
 
-    def _note_end(self, number: int, told: Told, state: str) -> None:
+    def _note_end(self, number: int, told: JobState, state: str) -> None:
         """A job that ended without a word of its trial: cancelled by somebody, or it has failed."""
         job = self._jobs[number]
         if told.state == "CANCELLED":
             set_status(Run(self.sweep.place(number)), state="stopped", reason=f"job {job} was cancelled")
         else:
             why = "" if state in ("lost", "running") else _last_line(self.sweep.place(number))
-            self._gone[number] = f"{told.sentence(job)}{why}"
+            self._gone[number] = f"{told.describe(job)}{why}"
 
     def gone(self) -> dict[int, str]:
         """Trials whose jobs ended without a word, and what the queue says of them."""
@@ -239,9 +241,9 @@ def job_ids(sweep: Sweep) -> dict[int, str]:
     return found
 
 
-def slurm_job_states(jobs: Mapping[int, str]) -> dict[int, Told]:
+def slurm_job_states(jobs: Mapping[int, str]) -> dict[int, JobState]:
     """What Slurm says of these trials' jobs; nothing where it does not answer."""
-    answers = job_state.ask(jobs.values()) or {}
+    answers = job_state.query_jobs(jobs.values()) or {}
     return {number: answers[job] for number, job in jobs.items() if job in answers}
 
 

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiltyard.doctor.bad_nodes import avoided
+from tiltyard.doctor.bad_nodes import excluded_nodes
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
-from tiltyard.slurm import FORGOTTEN, NUMBER, SCRIPT, TRIALS, job_state
-from tiltyard.slurm.commands import cancel, hear, sbatch
-from tiltyard.slurm.job_state import Told
+from tiltyard.slurm import JOB_NUMBER, NEVER_SUBMITTED, SCRIPT, TRIALS, job_state
+from tiltyard.slurm.commands import cancel, run_command, sbatch
+from tiltyard.slurm.job_state import JobState
 from tiltyard.slurm.script import Array, Job, script
 from tiltyard.slurm.submit import write_script
 from tiltyard.sweep.backends.jobs import Jobs, Start
@@ -41,8 +41,8 @@ class Arrays(Jobs):
         self._find_numbers()
         return super().adopt(numbers)
 
-    def ask(self, jobs: Mapping[int, str]) -> dict[int, Told]:
-        answers = job_state.ask(jobs.values())
+    def ask(self, jobs: Mapping[int, str]) -> dict[int, JobState]:
+        answers = job_state.query_jobs(jobs.values())
         if answers is None:
             raise _silent()
         return {number: answers[job] for number, job in jobs.items()}
@@ -82,10 +82,10 @@ class Arrays(Jobs):
         try:
             number = sbatch(folder / SCRIPT, name, [*options, *after])
         except TiltyardError:
-            (folder / FORGOTTEN).touch()
+            (folder / NEVER_SUBMITTED).touch()
             self.take_back(starts, before)
             raise
-        atomic.write_text(folder / NUMBER, f"{number}\n")
+        atomic.write_text(folder / JOB_NUMBER, f"{number}\n")
         self.work |= {start.number: f"{number}_{index}" for index, start in enumerate(starts)}
         which = ", ".join(map(str, [start.number for start in starts][:10])) + (", ..." if len(starts) > 10 else "")
         told = f"Trial {which} was submitted as job {number}"
@@ -120,8 +120,8 @@ class Arrays(Jobs):
     def _described(self, name: str, folder: Path, tasks: int) -> Job:
         """An array as its script is made of."""
         array = Array(tasks, min(tasks, self.plan.max_parallel), self.plan.pause_between)
-        bad = tuple(avoided(self.profile, self.sweep.folder.parents[1]))
-        return Job(name, folder, self.profile, avoided=bad, array=array)
+        bad = tuple(excluded_nodes(self.profile, self.sweep.folder.parents[1]))
+        return Job(name, folder, self.profile, excluded=bad, array=array)
 
     def shown(self, tasks: int) -> str:
         folder = self.sweep.folder / PLACE / "array-0001"
@@ -130,15 +130,15 @@ class Arrays(Jobs):
     def _find_numbers(self) -> None:
         """Arrays that somebody was about to submit who died: submitted or not?"""
         for folder in sorted((self.sweep.folder / PLACE).glob("array-*")):
-            if (folder / NUMBER).exists() or (folder / FORGOTTEN).exists():
+            if (folder / JOB_NUMBER).exists() or (folder / NEVER_SUBMITTED).exists():
                 continue
-            number = job_state.named((folder / NAME).read_text().strip())
+            number = job_state.job_id_by_name((folder / NAME).read_text().strip())
             if number is None:
                 raise _silent()
             if number:
-                atomic.write_text(folder / NUMBER, f"{number}\n")
+                atomic.write_text(folder / JOB_NUMBER, f"{number}\n")
             else:
-                (folder / FORGOTTEN).touch()
+                (folder / NEVER_SUBMITTED).touch()
 
 
 def _parts(many: Sequence[Any], largest: int) -> list[Sequence[Any]]:
@@ -154,7 +154,7 @@ def _silent() -> TiltyardError:
 def most_tasks() -> int:
     """How many tasks an array may have at this site."""
     try:
-        done = hear(["scontrol", "show", "config"], patience=job_state.TIMEOUT)
+        done = run_command(["scontrol", "show", "config"], timeout=job_state.TIMEOUT)
     except (OSError, subprocess.SubprocessError) as error:
         raise _silent() from error
     for line in done.stdout.splitlines():
