@@ -19,7 +19,7 @@ from tiltyard.config.site import Profile
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER
-from tiltyard.slurm.job_state import JobState, ask, look, seen
+from tiltyard.slurm.job_state import JobState, combined_state, poll_job, query_jobs
 from tiltyard.slurm.node_agent import Counts, End, judge
 from tiltyard.slurm.submit import task
 
@@ -90,7 +90,7 @@ def test_verdicts_say_why() -> None:
     ],
 )
 def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None, now: str) -> None:
-    assert seen(state, JobState(told) if told else None) == now
+    assert combined_state(state, JobState(told) if told else None) == now
 
 
 # ------------------------------------------------------------------------------------------------ the agent itself
@@ -210,6 +210,9 @@ def test_without_slurm_the_folder_alone_has_to_do(stopped: Run, monkeypatch: pyt
     from tiltyard.run.status import write_status
 
     monkeypatch.setenv("PATH", "/nowhere")
-    assert ask(["5"]) is None
+    assert query_jobs(["5"]) is None
     write_status(stopped, state="queued", job={"launcher": "slurm", "id": "5"})
-    assert look(stopped) == ("queued", "job 5, of which nothing is known here: Slurm does not answer on this machine")
+    assert poll_job(stopped) == (
+        "queued",
+        "job 5, of which nothing is known here: Slurm does not answer on this machine",
+    )

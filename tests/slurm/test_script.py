@@ -13,7 +13,7 @@ import pytest
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Profile, Resources, Samplers, Slurm
 from tiltyard.errors import UseError
-from tiltyard.slurm.script import Array, Job, head, script, set_up, step, turn
+from tiltyard.slurm.script import Array, Job, head, script, setup_lines, step, tick_command
 from tiltyard.slurm.submit import check
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -94,8 +94,8 @@ def test_no_secret_is_in_the_script() -> None:
 def test_a_turn_is_taken_outside_of_containers() -> None:
     """With the interpreter of whoever submitted it: Slurm's commands are not in an image."""
     inside = Profile(launcher="slurm", slurm=Slurm(container="apptainer exec x.sif", python="/usr/bin/python3"))
-    assert turn(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.tick ")
-    assert turn(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
+    assert tick_command(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.tick ")
+    assert tick_command(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
 
 
 def test_a_task_finds_its_trial_whatever_folders_are_called(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_parts_for_short_jobs() -> None:
     lines = head(profile, "doctor", "/x/%N.out", time="2:00", nodes=2, requeue=False)
     assert "#SBATCH --time=2:00" in lines and "#SBATCH --nodes=2" in lines and "#SBATCH --no-requeue" in lines
     assert not any("hetjob" in line or "--signal" in line for line in lines)
-    assert "export PYTHONUNBUFFERED=1" in set_up(profile)
+    assert "export PYTHONUNBUFFERED=1" in setup_lines(profile)
     assert step(profile, ["-m", "x"], "'a b'", python="py", nodes=2) == [
         "srun --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=0 \\",
         "  py -m x 'a b'",
@@ -151,7 +151,7 @@ def test_parts_for_short_jobs() -> None:
 
 def test_ld_preload_is_unset_and_that_is_said(tmp_path: Path) -> None:
     def told(name: str) -> str:
-        lines = "\n".join(line for line in set_up(JOBS[name].profile) if "LD_PRELOAD" in line)
+        lines = "\n".join(line for line in setup_lines(JOBS[name].profile) if "LD_PRELOAD" in line)
         command = ["bash", "-c", f'{lines}\necho "left: ${{LD_PRELOAD:-nothing}}"']
         done = subprocess.run(command, env={"LD_PRELOAD": "/nowhere.so"}, capture_output=True, text=True)
         return done.stdout
