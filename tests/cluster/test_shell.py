@@ -111,7 +111,7 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
     assert [each["node"] for each in found] == [node]
     commands = [each["command"] for each in found[0]["processes"]]
     assert sum(" -m tiltyard resume " in each for each in commands) == 1
-    assert not any("launch.usage" in each for each in commands)
+    assert not any("slurm.usage" in each for each in commands)
     trainer = next(each for each in found[0]["processes"] if " -m tiltyard resume " in each["command"])
     assert (
         trainer["threads"] >= 1 and trainer["resident"] > 50e6 and trainer["proportional"] > 10e6 and trainer["cpu"] > 0

@@ -23,7 +23,7 @@ from tiltyard.doctor.finding import Finding
 PROGRAM = """
 import json, sys
 from dataclasses import asdict
-from tiltyard.doctor import display, site, software, storage, system
+from tiltyard.doctor import display, slurm, software, storage, system
 print(json.dumps(asdict(eval(sys.argv[1])())))
 """
 
