@@ -28,7 +28,7 @@ from tiltyard.engines.topology import topology
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.plugins.snapshot import copy_plugins
-from tiltyard.processes.fork_server import early
+from tiltyard.processes.fork_server import standby
 from tiltyard.processes.resources import usable_cores
 from tiltyard.tuning.autotune import fixed_settings, tune
 from tiltyard.types import EnvSpec
@@ -78,7 +78,7 @@ def compare(task: str, options: argparse.Namespace) -> None:
     around = Candidates(experiment, own, fixed_settings(loaded), usable_cores())
     points = [own, *grid(around, own, options.workers, options.coarse)]
     began = time.monotonic()
-    with early.many():
+    with standby.shared():
         found = {point: speed(point, seconds) for point in points}
         first = sorted(found, key=lambda point: -found[point])[:BEST]
         best = max(first, key=lambda point: speed(point, 3 * seconds))
@@ -89,7 +89,7 @@ def compare(task: str, options: argparse.Namespace) -> None:
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.overrides)}")
     meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
     turns: dict[str, list[float]] = {who: [] for who in meeting}
-    with early.many():
+    with standby.shared():
         for turn in range(options.turns):
             for who in sorted(meeting, reverse=bool(turn % 2)):
                 turns[who].append(speed(meeting[who], 3 * seconds))

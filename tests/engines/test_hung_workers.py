@@ -77,8 +77,8 @@ STATEFUL = """
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_nursery() -> Iterator[None]:
-    with fork_server.early.many():
+def one_fork_server() -> Iterator[None]:
+    with fork_server.standby.shared():
         yield
 
 

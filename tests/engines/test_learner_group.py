@@ -173,7 +173,7 @@ from tests.engines.test_learner_group import build, pids
 if __name__ == "__main__":
     engine = build("CartPole-v1", "engine.learners=2")
     engine.step()
-    print(engine.cast.first.colearners._nursery._process.pid, *pids(engine), flush=True)
+    print(engine.cast.first.colearners._fork_server._process.pid, *pids(engine), flush=True)
     while True:
         engine.step()
 """

@@ -351,7 +351,7 @@ from tests.engines.test_serial import build
 if __name__ == "__main__":
     engine = build("CartPole-v1", "engine.workers=2", "engine.envs=4", "engine.mode=async")
     engine.step()
-    print(engine.pool._nursery._process.pid, *(member.pid for member in engine.pool.members), flush=True)
+    print(engine.pool._fork_server._process.pid, *(member.pid for member in engine.pool.members), flush=True)
     while True:
         engine.step()
 """

@@ -113,7 +113,7 @@ def test_schedules_count_env_steps() -> None:
 
 
 def test_more_than_the_memory_holds_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    from tiltyard.engines import check_engine
+    from tiltyard.engines.preflight import check_engine
 
     loaded = load("CartPole-v1", ["engine.envs=100000", "algo.rollout=1000000"])
     spec = probe(loaded.experiment.env, base=())

@@ -91,11 +91,11 @@ def test_a_core_that_another_process_uses_is_not_free(slow: EnvSpec) -> None:
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
-def test_cores_are_looked_at_before_the_nursery_makes_one_busy(slow: EnvSpec) -> None:
+def test_cores_are_looked_at_before_the_fork_server_makes_one_busy(slow: EnvSpec) -> None:
     with one_core_busy():
         free_cores()
         check_on_this_machine(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
-        fork_server.early.end()
+        fork_server.standby.end()
         seen = free_cores.cache_info()
         assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why
         assert free_cores.cache_info().misses == seen.misses

@@ -1,4 +1,4 @@
-"""The process that others are forked from is started early where it is certain to be needed."""
+"""The fork server: started early where it is certain to be needed, copied, and gone afterwards."""
 
 import os
 import select
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 import tiltyard as product
+from tiltyard.engines.local import PRELOAD, WORKER
 from tiltyard.errors import UseError
-from tiltyard.processes.fork_server import ForkServer, early
+from tiltyard.processes.fork_server import ForkServer, standby
 
 pytestmark = pytest.mark.slow
 
 
-def nurseries() -> int:
-    """Children of this process that are nurseries, dead ones not counted."""
+def fork_servers() -> int:
+    """Children of this process that are fork servers, dead ones not counted."""
     found = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -31,28 +32,30 @@ def nurseries() -> int:
     return found
 
 
-def test_it_is_used_where_it_fits_and_ended_where_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = early.start()
-    assert early.take() is started
+def test_the_one_in_standby_is_used_if_it_fits_and_ended_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = standby.start(PRELOAD)
+    assert standby.take(PRELOAD) is started
     started.close()
-    started = early.start()
+    started = standby.start(PRELOAD)
     monkeypatch.chdir(tmp_path)  # a worker would look for the user's files in the wrong folder
-    other = early.take()
-    assert other is not started and nurseries() == 1
+    other = standby.take(PRELOAD)
+    assert other is not started and fork_servers() == 1
     other.close()
-    assert nurseries() == 0
+    assert fork_servers() == 0
 
 
-def test_an_experiment_that_is_refused_leaves_none(runs: Path) -> None:
+def test_a_refused_experiment_leaves_no_fork_server(runs: Path) -> None:
     with pytest.raises(UseError):
         product.train("CartPole-v1", ["engine.mode=async", "engine.envs=100000", "algo.rollout=1e6"], live=False)
-    assert nurseries() == 0
+    assert fork_servers() == 0
 
 
-def test_a_training_uses_one_and_ends_it(runs: Path) -> None:
+def test_training_ends_its_fork_server(runs: Path) -> None:
     small = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", "eval.at_end=false", "stop.updates=2"]
     product.train("CartPole-v1", ["engine.mode=async", *small], live=False)
-    assert nurseries() == 0
+    assert fork_servers() == 0
 
 
 # ------------------------------------------------------------------------------------------------ copies
@@ -60,12 +63,12 @@ def test_a_training_uses_one_and_ends_it(runs: Path) -> None:
 TIMEOUT = 60
 
 
-def heard(nursery: ForkServer) -> dict[str, Any]:
-    """The next message."""
-    assert select.select([nursery], [], [], TIMEOUT)[0]
-    word = nursery.poll_events()
-    assert word is not None
-    return word
+def next_event(server: ForkServer) -> dict[str, Any]:
+    """The next event."""
+    assert select.select([server], [], [], TIMEOUT)[0]
+    event = server.poll_events()
+    assert event is not None
+    return event
 
 
 def descendants(pid: int) -> set[int]:
@@ -85,31 +88,31 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
-def test_who_builds_engine_after_engine_has_copies_of_one() -> None:
-    with early.many():
-        one, other = early.take(), early.take()
-        assert nurseries() == 1
+def test_shared_fork_servers_are_copies_of_one() -> None:
+    with standby.shared():
+        one, other = standby.take(PRELOAD), standby.take(PRELOAD)
+        assert fork_servers() == 1
         below = descendants(os.getpid())
-        one.fork({"role": "w", "number": 7}, [])  # told nothing, its life fails at once
-        started = heard(one)
+        one.fork({"run": WORKER, "name": "tiltyard-w7", "number": 7}, [])  # fails at once: its task is empty
+        started = next_event(one)
         assert started["number"] == 7 and started["started"] not in below
-        assert heard(one) == {"exited": started["started"], "status": 1}
-        assert other.poll_events() is None  # which is nothing to the other
+        assert next_event(one) == {"exited": started["started"], "status": 1}
+        assert other.poll_events() is None  # the copies do not see each other's events
         one.close()
-        other.fork({"role": "w", "number": 8}, [])
-        assert heard(other)["number"] == 8
+        other.fork({"run": WORKER, "name": "tiltyard-w8", "number": 8}, [])
+        assert next_event(other)["number"] == 8
         other.close()
-        assert nurseries() == 1
-    assert nurseries() == 0
+        assert fork_servers() == 1
+    assert fork_servers() == 0
 
 
-def test_a_killed_tune_leaves_nobody(runs: Path) -> None:
+def test_a_killed_tune_leaves_no_process(runs: Path) -> None:
     """Two copies at once, each with workers: the experiment's own engine and the one that is tried."""
     words = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", "--seconds", "100"]
     command = [sys.executable, "-m", "tiltyard", "tune", "LunarLander-v3", *words]
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert driver.stderr is not None
-    for _ in range(3):  # that have been tried
+    for _ in range(3):  # one line per candidate
         assert "env steps/s" in driver.stderr.readline()
     below = descendants(driver.pid)
     assert len(below) > 3

@@ -191,7 +191,7 @@ def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_
 
 def test_nothing_of_a_try_out_is_left_running(runs: Path) -> None:
     assert preflight.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
-    assert fork_server.early._kept is None
+    assert fork_server.standby._ready is None
 
 
 def test_many_trials_want_a_yes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def _leave_nothing() -> None:
     """End what the checks started for a training in this process."""
     from tiltyard.processes import fork_server
 
-    fork_server.early.end()
+    fork_server.standby.end()
 
 
 def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse.Namespace) -> None:

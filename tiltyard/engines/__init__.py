@@ -1,24 +1,12 @@
-"""Engines: what happens inside the process tree that learns. One is picked by `engine.kind`; none knows launchers."""
+"""Engines: everything inside the process tree that learns. `engine.kind` picks one; none knows about launchers."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
-from tiltyard.errors import UseError
-from tiltyard.plugins import resolve
-from tiltyard.processes.resources import free_memory
-from tiltyard.types import Arrays, Engine, EnvSpec
-
-# For each learner:
-LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
-# Weights, gradients, two moments of Adam; weights and moments before an update; the evaluator's, those going to disk.
-WEIGHT_COPIES = 9
-VERSION_COPIES = 4  # of each past version: the driver's, the shared one, a worker's and the evaluator's
+from tiltyard.types import Engine, EnvSpec
 
 
 def make_engine(
@@ -29,10 +17,10 @@ def make_engine(
     *,
     same_run: bool = False,
 ) -> Engine:
-    """The engine that the experiment asks for; where it may choose, as the checkpoint that it continues has chosen.
+    """Build the engine of an experiment; "auto" settings keep the values of the checkpoint that it continues.
 
-    What only changes how results are rounded is kept when it is the `same_run` that continues, and chosen anew in a
-    fork."""
+    The number of threads, which changes only how results are rounded, is kept by the `same_run` but not by a fork.
+    """
     if experiment.engine.kind == "rllib":
         from tiltyard.engines.engine_state import read_env_steps
         from tiltyard.engines.rllib.engine import RllibEngine
@@ -50,105 +38,3 @@ def make_engine(
     from tiltyard.engines.local.engine import LocalEngine
 
     return LocalEngine(experiment, spec, base, chosen)
-
-
-def has_workers(experiment: Experiment) -> bool:
-    """Whether there will be processes beside the driver's, as far as that is known without looking at the env."""
-    engine = experiment.engine
-    return engine.kind == "local" and (engine.mode == "async" or engine.workers not in ("auto", 0))
-
-
-def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
-    """Everything about model and size that can be known before a run exists: options, shapes, device, memory.
-
-    `continues` is the checkpoint that training will go on from: its weights must fit.
-    """
-    if experiment.engine.kind == "rllib":
-        from tiltyard.engines.rllib.engine import check_rllib
-
-        check_rllib(experiment, spec)
-    from tiltyard.algos.pbt import parse_tunables
-    from tiltyard.algos.ppo import Ppo
-    from tiltyard.engines.learner import check_learners, device_named
-    from tiltyard.engines.policies.frozen import frozen_nets
-    from tiltyard.engines.policies.matchmaking import Match
-    from tiltyard.models.policy import saved_policies
-    from tiltyard.models.policy_net import PolicyNet
-    from tiltyard.run.checkpoint import read_tree
-
-    if experiment.engine.kind != "rllib":
-        check_learners(experiment.engine.learners, device_named(experiment.engine.device))
-        _check_affinity(experiment)
-    _check_memory(experiment, spec)
-    _check_weights(experiment, spec, base)
-    Match(experiment, spec.agents)
-    if experiment.population is not None:
-        parse_tunables(experiment.population.space)
-    frozen_nets(experiment, spec, base)
-    net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
-    if isinstance(experiment.algo, Own):
-        Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
-    if continues is not None:
-        for name in [name for name in saved_policies(continues) if name in experiment.learning]:
-            net.load_arrays(read_tree(continues / "policies", name)["weights"])
-    elif experiment.model.init:  # what goes on from a checkpoint has no use for it, and it may be gone
-        source = Path(experiment.model.init)
-        _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])
-
-
-def _check_affinity(experiment: Experiment) -> None:
-    if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
-        raise UseError(
-            "engine.affinity = true: this system does not let processes be pinned to cores", "leave engine.affinity out"
-        )
-
-
-def _check_init(ours: Arrays, theirs: Arrays) -> None:
-    """Weights to start from are of use when at least one of them fits."""
-    if not any(name in theirs and theirs[name].shape == array.shape for name, array in ours.items()):
-        there, here = (", ".join(f"{n} {a.shape}" for n, a in [*side.items()][:3]) for side in (theirs, ours))
-        raise UseError(
-            f"model.init: no weight there fits this model (there {there}, ...; here {here}, ...)",
-            "start from a run with a similar env and model, or leave model.init out",
-        )
-
-
-def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-    """A built-in model is first built without memory; a user's cannot be, and is theirs to size."""
-    import torch
-
-    from tiltyard.models.policy_net import PolicyNet
-
-    if any(resolve.kind_of(text) for _, _, text in resolve.model_plugins(experiment.model)):
-        return
-    with torch.device("meta"):
-        count = PolicyNet(spec, experiment.model, base, seed=0).parameter_count
-    learners = experiment.engine.learners * len(experiment.learning)
-    versions = sum(past.keep for past in experiment.past.values())
-    wanted, free = 4 * count * (WEIGHT_COPIES * learners + VERSION_COPIES * versions), free_memory()
-    if free is not None and wanted > free:
-        raise UseError(
-            f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB to be trained, "
-            f"and {free / 2**30:.1f} GiB are free",
-            "set smaller widths: model.hidden, model.memory.size, or the encoder's options",
-        )
-
-
-def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
-    """The rollout is allocated whole: more of it than there is memory is refused with the numbers, not tried."""
-    from tiltyard.engines.local.engine import slots_each
-
-    numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
-    each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
-    envs, steps = experiment.envs, experiment.algo.rollout
-    rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
-    engine = experiment.engine
-    times = LEARNING_COPIES * engine.learners + (slots_each(engine.mode) if has_workers(experiment) else 0)
-    wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
-    if free is not None and wanted > free:
-        raise UseError(
-            f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
-            f"with {copies:,} copies of the env, "
-            f"and {free / 2**30:.1f} GiB are free",
-            "use fewer envs or shorter rollouts",
-        )

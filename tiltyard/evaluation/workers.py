@@ -12,7 +12,7 @@ def share_out(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One child per task, answers in order. A child that fails speaks for all: its sentence is raised, the rest end."""
     hint = "the env or the system ended it; what it said is above"
     with children("tiltyard.evaluation.workers", tasks, "evaluation worker", hint) as started:
-        return [child.hear() for child in started]
+        return [child.recv() for child in started]
 
 
 def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:

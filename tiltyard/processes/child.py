@@ -43,15 +43,15 @@ class Child:
             text=True,
             start_new_session=True,  # no terminal: an env that reads passwords there would stop the whole job
         )
-        self.tell(task)
+        self.send(task)
 
-    def tell(self, word: Word) -> None:
+    def send(self, word: Word) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # that it is dead is told by `hear`
             self.process.stdin.write(json.dumps(word) + "\n")
             self.process.stdin.flush()
 
-    def hear(self) -> Word:
+    def recv(self) -> Word:
         """The next line of the child; what it failed with is raised here."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -90,11 +90,11 @@ class Parent:
     def __init__(self, answers: TextIO, words: queue.SimpleQueue[Word]) -> None:
         self._answers, self._words = answers, words
 
-    def tell(self, word: Word) -> None:
+    def send(self, word: Word) -> None:
         self._answers.write(json.dumps(word) + "\n")
         self._answers.flush()
 
-    def hear(self) -> Word:
+    def recv(self) -> Word:
         """The next word, the task being the first; waits for it."""
         return self._words.get()
 
@@ -108,16 +108,16 @@ def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take what is meant for us
     line = Parent(answers, _listen_to(parent, told))
-    task = line.hear()
+    task = line.recv()
     try:
         said = perform(task, line)
     except TiltyardError as error:
         wrong_use = isinstance(error, UseError)
         said = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
-    line.tell(said)
+    line.send(said)
 
 
-def leave_to_others(*numbers: int) -> None:
+def take_no_action_on(*numbers: int) -> None:
     """Do nothing about signals that are for another process, which tells what follows from them. Ignoring them would be
     inherited: a simulator that an env starts would be deaf to its terminate(), too."""
     for number in numbers:

@@ -1,18 +1,18 @@
-"""A process that has torch imported already and forks workers on request, so that a new one is there in milliseconds.
-Learners beside the driver's and an actor that decides for all workers are born and die in the same way.
+"""A fork server: a process that has torch imported already and forks others on request, in milliseconds each.
 
-    driver ── {"number": 3, ...} + file descriptors ──> nursery ── fork ──> worker, or another nursery
-    driver <── {"started": pid} / {"exited": pid, "status": s} ── nursery
+    driver ── {"run": "module:function", "name": ..., "number": 3, ...} + file descriptors ──> fork server ── fork
+    driver <── {"started": pid, "number": 3} / {"exited": pid, "status": code} ── fork server
 
-Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver goes, in whatever way, the
-socket closes, the nursery ends its workers and itself; when the nursery is killed, the kernel kills its workers. What
-an env leaves behind, a simulator say, falls to the nursery when its worker ends, and is ended too (on Linux).
+Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver ends, the socket closes and
+the fork server ends its children and itself; when the fork server is killed, the kernel kills its children. Processes
+that an env leaves behind, such as a simulator, become children of the fork server and are ended too (on Linux).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -21,53 +21,54 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tiltyard.errors import TiltyardError
 from tiltyard.processes import reaper
-from tiltyard.processes.child import die_with, leave_to_others
+from tiltyard.processes.child import die_with, take_no_action_on
 
-LARGEST = 1 << 20  # bytes of a message: an experiment with its spec
-_START = "import sys; sys.path.append({root!r}); from tiltyard.processes.fork_server import main; main({fd})"
+MAX_BYTES = 1 << 20  # of a message: an experiment with its spec
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-NURSERY = "n"  # the role of a copy of the nursery itself
-TIMEOUT = 10.0  # seconds that a nursery may take to end
+TIMEOUT = 10.0  # seconds that a fork server may take to exit
+_COPY = "copy"  # as `run`: a copy of the fork server itself
+_START = "import sys; sys.path.append({root!r}); from tiltyard.processes.fork_server import main; main({fd}, {preload})"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class ForkServer:
-    """The driver's end. `without` says how to do without those that are born here. A process of its own, or with a
-    `mother` a copy of hers, which is there at once."""
+    """The driver's end. `preload` are modules to import before the first fork; `hint` is for errors. With a `parent` it
+    is a copy of that one, which is ready at once."""
 
     def __init__(
-        self, without: str = "engine.workers=0 does without workers", *, parent: ForkServer | None = None
+        self,
+        preload: Sequence[str] = (),
+        hint: str = "engine.workers=0 needs no worker processes",
+        *,
+        parent: ForkServer | None = None,
     ) -> None:
-        self._without = without
+        self._hint = f"see the messages above; {hint}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-        self._process = self._started(theirs) if parent is None else None
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
+        self._process = self._start(theirs, preload) if parent is None else None
         if parent is not None:
-            while (
-                parent.poll_events() is not None
-            ):  # births and deaths of others, which would fill the socket in the end
+            while parent.poll_events() is not None:  # events of other copies would fill the socket in the end
                 pass
-            parent.fork({"role": NURSERY, "number": 0}, [theirs.fileno()])
+            parent.fork({"run": _COPY, "number": 0}, [theirs.fileno()])
         theirs.close()
         self._socket = ours
 
     @staticmethod
-    def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(theirs: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-P", "-c", _START.format(root=root, fd=theirs.fileno())]
-        # One thread until a worker asks for more: a pool of threads does not survive a fork.
-        environment = {**_environment(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        start = _START.format(root=root, fd=theirs.fileno(), preload=list(preload))
         return subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-c", start],
             stdin=subprocess.DEVNULL,
             stdout=2,  # stdout is the driver's, for data
-            env=environment,
+            env={**_environment(), **_ONE_THREAD},  # a thread pool does not survive a fork
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -76,42 +77,39 @@ class ForkServer:
         return self._socket.fileno()
 
     def fork(self, task: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a worker (`role` w), an actor (a), a learner (l) or a copy (n); its birth is told by `news`."""
+        """Call `task["run"]`, a "module:function", with (task, fds) in a new process, shown as `task["name"]` by `ps`.
+        Its pid is reported by `poll_events`, with `task["number"]`."""
         try:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
         except OSError as error:
-            raise TiltyardError(
-                f"processes cannot be started: {error.strerror}", f"see the messages above; {self._without}"
-            ) from error
+            raise TiltyardError(f"cannot start processes: {error.strerror}", self._hint) from error
 
     def poll_events(self) -> dict[str, Any] | None:
-        """The next message if there is one; a nursery that is gone is an error."""
+        """The next event, if there is one; an error if the fork server is gone."""
         if not select.select([self._socket], [], [], 0)[0]:
             return None
         try:
-            word = self._socket.recv(LARGEST)
-        except ConnectionError:  # it ended before it read what it was asked
-            word = b""
-        if not word:
-            code = "" if self._process is None else f" with exit code {self._process.wait()}"
-            raise TiltyardError(
-                f"the process that starts others ended{code}", f"see the messages above; {self._without}"
-            )
-        found: dict[str, Any] = json.loads(word)
-        return found
+            message = self._socket.recv(MAX_BYTES)
+        except ConnectionError:  # it exited before it read our last message
+            message = b""
+        if not message:
+            code = "" if self._process is None else f" with code {self._process.wait()}"
+            raise TiltyardError(f"the fork server exited{code}", self._hint)
+        event: dict[str, Any] = json.loads(message)
+        return event
 
     def discard(self) -> None:
-        """End one that nobody was born in yet, without waiting for its imports."""
+        """End one that has not forked anything yet, without waiting for its imports."""
         if self._process is not None:
             self._process.kill()
         self.close()
 
     def close(self) -> None:
-        """End all workers and the nursery, and wait until they are gone."""
+        """End the fork server and its children, and wait until they are gone."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(TIMEOUT)
-            while self._socket.recv(LARGEST):  # deaths that nobody asks about any more, and then its own
+            while self._socket.recv(MAX_BYTES):  # exits of children, then the end of the socket
                 pass
         self._socket.close()
         if self._process is None:
@@ -123,82 +121,79 @@ class ForkServer:
             self._process.wait()
 
 
-class _Early:
-    """At most one nursery that imports torch while the driver still looks at the env, and where it was started."""
+class _Standby:
+    """At most one fork server, started early to import torch while the driver still probes the env. It fits only the
+    folder and environment variables that it was started with."""
 
     def __init__(self) -> None:
-        self._kept: tuple[ForkServer, tuple[object, ...]] | None = None
+        self._ready: tuple[ForkServer, tuple[object, ...]] | None = None
         self._parent: tuple[ForkServer, tuple[object, ...]] | None = None
-        self._many = False
+        self._shared = False
 
-    def start(self) -> ForkServer:
+    def start(self, preload: Sequence[str]) -> ForkServer:
         self.end()
-        self._kept = (ForkServer(), self._here())
-        return self._kept[0]
+        self._ready = (ForkServer(preload), self._place(preload))
+        return self._ready[0]
 
-    def take(self) -> ForkServer:
-        """The one that was started in this folder with these environment variables; a new one if there is none, and a
-        copy of the first within `many`."""
-        if self._parent is not None and self._parent[1] == self._here():
+    def take(self, preload: Sequence[str]) -> ForkServer:
+        """The one in standby if it fits, else a new one; within `shared`, a copy of the first."""
+        place = self._place(preload)
+        if self._parent is not None and self._parent[1] == place:
             return ForkServer(parent=self._parent[0])
-        if self._kept is None or self._kept[1] != self._here():
-            self.start()
-        assert self._kept is not None
-        taken, self._kept = self._kept, None
-        if self._many and self._parent is None:
+        if self._ready is None or self._ready[1] != place:
+            self.start(preload)
+        assert self._ready is not None
+        taken, self._ready = self._ready, None
+        if self._shared and self._parent is None:
             self._parent = taken
             return ForkServer(parent=taken[0])
         return taken[0]
 
     def end(self) -> None:
-        if self._kept is not None:
-            self._kept[0].discard()
-            self._kept = None
+        if self._ready is not None:
+            self._ready[0].discard()
+            self._ready = None
 
     @contextlib.contextmanager
-    def many(self) -> Iterator[None]:
-        """Within this, all that are taken are copies of the first: for whoever builds engine after engine."""
-        self._many = True
+    def shared(self) -> Iterator[None]:
+        """Within this, every fork server taken is a copy of the first: for callers that build many engines."""
+        self._shared = True
         try:
             yield
         finally:
-            parent, self._parent, self._many = self._parent, None, False
+            parent, self._parent, self._shared = self._parent, None, False
             if parent is not None:
                 parent[0].close()
 
     @staticmethod
-    def _here() -> tuple[object, ...]:
-        return os.getpid(), Path.cwd(), _environment()
+    def _place(preload: Sequence[str]) -> tuple[object, ...]:
+        return os.getpid(), Path.cwd(), _environment(), tuple(preload)
 
 
-early = _Early()
+standby = _Standby()
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without the guard's mark: a nursery ends by itself, and has things to end before."""
+    """This process's, without the reaper's mark: a fork server has children to end before it exits."""
     return {name: value for name, value in os.environ.items() if name != reaper.MARK}
 
 
-# ------------------------------------------------------------------------------------------------ in the nursery
+# ------------------------------------------------------------------------------------------------ in the fork server
 
 
-def main(fd: int) -> None:
-    """Import what workers need, then fork until the driver goes.
+def main(fd: int, preload: Sequence[str]) -> None:
+    """Import the modules that children need, then fork until the driver is gone.
 
-    The kernel is not asked to end this process with the driver: it has to end what envs have left behind first.
+    The kernel is not asked to end this process with the driver: it must first end what envs have left behind.
     """
-    leave_to_others(signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)  # the driver tells us what follows
-    from tiltyard.engines.local import (
-        inference_server,
-        learner_worker,  # torch and all that is ours
-        worker,
-    )
-
-    _serve(fd, {"w": worker.work, "a": inference_server.work, "l": learner_worker.work})
+    take_no_action_on(signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)  # the driver decides what follows
+    for module in preload:
+        importlib.import_module(module)
+    _serve(fd)
 
 
-def _serve(fd: int, lives: dict[str, Any]) -> None:
-    """Fork whoever is asked for, tell who ended, and end all when the driver goes."""
+def _serve(fd: int) -> NoReturn:
+    """Fork on request, report exits, and end all children when the driver is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     channel = socket.socket(fileno=fd)
@@ -206,42 +201,42 @@ def _serve(fd: int, lives: dict[str, Any]) -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    dead: dict[int, float] = {}  # workers, and when what they left behind is ended
+    due: dict[int, float] = {}  # pid of a dead child -> when the processes that it left behind are killed
     while True:
-        left = max(0.0, min(dead.values()) - time.monotonic()) if dead else None
+        left = max(0.0, min(due.values()) - time.monotonic()) if due else None
         ready, _, _ = select.select([fd, reader], [], [], left)
         now = time.monotonic()
-        late = {pid for pid, due in dead.items() if now >= due}
+        late = {pid for pid, at in due.items() if now >= at}
         if late:
-            found = _end_orphans(alive, late)  # what those leave in turn falls to us as well
-            dead = {pid: due for pid, due in dead.items() if pid not in late} | dict.fromkeys(found, now + reaper.GRACE)
+            found = _kill_orphans(alive, late)  # whose own children become ours as well
+            due = {pid: at for pid, at in due.items() if pid not in late} | dict.fromkeys(found, now + reaper.GRACE)
         if reader in ready:
             os.read(reader, 4096)
-            dead |= dict.fromkeys(_reap(channel, alive), now + reaper.GRACE)
+            due |= dict.fromkeys(_reap(channel, alive), now + reaper.GRACE)
         if fd in ready:
             try:
-                word, fds, _, _ = socket.recv_fds(channel, LARGEST, 16)
+                message, fds, _, _ = socket.recv_fds(channel, MAX_BYTES, 16)
             except ConnectionError:
                 break
-            if not word:
+            if not message:
                 break
-            here, pid = os.getpid(), os.fork()
+            task, server, pid = json.loads(message), os.getpid(), os.fork()
             if pid == 0:
                 channel.close()
                 os.close(reader)
                 os.close(writer)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                task = json.loads(word)
-                if task["role"] == NURSERY:
-                    os.setsid()
-                    die_with(here)
-                    _serve(fds[0], lives)
-                _live(here, lives[task["role"]], task, fds)
+                _run_child(server, task, fds)
             for each in fds:
                 os.close(each)
             alive.add(pid)
-            _tell(channel, {"started": pid, "number": json.loads(word)["number"]})
+            _send(channel, {"started": pid, "number": task["number"]})
+    _end_all(alive)
+    os._exit(0)
+
+
+def _end_all(alive: Collection[int]) -> None:
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     for pid in alive:
@@ -249,31 +244,31 @@ def _serve(fd: int, lives: dict[str, Any]) -> None:
     until = time.monotonic() + reaper.GRACE
     while _orphans(()) and time.monotonic() < until:
         time.sleep(0.01)
-    while _end_orphans((), None):
+    while _kill_orphans((), None):
         time.sleep(0.01)
-    os._exit(0)
 
 
 def _orphans(alive: Collection[int]) -> dict[int, int]:
-    """Children of this process that it has not forked itself, and the worker that each comes from, 0 where nothing
-    tells. The dead among them are buried."""
+    """Children of this process that it has not forked itself -> the child that each comes from, 0 if unknown. Dead ones
+    are reaped."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # exited meanwhile
             state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             pid = int(stat.parent.name)
             if int(parent) == os.getpid() and pid not in alive:
                 if state == "Z":
                     os.waitpid(pid, os.WNOHANG)
                 else:
-                    # The worker that a program was started in; of a mere fork, whose environment is older, the session.
+                    # The worker that started a program; for a plain fork, whose environment is older, the session.
                     mark = reaper.mark_of(pid, reaper.WORKER)
                     found[pid] = int(mark if mark.isdecimal() else session)
     return found
 
 
-def _end_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[int]:
-    """End what these workers left behind, or everybody; whose there were. What a living worker sent away is its own."""
+def _kill_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[int]:
+    """Kill what these children left behind, or everything; returns those that had left something. Processes detached by
+    a child that is still alive are left alone."""
     found = {pid: owner for pid, owner in _orphans(alive).items() if owners is None or owner in owners}
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -281,15 +276,19 @@ def _end_orphans(alive: Collection[int], owners: Collection[int] | None) -> set[
     return set(found.values())
 
 
-def _live(fork_server: int, work: Any, task: dict[str, Any], fds: list[int]) -> None:
-    """A worker's life, in a session of its own; it never returns into the nursery's loop."""
+def _run_child(server: int, task: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Run a task in a session of its own; never returns into the fork server's loop."""
     code = 1
     try:
         os.setsid()
+        if task["run"] == _COPY:
+            die_with(server)
+            _serve(fds[0])
         os.environ[reaper.WORKER] = str(os.getpid())
-        die_with(fork_server)
-        name_process(f"tiltyard-{task['role']}{task['number']}")
-        work(task, fds)
+        die_with(server)
+        name_process(task["name"])
+        module, _, function = task["run"].partition(":")
+        getattr(importlib.import_module(module), function)(task, fds)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -303,25 +302,25 @@ def _live(fork_server: int, work: Any, task: dict[str, Any], fds: list[int]) -> 
 
 
 def _reap(channel: socket.socket, alive: set[int]) -> list[int]:
-    """Tell of every worker that ended; returns them."""
-    buried = []
+    """Report every child that has exited; returns their pids."""
+    reaped = []
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
         if pid in alive:
             alive.remove(pid)
-            buried.append(pid)
-            _tell(channel, {"exited": pid, "status": os.waitstatus_to_exitcode(status)})
-    return buried
+            reaped.append(pid)
+            _send(channel, {"exited": pid, "status": os.waitstatus_to_exitcode(status)})
+    return reaped
 
 
-def _tell(channel: socket.socket, word: dict[str, Any]) -> None:
+def _send(channel: socket.socket, event: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the driver is gone, which the loop will see
-        channel.send(json.dumps(word).encode())
+        channel.send(json.dumps(event).encode())
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `top` show."""
+    """Set what `ps` and `top` show."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])

@@ -320,7 +320,7 @@ def _try_out(
         resume = experiment.resume
         continues = None if resume in ("auto", "never") else Path(resume)
         copies, _ = check_copies(experiment, base, continues, folder)
-        fork_server.early.end()  # nobody trains in this process
+        fork_server.standby.end()  # no training happens in this process
         for file in copies.files:
             if file.parts[0] == "plugins" and file.parts[1] != "outside":
                 plugins.setdefault(file, folder / file)

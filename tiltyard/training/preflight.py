@@ -23,8 +23,9 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded, as_overrides, load, refuse_presets
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
-from tiltyard.engines import check_engine, has_workers
+from tiltyard.engines.local import PRELOAD
 from tiltyard.engines.policies.frozen import freeze
+from tiltyard.engines.preflight import check_engine, has_workers
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.rollouts import require_recordable
@@ -236,15 +237,15 @@ def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continue
     free_cores.cache_clear()  # what was seen before an earlier training is no longer so
     if has_workers(experiment):
         if "auto" in (experiment.engine.workers, experiment.engine.threads):
-            free_cores()  # now: the nursery is busy at first, and would be seen
-        fork_server.early.start()  # it needs as long as the probe and the model do
+            free_cores()  # now: the fork server will keep a core busy at first
+        fork_server.standby.start(PRELOAD)  # it needs as long as the probe and the model do
     try:
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)
         if experiment.eval.video:
             require_recordable(spec, experiment.env)
         check_engine(experiment, spec, base, continues)
     except BaseException:
-        fork_server.early.end()
+        fork_server.standby.end()
         raise
     return spec
 

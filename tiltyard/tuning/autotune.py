@@ -22,8 +22,9 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, Loaded
-from tiltyard.engines import check_engine, make_engine
+from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import RULE, Candidates, Point, own_point
+from tiltyard.engines.preflight import check_engine
 from tiltyard.engines.topology import topology
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies
@@ -105,7 +106,7 @@ def tune(
     began = time.monotonic()
     threads = torch.get_num_threads()
     field_ = _Field(experiment, spec, base, began, seconds, say)
-    with fork_server.early.many():
+    with fork_server.standby.shared():
         try:
             own, chosen = _search(field_, kept)
         finally:

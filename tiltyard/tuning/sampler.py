@@ -134,14 +134,14 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
     }
     tasks = [{**task, "first": a, "envs": b - a} for a, b in pairwise(first)]
     with children("tiltyard.tuning.sampler", tasks, "sampling process", "run the env by itself to see why") as started:
-        weighed = [child.hear()["env_bytes"] for child in started]
+        weighed = [child.recv()["env_bytes"] for child in started]
         for child in started:
-            child.tell({"go": True})
+            child.send({"go": True})
         ticks = []
         for child in started:
-            heard = [child.hear()]
+            heard = [child.recv()]
             while "over" not in heard[-1]:
-                heard.append(child.hear())
+                heard.append(child.recv())
             ticks.append(np.array([each["tick"] for each in heard[:-1]]))
     return summary(ticks, envs, weighed[0])  # of the first process, which looks at itself where it can
 
@@ -221,8 +221,8 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
         group, now = build(task["envs"])
     timed = [_Timed(made) for made in group.envs]
     group.envs = [*timed]
-    parent.tell({"ready": True, "env_bytes": env_bytes})
-    parent.hear()
+    parent.send({"ready": True, "env_bytes": env_bytes})
+    parent.recv()
     _step(EnvStepper(group, now), timed, task["seconds"], parent)
     group.close()
     return {"over": True}
@@ -232,14 +232,14 @@ def _step(walk: EnvStepper, timed: Sequence[_Timed], seconds: float, parent: Par
     """Walk until the time is over, telling how far it is now and then."""
     interval = max(SHORTEST_TICK, seconds / TICKS)
     mark = began = time.monotonic()
-    parent.tell({"tick": [began, 0, 0, 0.0]})
+    parent.send({"tick": [began, 0, 0, 0.0]})
     while mark < began + seconds:
         due = min(mark + interval, began + seconds)
         while mark < due:
             walk.step()
             mark = time.monotonic()
         resets = sum(each.seconds for each in timed)
-        parent.tell({"tick": [mark, walk.env_steps, walk.frames, resets]})
+        parent.send({"tick": [mark, walk.env_steps, walk.frames, resets]})
 
 
 if __name__ == "__main__":

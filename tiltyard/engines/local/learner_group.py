@@ -29,6 +29,7 @@ from tiltyard.algos.allreduce import TIMEOUT, PeerLostError, ProcessGroup
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
+from tiltyard.engines.local import LEARNER, PRELOAD
 from tiltyard.engines.local.shared_memory import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
@@ -91,12 +92,12 @@ class LearnerProcesses:
     ) -> None:
         size = experiment.engine.learners
         self._board = Board(experiment, spec, net, algo)
-        self._fork_server = ForkServer("engine.learners=1 does without")
+        self._fork_server = ForkServer(PRELOAD, "engine.learners=1 needs no learner processes")
         self._members: list[_Member] = []
         self._deaths: dict[int, int] = {}  # pid -> exit code, negative for a signal
         meeting = Path(tempfile.mkdtemp(prefix="tiltyard-meeting-"))  # for this user only
         task = {
-            "role": "l",
+            "run": LEARNER,
             "experiment": experiment.model_dump(mode="json", by_alias=True),
             "spec": spec_to_json(spec),
             "base": [str(Path(place).absolute()) for place in base],
@@ -105,7 +106,7 @@ class LearnerProcesses:
         }
         try:
             for rank in range(1, size):
-                self._start({**task, "number": rank})
+                self._start({**task, "name": f"tiltyard-l{rank}", "number": rank})
             self._hear("ready")  # before anybody waits for them in the meeting
             self._tell({"do": "join"})
             self.group = ProcessGroup(meeting, 0, size, net.log_std.device, self._look)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiltyard.engines.local import INFERENCE_SERVER, PRELOAD, WORKER
 from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
 from tiltyard.envs.isolation.server import STACK
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
@@ -96,7 +97,7 @@ class WorkerPool:
         self.events: list[str] = []
         self.restarts = 0
         self.episodes_begun = [0] * count
-        self._fork_server = fork_server.early.take()
+        self._fork_server = fork_server.standby.take(PRELOAD)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fork_server, selectors.EVENT_READ, None)
         self.members = [_Member(number) for number in range(count)]
@@ -185,7 +186,8 @@ class WorkerPool:
     def _start_actor(self) -> _Actor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = make_memory(1)  # grows with what is written; a pipe that nobody reads would hold up a long text
-        self._fork_server.fork({**self._task, "role": "a", "number": 0}, [self.slab.fd, theirs.fileno(), words])
+        task = {**self._task, "run": INFERENCE_SERVER, "name": "tiltyard-a0", "number": 0}
+        self._fork_server.fork(task, [self.slab.fd, theirs.fileno(), words])
         theirs.close()
         actor = _Actor(ours, words)
         self._unborn.append(actor)
@@ -198,7 +200,8 @@ class WorkerPool:
         begun = self.episodes_begun[member.number]
         task = {
             **self._task,
-            "role": "w",
+            "run": WORKER,
+            "name": f"tiltyard-w{member.number}",
             "number": member.number,
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }

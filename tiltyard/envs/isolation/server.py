@@ -33,7 +33,7 @@ from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
 from tiltyard.plugins.resolve import user_traceback
-from tiltyard.processes.child import die_with, leave_to_others
+from tiltyard.processes.child import die_with, take_no_action_on
 from tiltyard.processes.resources import resident_memory
 
 STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
@@ -133,7 +133,7 @@ def _may_end(answer: Any) -> bool:
 def main(owner: int, control: int, fds: list[int]) -> None:
     """The landlord: a process per socket, then news of their deaths until the group's process goes."""
     die_with(owner)
-    leave_to_others(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    take_no_action_on(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     news = socket.socket(fileno=control)
     alive: dict[int, int] = {}
     for place, fd in enumerate(fds):
