@@ -56,7 +56,7 @@ def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not
 
 
 @pytest.mark.parametrize(
-    ("mode", "usable", "free", "workers", "said"),
+    ("mode", "usable", "free", "workers", "why"),
     [
         ("sync", 4, 4.0, 4, "4 cores to use"),
         ("sync", 4, 3.0, 3, "4 cores to use, 1 of them busy"),
@@ -68,10 +68,10 @@ def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not
     ],
 )
 def test_a_worker_for_each_core_that_is_free(
-    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, output: str
+    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, why: str
 ) -> None:
     found = topology(experiment(f"engine.mode={mode}"), slow, usable=usable, free=free)
-    assert found.workers == workers and found.why.endswith(output)
+    assert found.workers == workers and found.why.endswith(why)
 
 
 def test_a_run_that_goes_on_has_as_many_groups_as_before(slow: EnvSpec) -> None:
