@@ -11,7 +11,7 @@ import pytest
 import tiltyard as product
 from tests.cli.test_train import QUICK
 from tests.conftest import Command, in_own_process
-from tiltyard.api import begin
+from tiltyard.api import create_run
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run, find
@@ -64,7 +64,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
         ("resume fork", ["track.wandb.mode=online"], "", "needs a W&B login"),
         ("resume", ["stop.env_steps=2_000"], "env.py", "no licence"),
         ("resume fork", ["stop.env_steps=2_000"], "net.py", "the weights are of another model"),
-        ("resume fork", ["stop.env_steps=2_000", "--expect", "retrun>=1"], "", "retrun is no metric"),
+        ("resume fork", ["stop.env_steps=2_000", "--expect", "retrun>=1"], "", "retrun is not a known metric"),
     ):
         if file:
             kept = (plugins / file).read_text()
@@ -176,7 +176,7 @@ def test_a_tracker_lost_since_cannot_stop_a_resume(runs: Path, monkeypatch: pyte
     """A job that is started again at night must go on, with or without its W&B login."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")  # seconds that wandb looks for a login; 30 otherwise
-    run = begin(prepare("identity", [*SHORT, "track.wandb.mode=online"]))
+    run = create_run(prepare("identity", [*SHORT, "track.wandb.mode=online"]))
     monkeypatch.delenv("WANDB_API_KEY")
     assert "W&B is off for the rest of this attempt" in in_own_process("resume", run.id, "--plain").stderr
     assert run.status()["state"] == "finished"

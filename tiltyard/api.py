@@ -1,11 +1,10 @@
-"""From a description to a trained policy: make the run folder, train it here.
+"""The Python face: from a description to a trained policy, in this process. The command line uses the same functions.
 
     train(TARGET)   load settings -> probe env, build model once, check memory -> create folder -> training loop
     resume(RUN)     same folder, newest valid checkpoint, perhaps changed settings; checked before it is locked
     fork(RUN)       new folder that starts from a copy of one checkpoint, lineage recorded
 
-Nothing is created or changed before every check has passed: those are `preparation` and `resumption`. Command line and
-Python use these same functions.
+Nothing is created or changed before every check has passed (training.preflight, training.resume).
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ def train(
 ) -> Run:
     """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run.
 
-    A profile whose launcher is slurm is refused: this trains in this process.
+    A profile that submits jobs is refused.
     """
     if profile is not None and pick_profile(load_site()[0], profile).launcher != "local":
-        raise UseError(f"profile {profile!r} starts a job, and this trains here", f"tiltyard train ... --on {profile}")
-    prepared = prepare(target, overrides, profile=profile)
-    run = create_run(prepared)
-    run_training(run, fresh_setup(run, prepared.spec), live=live)
+        raise UseError(f"profile {profile!r} submits a job; train() runs here", f"tiltyard train ... --on {profile}")
+    checked = prepare(target, overrides, profile=profile)
+    run = create_run(checked)
+    run_training(run, fresh_setup(run, checked.spec), live=live)
     return run
 
 
@@ -55,10 +54,10 @@ def resume(
 ) -> Run:
     """Continue a run, with changed settings if given: `resume(run, ["stop.env_steps=2e6"])` trains it longer.
 
-    The code of its plug-ins is run only when the run is this user's own, or with `trust_code`.
+    Its plug-ins are executed only if the run belongs to this user, or with `trust_code`.
     """
-    run, plan = prepare_resume(source, overrides, trust_code=trust_code)
-    run_training(run, plan, live=live)
+    run, setup = prepare_resume(source, overrides, trust_code=trust_code)
+    run_training(run, setup, live=live)
     return run
 
 
@@ -70,41 +69,41 @@ def fork(
     live: bool | None = None,
     trust_code: bool = False,
 ) -> Run:
-    """A new run that starts from one of another run's checkpoints with changed settings."""
-    prepared = prepare_fork(source, overrides, at=at, trust_code=trust_code)
-    run = create_run(prepared)
-    run_training(run, fresh_setup(run, prepared.spec), live=live)
+    """Start a new run from a checkpoint of another run, with changed settings."""
+    checked = prepare_fork(source, overrides, at=at, trust_code=trust_code)
+    run = create_run(checked)
+    run_training(run, fresh_setup(run, checked.spec), live=live)
     return run
 
 
 # ------------------------------------------------------------------------------------------------ folders
 
 
-def create_run(prepared: CheckedExperiment, *, seed: int | None = None) -> Run:
-    """Make the run folder; with another seed if asked."""
-    loaded, origin = prepared.loaded, prepared.origin
+def create_run(checked: CheckedExperiment, *, seed: int | None = None) -> Run:
+    """Make the run folder, with another seed if given."""
+    loaded, origin = checked.loaded, checked.origin
     experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
     run = create(
-        prepared.root,
+        checked.root,
         experiment,
         source_text=loaded.source_text,
         source_name=loaded.source.name if loaded.source else None,
         base=loaded.base,
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
         parent=origin.lineage() if origin is not None else None,
-        copies=prepared.copies,
-        profile=prepared.profile,
-        schedule=prepared.schedule,
+        copies=checked.copies,
+        profile=checked.profile,
+        schedule=checked.schedule,
     )
     if origin is not None:
         checkpoint.copy_into(run, origin.checkpoint, score=origin.score)
-        said = f"forked from {origin.parent.id} at env step {origin.checkpoint.env_steps:,}"
-        log_event(run, "forked", said, changes=origin.changes)
+        message = f"forked from {origin.parent.id} at env step {origin.checkpoint.env_steps:,}"
+        log_event(run, "forked", message, changes=origin.changes)
     return run
 
 
 def fresh_setup(run: Run, spec: EnvSpec) -> AttemptSetup:
-    """The plan of a run that was made a moment ago."""
+    """The setup of the first attempt at a new run."""
     experiment = run.experiment()
     return AttemptSetup(experiment, experiment, spec)
 
@@ -112,26 +111,27 @@ def fresh_setup(run: Run, spec: EnvSpec) -> AttemptSetup:
 # ------------------------------------------------------------------------------------------------ training
 
 
-def run_training(run: Run, plan: AttemptSetup, *, live: bool | None = None) -> Outcome:
-    """Train the run in this process as planned, one stretch after another, and say at the end what to type next."""
+def run_training(run: Run, setup: AttemptSetup, *, live: bool | None = None) -> Outcome:
+    """Train the run in this process, segment by segment of its settings schedule, and print what to type next."""
     while True:
-        screen = Screen(run, plan.settings, live=live)
+        screen = Screen(run, setup.experiment, live=live)
         try:
-            outcome = train_run(run, plan, screen=screen)
-            screen.finish(f"{outcome.state}: {outcome.reason}", [] if outcome.goes_on else next_commands(run, outcome))
+            outcome = train_run(run, setup, screen=screen)
+            lines = [] if outcome.has_next_segment else next_commands(run, outcome)
+            screen.finish(f"{outcome.state}: {outcome.reason}", lines)
         finally:
             screen.close()
-        if not outcome.goes_on:
+        if not outcome.has_next_segment:
             return outcome
-        plan = prepare_resume(run, trust_code=True)[1]  # whose code was accepted when it began
+        setup = prepare_resume(run, trust_code=True)[1]  # its code was accepted for the first segment
 
 
 def next_commands(run: Run, outcome: Outcome) -> list[str]:
-    """Where the run is and what one would type now."""
+    """The run's folder and the commands to type next."""
     lines = [f"run folder  {os.path.relpath(run.folder)}"]
     if outcome.state == "finished" and not outcome.trained:
         longer = f"tiltyard resume {run.typed} {_further(outcome)}"
-        lines += [f"next        nothing was left to train; to go on: {longer}"]
+        lines += [f"next        nothing left to train; to continue: {longer}"]
     elif outcome.state == "finished":
         film = " --video" if outcome.filmable else ""
         lines += [f"next        tiltyard eval {run.typed}{film}", f"            tiltyard show {run.typed}"]
@@ -141,7 +141,7 @@ def next_commands(run: Run, outcome: Outcome) -> list[str]:
 
 
 def _further(outcome: Outcome) -> str:
-    """The setting that a finished run goes on with: twice as far as it came, or without the goal it has reached."""
+    """The override that continues a finished run: twice its budget, or without the goal it has reached."""
     setting = outcome.reason.partition("=")[0]
     reached = getattr(outcome.progress, setting.removeprefix("stop."), None)
     return f"{setting}={'null' if reached is None else 2 * math.ceil(reached)}"

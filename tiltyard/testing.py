@@ -1,6 +1,6 @@
-"""Contract checks for plug-in authors, used by our own tests too. Each raises a TiltyardError that says what is wrong.
+"""Checks for plug-in authors. Each raises a TiltyardError that explains the problem.
 
-check_env("envs/maze.py:Maze", options={"size": 9})     an env: interface, spaces, seeding, coming back
+check_env("envs/maze.py:Maze", options={"size": 9})     an env: interface, spaces, seeding, restoring
 
 def test_maze():
     tiltyard.testing.check_env("envs/maze.py:Maze")
@@ -31,10 +31,10 @@ def check_env(
     steps: int = 200,
     rows: int = 2,
 ) -> EnvSpec:
-    """Probe the env, act in `rows` copies at random for `steps` env steps, and bring them back half way; its spec.
+    """Probe the env, act at random in `rows` copies for `steps` env steps, restore them half way; returns the EnvSpec.
 
     Checked beyond the probe: equal seeds and actions give equal answers, and a group saved, loaded into fresh envs
-    and continued equals one that was never interrupted (unless the env comes back with fresh episodes).
+    and continued equals one that was never interrupted (unless `restore_mode` is fresh).
     """
     from tiltyard.envs.probe import probe
 
@@ -48,10 +48,10 @@ def check_env(
         _same(settings, one, two, "reset")
         for index in range(steps):
             if index == steps // 2 and spec.restore_mode != "fresh":
-                _bring_back(settings, first, third)
+                _restore(settings, first, third)
                 first, third = third, first
                 one = first.current()
-                _same(settings, one, two, "coming back")
+                _same(settings, one, two, "restored")
             action = _actions(first, index, one)
             one, two = first.step(action), second.step(action.copy())
             if spec.restore_mode != "fresh":
@@ -75,11 +75,11 @@ def _actions(group: EnvGroup, index: int, now: Step) -> Any:
     return group.codec.random_rows(rng, group.rows, now.mask)
 
 
-def _bring_back(env: Env, old: EnvGroup, new: EnvGroup) -> None:
-    said = new.load(old.save())
-    if said:
+def _restore(env: Env, old: EnvGroup, new: EnvGroup) -> None:
+    messages = new.load(old.save())
+    if messages:
         raise EnvError(
-            f"env {env.id} did not come back: {said[0]}", "set env.restore_mode=fresh, or make it repeatable"
+            f"env {env.id} was not restored: {messages[0]}", "set env.restore_mode=fresh, or make it repeatable"
         )
 
 

@@ -1,8 +1,8 @@
-"""The dataclasses and protocols that data flows through; the standard library only (numpy in annotations).
+"""The dataclasses and protocols that data flows through. Imports the standard library only (numpy in annotations).
 
 Arrays are time-major: [T, B, ...] is T steps of B rows, a row being one agent of one env. `terminated` means that
 the value of the next state is zero; `truncated` means that it is not, and `final_obs` is what to bootstrap from;
-`first` marks rows whose memory must be reset before they act; `valid` is false for rows that carry no decision.
+`first` marks rows whose recurrent state is reset before they act; `valid` is false for rows without a decision.
 """
 
 from __future__ import annotations
@@ -78,29 +78,29 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What models, engines and data need to know of an env, found by probing it in a child process."""
+    """What models, engines and data need to know about an env, found by probing it in a child process."""
 
     obs: Mapping[str, ArraySpec]
     action: ActionSpec
     agents: tuple[str, ...] = ("agent",)
-    """those that may act in one env, each a row; at times some of them have nothing to decide"""
+    """the agents of one env, one row each; at times some have nothing to decide"""
     parallel: bool = False
-    """agents act together and are told apart by name, as in PettingZoo's parallel envs"""
+    """agents act at the same time and have names, as in PettingZoo's parallel envs"""
     masked: bool = False
-    """the env says which categorical options are allowed"""
+    """the env has action masks"""
     frameskip: int = 1
     """simulator frames per env step: the setting times the frames that the env skips itself"""
     episode_limit: int | None = None
     restore_mode: Literal["state", "rerun", "fresh"] = "rerun"
     """how a running episode is restored from a checkpoint"""
     renders: bool = False
-    """the env can draw itself as an RGB array"""
+    """the env renders RGB arrays"""
     env_bytes: int = 0
-    """memory that one more copy of the env takes, as measured when it was probed"""
+    """memory per env, measured by the probe"""
     step_seconds: float = 0.0
-    """time that one of its steps takes, as measured when it was probed"""
+    """time per step, measured by the probe"""
     notes: tuple[str, ...] = ()
-    """sentences that the probe wants the user to read"""
+    """messages from the probe to the user"""
 
 
 # ---------------------------------------------------------------------------------------------- what flows
@@ -108,7 +108,7 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """A finished episode of one env; `row` is its first. With several agents `total` is the mean of their returns."""
+    """A finished episode of one env, whose first row is `row`. With several agents `total` is their mean return."""
 
     row: int
     number: int
@@ -118,14 +118,14 @@ class EpisodeEnd:
     frames: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     returns: Mapping[str, float] = field(default_factory=dict)
-    """where several policies play: the mean return of each one's agents"""
+    """with several policies: the mean return of each policy's agents"""
     begun: int = 0
-    """where several policies play: the version of the weights with which it began"""
+    """with several policies: the version of the weights that it began with"""
 
 
 @dataclass
 class Step:
-    """What a group of envs answers: what to act on next, and what the last action brought. Arrays are [B, ...]."""
+    """What a group of envs returns: the next observations and the results of the last actions. Arrays are [B, ...]."""
 
     obs: Arrays
     reward: Array
@@ -142,7 +142,7 @@ class Step:
 
 @dataclass
 class Rollout:
-    """T steps of B rows, learned from once. Arrays are [T, B, ...] unless said otherwise."""
+    """T steps of B rows, learned from once. Arrays are [T, B, ...] unless noted otherwise."""
 
     obs: Arrays
     first: Array
@@ -156,19 +156,19 @@ class Rollout:
     bootstrap: Array
     """value of the observation after step t, where that is not value[t + 1]: at truncations and at t = T - 1"""
     valid: Array
-    state0: Arrays  # [T / bptt, B, ...] memory before each chunk of bptt steps; empty without memory
+    state0: Arrays  # [T / bptt, B, ...] recurrent state before each chunk of bptt steps; empty without a recurrent core
     policy_version: Array
     policy: Array | None = None
-    """which of several policies acted, by its place among them; a row changes it only where an episode begins"""
+    """with several policies: the index of the one that acted; it changes only where an episode begins"""
 
     def rows(self, first: int, end: int) -> Rollout:
         """A view of some rows."""
         return self._columns(slice(first, end))
 
     def played_by(self, place: int, since: int = 0) -> Rollout | None:
-        """What one of several policies decided: copies of the rows that it played, valid where it did; None if none.
+        """Copies of the rows in which policy number `place` acted, valid where it did; None if there are none.
 
-        What weights of a version before `since` decided was decided by somebody else.
+        Rows of a version before `since` belong to a policy that was replaced.
         """
         if self.policy is None:
             return self
@@ -189,14 +189,14 @@ class Rollout:
         return Rollout(**{"mask": None, **parts}, obs=obs, state0=state0)
 
     def columns(self) -> Arrays:
-        """Every array that is not one of several observations or memories."""
+        """Every array but observations and recurrent states."""
         own = {name: value for name, value in vars(self).items() if name not in ("obs", "state0")}
         return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. Counted across resumes."""
+    """How far a run is, counted across resumes."""
 
     env_steps: int = 0
     frames: int = 0
@@ -215,18 +215,18 @@ class Report:
     time_split: Mapping[str, float]
     """seconds spent on env, inference, learn, other in this step"""
     events: tuple[str, ...] = ()
-    """sentences for events.jsonl"""
+    """messages for events.jsonl"""
 
 
 @dataclass
 class PolicyState:
-    """A policy between steps: weights with normalisers, optimiser, and the settings in force."""
+    """A policy between steps: weights with normalisers, optimiser, and the settings in effect."""
 
     weights: Arrays
     optimiser: Tree
     settings: dict[str, float]
     used: dict[str, float] = field(default_factory=dict)
-    """settings that its newest update learned with; none before one, and where only metrics tell of them"""
+    """settings used by the newest update; empty before the first, and with engines that report them only as metrics"""
 
 
 @dataclass(frozen=True)
@@ -277,27 +277,27 @@ class Engine(Protocol):
     """What happens inside the process tree that learns. The loop calls it, never the other way round."""
 
     def describe(self) -> list[str]:
-        """Lines for the start: model class and parameter count, processes, batch, derived numbers."""
+        """Lines for the console at the start: model and parameter count, processes, batch, derived numbers."""
 
     def step(self) -> Report:
-        """One batch of experience, learned from."""
+        """Collect one batch of experience and learn from it."""
 
     def save(self, folder: Path, *, cut: bool = False) -> None:
-        """Write private state, and each policy in the common format, below `folder`. After a step that failed, `cut`:
-        as it was before that step, without the episodes that it was in."""
+        """Write private state, and each policy in the common format, below `folder`. `cut`, after a step that failed:
+        the state before that step, without its running episodes."""
 
     def load(self, folder: Path) -> list[str]:
-        """Continue from what `save` wrote; returns sentences about what could not be brought back exactly."""
+        """Restore what `save` wrote; returns messages about what could not be restored exactly."""
 
     def snapshot(self, policy: str | None = None) -> PolicyState:
-        """A copy of a policy's learning state, of the first one's if none is named; cheap."""
+        """A copy of a policy's learning state, by default the first policy's; cheap."""
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        """Between steps: take over weights and change settings; returns the values now in force. What the policy
-        decided with its former weights is not learned from any more."""
+        """Between steps: replace weights and change settings; returns the values now in effect. Samples collected with
+        the former weights are not learned from."""
 
     def past(self) -> dict[str, dict[int, Arrays]]:
-        """A copy of the past versions of policies, by the name of their pool and their env step."""
+        """A copy of the past versions of policies, by pool name and env step."""
 
     def close(self) -> None:
-        """End every process and handle the engine opened."""
+        """Close every process and handle that the engine opened."""

@@ -124,7 +124,7 @@ def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path)
     done = tiltyard("resume", "last")
     assert "stop.env_steps=96 reached" in done.stderr
     assert " after 96 env steps in " in done.stderr, "an attempt without an update knows where the run stands"
-    _, _, further = done.stderr.partition("nothing was left to train; to go on: tiltyard ")
+    _, _, further = done.stderr.partition("nothing left to train; to continue: tiltyard ")
     tiltyard(*shlex.split(further.splitlines()[0]))
     assert run.status()["progress"]["env_steps"] == run.experiment().stop.env_steps == 192
     assert (run.folder / "experiment.before-attempt-3.yaml").exists()

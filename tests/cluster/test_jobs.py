@@ -118,7 +118,7 @@ def test_a_queued_job_keeps_its_files_and_names_and_can_be_stopped(
         "running"
     ]
     tiltyard("stop", str(run.folder))
-    assert (run.state, run.status()["reason"]) == ("stopped", "asked by SIGUSR2")
+    assert (run.state, run.status()["reason"]) == ("stopped", "received SIGUSR2")
     ended(cluster, run)
     assert list(tmp_path.rglob("never*")) == []
     assert (run.folder / FOLDER / "script.sh").stat().st_mode & 0o777 == 0o700

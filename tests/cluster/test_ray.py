@@ -120,7 +120,7 @@ def test_three_nodes_train_as_one_and_lose_a_part(
 
     tiltyard("stop", run.id)
     over(nodes, run)
-    assert run.status()["reason"] == "asked by SIGUSR2"
+    assert run.status()["reason"] == "received SIGUSR2"
     assert max(int(path.name) for path in run.checkpoints.glob("0*")) == run.status()["progress"]["env_steps"]
     wait_for(lambda: not any(Path(each).parent.exists() for each in kept), "empty folders in /tmp", 100)
     assert not (place / "token").exists()

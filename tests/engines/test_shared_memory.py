@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import os, resource
-from tiltyard.engines.local.slab import make_memory
+from tiltyard.engines.local.shared_memory import make_memory
 from tiltyard.errors import TiltyardError
 before = os.listdir("/proc/self/fd")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of a file, in memory or not

@@ -342,7 +342,9 @@ def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbe
     run = product.train(drawing(fails, video=True), live=False)
     assert run.state == "finished"
     warnings = [event["sentence"] for event in read_events(run) if event["kind"] == "warning"]
-    assert len(warnings) == 3 and all("is not filmed" in sentence and why in sentence for sentence in warnings)
+    assert len(warnings) == 3 and all(
+        "no video of the evaluation" in sentence and why in sentence for sentence in warnings
+    )
     assert warnings[0] in next((run.folder / "logs").iterdir()).read_text()
     returns = [metrics.series(metrics.read(each.metrics_file), "eval/return") for each in (run, unfilmed)]
     assert returns[0] == returns[1] and len(returns[0][0]) == 3, "the numbers count"

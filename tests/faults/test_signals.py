@@ -31,7 +31,7 @@ def test_a_signal_saves_and_exits_75(runs: Path, number: signal.Signals) -> None
     assert child.returncode == 75, errors
     run = find("last", runs)
     status = run.status()
-    assert (status["state"], status["reason"]) == ("stopped", f"asked by {number.name}")
+    assert (status["state"], status["reason"]) == ("stopped", f"received {number.name}")
     newest, _ = checkpoint.newest_valid(run)
     assert newest is not None and newest.env_steps == status["progress"]["env_steps"] > 0
     assert f"tiltyard resume {run.id}" in errors
@@ -45,7 +45,7 @@ import signal
 from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
-from tiltyard.envs.tally import episode_seed
+from tiltyard.envs.episode_stats import episode_seed
 
 SEEDS = {episode_seed(7, "eval", i, 0) for i in range(20)}
 HERE = Path(FOLDER)
@@ -126,7 +126,7 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(
     whole = product.train({**EVALUATED, **sections}, live=False)
     cut.write_text(number)
     run = product.train({**EVALUATED, **sections}, live=False)
-    assert (run.state, run.status()["reason"]) == ("stopped", f"asked by {number}")
+    assert (run.state, run.status()["reason"]) == ("stopped", f"received {number}")
     late = tmp_path / "late"
     assert not late.exists() or len(late.read_text()) == 1, "the other env of the same step, and nothing after it"
     newest, _ = checkpoint.newest_valid(run)

@@ -80,4 +80,4 @@ def test_a_second_interrupt_ends_at_once(holding, runs: Path) -> None:
     os.kill(holding.pid, signal.SIGINT)
     _, errors = holding.communicate(timeout=100)
     assert holding.returncode == 130, errors
-    assert find("last", runs).status()["reason"] == "interrupted twice: ended without saving"
+    assert find("last", runs).status()["reason"] == "interrupted twice: exited without saving"

@@ -172,9 +172,9 @@ KILLED = """
 import os, signal, sys
 from tests.sweep.pbt_sweep import carry_out
 from tiltyard.run import checkpoint
-from tiltyard.sweep import population
+from tiltyard.sweep.pbt import controller as population
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.population import Population
+from tiltyard.sweep.pbt.controller import Population
 from tests.sweep.pbt_sweep import Here
 
 point, before = sys.argv[2], {}
@@ -197,7 +197,7 @@ if point == "decided":
 if point == "copied":
     end_after(checkpoint, "copy_into")
 if point == "told":
-    end_after(population.Stretches, "write", lambda self, folder: self.period == 2 and "0002-" in folder.name)
+    end_after(population.SettingsSchedule, "write", lambda self, folder: self.period == 2 and "0002-" in folder.name)
 sys.exit(carry_out(Sweep(__import__("pathlib").Path(sys.argv[1]))))
 """
 

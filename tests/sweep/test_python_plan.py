@@ -78,7 +78,7 @@ def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
 
 DESCRIPTION = """
 from names import NAMES
-from tiltyard.sweep.description import Experiment, ParamGrid, ParamList, RunDescription
+from tiltyard.sweep.python_plan import Experiment, ParamGrid, ParamList, RunDescription
 
 RUN_DESCRIPTION = RunDescription(
     "study",
@@ -193,7 +193,7 @@ with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a") as file:
 print("x was", x, flush=True)
 """
 SEVERAL = """
-from tiltyard.sweep.description import Experiment, ParamGrid, RunDescription
+from tiltyard.sweep.python_plan import Experiment, ParamGrid, RunDescription
 grid = ParamGrid([("x", [1, 2])])
 RUN_DESCRIPTION = RunDescription(
     "s", [Experiment(name, "python scores.py", grid) for name in ("a", "b")], settings={"metric": "scor"}

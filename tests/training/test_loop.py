@@ -196,7 +196,7 @@ def test_a_milestone_at_the_last_step_is_kept_for_good(runs: Path) -> None:
 
 def test_what_cannot_be_done_to_a_run_is_refused(tiltyard: Command, runs: Path) -> None:
     train("stop.env_steps=32", "name=kept")
-    assert "goes on from its own checkpoints" in tiltyard("resume", "kept", "resume=/nowhere", expect=2).stderr
+    assert "continues from its own checkpoints" in tiltyard("resume", "kept", "resume=/nowhere", expect=2).stderr
     assert "ranked by eval/return" in tiltyard("resume", "kept", "save.metric=train/return", expect=2).stderr
     assert "not from model.init" in tiltyard("fork", "kept", "model.init=kept", expect=2).stderr
     done = tiltyard("train", "CartPole-v1", "save.metric=eval/retrun", expect=2)

@@ -11,13 +11,13 @@ from tiltyard.training.loop_state import LoopState
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_no_number_never_becomes_best(mode: str, broken: float) -> None:
-    save, ledger = Save(mode=mode), LoopState()
+    save, state = Save(mode=mode), LoopState()
     for step, value, best in ((1, broken, None), (2, 5.0, 5.0), (3, broken, 5.0)):
-        ledger.latest["eval/return"], ledger.evaluated_at = value, step
-        assert ledger.improves(save, step) == (best == value)
-        assert (ledger.best, ledger.score(save, step)) == (best, value if math.isfinite(value) else None)
+        state.latest["eval/return"], state.evaluated_at = value, step
+        assert state.improves(save, step) == (best == value)
+        assert (state.best, state.score(save, step)) == (best, value if math.isfinite(value) else None)
 
 
 def test_an_evaluation_of_other_weights_is_no_score() -> None:
-    ledger = LoopState(latest={"eval/return": 5.0}, evaluated_at=10)
-    assert ledger.score(Save(), 20) is None and not ledger.improves(Save(), 20)
+    state = LoopState(latest={"eval/return": 5.0}, evaluated_at=10)
+    assert state.score(Save(), 20) is None and not state.improves(Save(), 20)

@@ -184,12 +184,12 @@ def run_resume(args: argparse.Namespace) -> int:
         refuse_queued(meant)
         profile = None if args.here else jobs.profile_of(meant)
         jobs.check_words(args, profile, expectation)
-        run, plan = resume.prepare_resume(meant, args.overrides, trust_code=args.trust_code)
+        run, setup = resume.prepare_resume(meant, args.overrides, trust_code=args.trust_code)
         if expectation is not None:
-            expectation.check(plan.settings)
+            expectation.check(setup.experiment)
         if profile is not None:
-            return jobs.hand_over(run, profile, plan.settings, args, expectation, data)
-        return _train_here(run, plan, args, expectation, data)
+            return jobs.hand_over(run, profile, setup.experiment, args, expectation, data)
+        return _train_here(run, setup, args, expectation, data)
 
 
 def configure_fork(parser: argparse.ArgumentParser) -> None:
@@ -228,8 +228,8 @@ def run_fork(args: argparse.Namespace) -> int:
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
         run = api.create_run(prepared)
-        plan = api.fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
-        return _train_here(run, plan, args, expectation, data)
+        setup = api.fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
+        return _train_here(run, setup, args, expectation, data)
 
 
 def parse_at(text: str | None) -> int | str | None:
@@ -251,12 +251,12 @@ def parse_at(text: str | None) -> int | str | None:
 
 
 def _train_here(
-    run: Run, plan: AttemptSetup, args: argparse.Namespace, expectation: Expectation | None, data: TextIO
+    run: Run, setup: AttemptSetup, args: argparse.Namespace, expectation: Expectation | None, data: TextIO
 ) -> int:
     from tiltyard import api
 
     try:
-        outcome = api.run_training(run, plan, live=False if args.plain else None)
+        outcome = api.run_training(run, setup, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # whatever an env, a model or torch raises is told the same way

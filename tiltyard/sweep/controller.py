@@ -77,7 +77,7 @@ def carry_out(sweep: Sweep, backend: Callable[[Sweep, Plan], Backend], say: Say,
         controller = Controller(sweep, plan, backend(sweep, plan), say, leave_stopped=leave_stopped)
         while not controller.over:
             lock.check()
-            controller.step(stop=bool(signals.asked) or sweep.stop_file.exists())
+            controller.step(stop=bool(signals.received) or sweep.stop_file.exists())
             time.sleep(PERIOD)
         return controller.exit_code()
 

@@ -1,6 +1,6 @@
 """The Python form of sweeps: parameters made by code, for Tiltyard's trainings and for any other program.
 
-    from tiltyard.sweep.description import Experiment, ParamGrid, RunDescription, seeds
+    from tiltyard.sweep.python_plan import Experiment, ParamGrid, RunDescription, seeds
 
     params = ParamGrid([
         ("seed", seeds(5)),

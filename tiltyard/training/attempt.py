@@ -1,36 +1,31 @@
-"""One attempt at a run: what the training loop does to engine and folder, in single steps.
+"""One attempt at a run: what the training loop does to the engine and to the run folder, step by step.
 
-The loop in training.py decides when; this file does it.
+loop.py and clocks.py decide when; this file does it; failure.py handles what goes wrong.
 
-    begin -> restore -> { measure, record, keep, write_progress } -> write_progress, or rescue and record_failure
+    start_attempt -> restore -> { evaluate, record, save_checkpoint, write_progress } -> write_progress
 
-    checkpoints/N/   policies/*  engine/*   written by the engine      loop.*   the Ledger
+    checkpoints/N/   policies/*  engine/*   written by the engine      loop.*   the LoopState
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
-from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError, UseError
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.evaluate import Evaluator
 from tiltyard.evaluation.rollouts import Cancelled
 from tiltyard.models.policy import saved_policies
 from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import WHOLE, Segment
 from tiltyard.run.status import write_status
 from tiltyard.track.screen import Screen
@@ -38,28 +33,26 @@ from tiltyard.track.trackers import Trackers
 from tiltyard.training.loop_state import LoopState, score_terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 
-CLOSES = 300.0  # seconds that closing everything may take after a failure
-
 
 @dataclass(frozen=True)
 class AttemptSetup:
-    """What an attempt is to do: every check has passed and nothing is written yet."""
+    """What an attempt will train: every check has passed and nothing is written yet."""
 
-    found: Experiment
+    stored: Experiment
     """the run's settings as they were checked"""
-    settings: Experiment
-    """those to train with: the same, or changed by the words of `changes`"""
+    experiment: Experiment
+    """the settings to train with: the stored ones, or those changed by the overrides in `changes`"""
     spec: EnvSpec
     changes: tuple[str, ...] = ()
-    afresh: bool = False
-    """whether the run's checkpoints are set aside and training starts from scratch"""
-    stretch: Segment = WHOLE
-    """the part of the run to train now, and what it is told to go on with; all of it for most runs"""
+    from_scratch: bool = False
+    """set the run's checkpoints aside and start from the beginning"""
+    segment: Segment = WHOLE
+    """the part of the run's settings schedule to train now; the whole run for most runs"""
 
 
 @dataclass
 class Attempt:
-    """A process training a run, from lock to release."""
+    """A process training a run, from taking the lock to releasing it."""
 
     run: Run
     experiment: Experiment
@@ -67,38 +60,40 @@ class Attempt:
     engine: Engine
     evaluator: Evaluator
     screen: Screen
-    ledger: LoopState
+    state: LoopState
     progress: Progress
-    mirrors: Trackers
+    trackers: Trackers
     filmable: bool
     stepping: bool = False
     """whether the engine is in a step, or one has failed half-way"""
+    last_save: float = field(default_factory=time.monotonic)
+    last_status: float = 0.0
 
-    def say(self, kind: str, sentence: str) -> None:
-        tell(self.run, self.screen, kind, sentence)
-
-
-def tell(run: Run, screen: Screen, kind: str, sentence: str) -> None:
-    """To the person watching and to events.jsonl."""
-    log_event(run, kind, sentence)
-    screen.say(sentence)
+    def log(self, kind: str, message: str) -> None:
+        log_and_show(self.run, self.screen, kind, message)
 
 
-def begin(run: Run, plan: AttemptSetup, screen: Screen) -> int:
-    """Count this start of the run and write it, and the settings it changes, into the folder; returns its number."""
+def log_and_show(run: Run, screen: Screen, kind: str, message: str) -> None:
+    """Write a message to events.jsonl and show it to the user."""
+    log_event(run, kind, message)
+    screen.say(message)
+
+
+def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
+    """Write the start of an attempt, and the settings it changes, into the run folder; returns its number."""
     number = int(run.status().get("attempt", 0)) + 1
-    now = plan.settings
+    now = setup.experiment
     changed = {}
-    if now != plan.found:
+    if now != setup.stored:
         before = run.folder / f"experiment.before-attempt-{number}.yaml"
-        if not before.exists():  # a start cut short right here has kept the older settings already
+        if not before.exists():  # an attempt killed right here has kept the older settings already
             atomic.write_text(before, run.experiment_file.read_text(encoding="utf-8"))
         atomic.write_text(run.experiment_file, resolved_yaml(now))
         changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
     machine = {"host": socket.gethostname(), "pid": os.getpid()}
     write_status(run, state="running", reason="", attempt=number, **machine, **changed)
     if changed:
-        words = list(plan.changes)
+        words = list(setup.changes)
         log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(words)}", overrides=words)
     log_event(run, "started", f"attempt {number} started with the {now.engine.kind} engine", attempt=number)
     error = run.folder / "error.txt"
@@ -116,7 +111,7 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
         count = len(experiment.policy_settings)
         limit += f"; {len(spec.agents)} agents with {f'{count} policies' if count > 1 else 'one policy'}"
     if experiment.env.isolate != "none":
-        limit += f"; each copy in a {experiment.env.isolate} of its own"
+        limit += f"; one {experiment.env.isolate} per env"
     return [
         f"run     {run.id}",
         f"env     {experiment.env.id}: {obs}; {actions_text(spec.action)}{limit}",
@@ -127,63 +122,65 @@ def opening_lines(run: Run, experiment: Experiment, spec: EnvSpec, engine: Engin
 
 
 def actions_text(action: ActionSpec) -> str:
-    """2 choices; 3 x 3 choices; 2 numbers; 4 switches."""
-    choices = [str(part.options) for part in action.parts if part.kind == "categorical"]
-    switches = sum(part.columns for part in action.parts if part.kind == "binary")
-    numbers = sum(part.columns for part in action.parts if part.kind == "continuous")
-    said = [f"{' x '.join(choices)} choices"] if choices else []
-    said += [f"{switches} switch{'es' if switches > 1 else ''}"] if switches else []
-    said += [f"{numbers} number{'s' if numbers > 1 else ''}"] if numbers else []
-    return "acts by " + " and ".join(said)
+    """The action space as Gymnasium writes it: actions Discrete(2); actions MultiDiscrete([3 3]) and Box(2)."""
+    options = [part.options for part in action.parts if part.kind == "categorical"]
+    binary = sum(part.columns for part in action.parts if part.kind == "binary")
+    continuous = sum(part.columns for part in action.parts if part.kind == "continuous")
+    spaces = []
+    if options:
+        spaces.append(f"Discrete({options[0]})" if len(options) == 1 else f"MultiDiscrete({options})".replace(",", ""))
+    spaces += [f"MultiBinary({binary})"] if binary else []
+    spaces += [f"Box({continuous})"] if continuous else []
+    return "actions " + " and ".join(spaces)
 
 
-def starting_point(run: Run, experiment: Experiment) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that training goes on from, None at the very start; and sentences about newer, damaged ones."""
-    found, complaints = checkpoint.newest_valid(run)
+def find_start(run: Run, experiment: Experiment) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that training continues from, None for a fresh run; and warnings about newer, damaged ones."""
+    found, warnings = checkpoint.newest_valid(run)
     if found is not None or checkpoint.was_set_aside(run):
-        return found, complaints
+        return found, warnings
     if experiment.resume not in ("auto", "never"):
-        return checkpoint.select(Path(experiment.resume)), complaints
+        return checkpoint.select(Path(experiment.resume)), warnings
     if run.status().get("lineage"):
         raise UseError(
-            f"run {run.id} is a fork and the checkpoint it should start from is not there: forking was cut short",
+            f"run {run.id} is a fork without the checkpoint it should start from: forking was interrupted",
             f"remove it with: tiltyard rm {run.id}, and fork again",
         )
-    return None, complaints
+    return None, warnings
 
 
 def restore(
     run: Run,
-    plan: AttemptSetup,
+    setup: AttemptSetup,
     engine: Engine,
     number: int,
     screen: Screen,
     start: tuple[Checkpoint | None, list[str]] | None,
 ) -> tuple[LoopState, Progress]:
-    """Bring the engine to its `starting_point`; to the start of a fresh run when that is None or holds none."""
-    say, experiment = partial(tell, run, screen), plan.settings
-    found, complaints = start if start is not None else (None, checkpoint.set_aside(run, number))
-    for sentence in complaints:
-        say("warning", sentence)
+    """Restore engine and loop state from what `find_start` found; None sets all checkpoints aside and starts fresh."""
+    log, experiment = partial(log_and_show, run, screen), setup.experiment
+    found, warnings = start if start is not None else (None, checkpoint.set_aside(run, number))
+    for message in warnings:
+        log("warning", message)
     if found is None:
         if number > 1:
             metrics.rewind(run.metrics_file, 0, number)
-            say("resumed", "no checkpoint had been written yet: training starts from the beginning")
+            log("resumed", "no checkpoint was written before: training starts from the beginning")
         if experiment.model.init:
             for name in experiment.learning:
-                say("started", _take_weights(engine, name, Path(experiment.model.init)))
+                log("started", _take_weights(engine, name, Path(experiment.model.init)))
         return LoopState(), Progress()
-    for sentence in engine.load(found.folder):
-        say("warning", sentence)
-    ledger = LoopState.read(checkpoint.read_tree(found.folder, "loop"), experiment)
-    ledger.saved = found.progress
-    metrics.rewind(run.metrics_file, ledger.recorded_to(found.env_steps), number)
-    say("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
-    return ledger, found.progress
+    for message in engine.load(found.folder):
+        log("warning", message)
+    state = LoopState.read(checkpoint.read_tree(found.folder, "loop"), experiment)
+    state.saved = found.progress
+    metrics.rewind(run.metrics_file, state.recorded_to(found.env_steps), number)
+    log("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
+    return state, found.progress
 
 
 def _take_weights(engine: Engine, policy: str, source: Path) -> str:
-    """Start from another policy's weights, those of the same name if there are several: what fits by name and shape."""
+    """Copy the weights that fit by name and shape from another policy: the one of the same name, or the first."""
     chosen = checkpoint.select(source)
     there = saved_policies(chosen.folder)
     other = policy if policy in there else there[0]
@@ -197,7 +194,7 @@ def _take_weights(engine: Engine, policy: str, source: Path) -> str:
     ] + [f"{name} (only there)" for name in theirs if name not in ours.weights]
     if not fit:
         raise TiltyardError(
-            f"model.init = {source}: no weight of it fits this model", "compare both with `tiltyard diff`"
+            f"model.init = {source}: none of its weights fits this model", "compare both with `tiltyard diff`"
         )
     engine.adopt(policy, replace(ours, weights={**ours.weights, **{name: theirs[name] for name in fit}}), {})
     rest = f"; left as initialised: {', '.join(left)}" if left else ""
@@ -205,140 +202,74 @@ def _take_weights(engine: Engine, policy: str, source: Path) -> str:
     return f"took {len(fit)} of {len(ours.weights)} weights{whose} from {chosen.folder}{rest}"
 
 
-def measure(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float] | None:
-    """Evaluate the policy as it is now; seeds, envs and random streams are the evaluation's own. None if cancelled.
+def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float] | None:
+    """Evaluate the present policy with separate seeds, envs and random streams. None if cancelled.
 
-    A film that cannot be made is a warning: the numbers are what an evaluation is for.
+    A video that cannot be made is only a warning.
     """
-    run, ledger, env_steps = attempt.run, attempt.ledger, attempt.progress.env_steps
+    run, state, env_steps = attempt.run, attempt.state, attempt.progress.env_steps
     video = run.folder / "videos" / f"{env_steps:012d}.mp4" if attempt.experiment.eval.video else None
 
-    def unfilmed(error: TiltyardError) -> None:
-        attempt.say("warning", f"the evaluation at env step {env_steps:,} is not filmed: {error.message}")
+    def no_video(error: TiltyardError) -> None:
+        attempt.log("warning", f"no video of the evaluation at env step {env_steps:,}: {error.message}")
 
     try:
         weights = {name: attempt.engine.snapshot(name).weights for name in attempt.experiment.learning}
-        result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, unfilmed, cancelled)
+        result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, no_video, cancelled)
     except Cancelled:
         return None
-    ledger.evaluated_at = env_steps
+    state.evaluated_at = env_steps
     found = {"eval/return": result.mean, "eval/length": result.mean_length, "eval/seconds": result.seconds}
     if len(result.returns) > 1:  # one episode has no interval
         found |= {"eval/return_low": result.low, "eval/return_high": result.high}
-    ledger.latest |= found
+    state.latest |= found
     log_event(run, "evaluated", f"return {result.mean:.4g} at env step {env_steps:,}", returns=result.returns)
     return found
 
 
 def record(attempt: Attempt, found: dict[str, float]) -> None:
-    """One line in metrics.jsonl, and the same to the mirrors and the screen."""
+    """Append a record to metrics.jsonl, and pass it to the trackers and the screen."""
     line = {**asdict(attempt.progress), "time": time.time(), "attempt": attempt.number, "metrics": found}
     metrics.append(attempt.run.metrics_file, line)
-    for sentence in attempt.mirrors.record(line):
-        attempt.say("warning", sentence)
+    for message in attempt.trackers.record(line):
+        attempt.log("warning", message)
     split = {name.removeprefix("time/"): value for name, value in found.items() if name.startswith("time/")}
     attempt.screen.update(attempt.progress, found, split)
 
 
-def keep(attempt: Attempt, *, milestone: bool = False, drop: bool = True) -> None:
-    """Commit a checkpoint and drop those that need not be kept.
+def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = True) -> None:
+    """Commit a checkpoint and delete those that need not be kept.
 
-    When there is one of this very moment, the new one takes its place with the score and ledger of now.
+    A checkpoint of the same moment is replaced by one with the present score and loop state.
     """
-    run, ledger, progress, save = attempt.run, attempt.ledger, attempt.progress, attempt.experiment.save
-    same = [each for each in checkpoint.list_checkpoints(run) if each.progress == progress == ledger.saved]
-    ledger.saved = progress
+    run, state, progress, save = attempt.run, attempt.state, attempt.progress, attempt.experiment.save
+    same = [each for each in checkpoint.list_checkpoints(run) if each.progress == progress == state.saved]
+    state.saved = progress
 
     def write(folder: Path) -> None:
         if same:
             checkpoint.link_files(same[-1].folder, folder, but="loop")
         else:
             attempt.engine.save(folder, cut=attempt.stepping)
-        checkpoint.write_tree(folder, "loop", {**ledger.dump(), "terms": score_terms(attempt.experiment)})
+        checkpoint.write_tree(folder, "loop", {**state.dump(), "terms": score_terms(attempt.experiment)})
 
-    score = ledger.score(save, progress.env_steps)
+    score = state.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)
-    if drop:
+    if prune:
         checkpoint.prune(run, save)
-    said = "has the score of its evaluation" if same else ""
-    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,} {said}".rstrip(), score=score)
+    note = " with the score of its evaluation" if same else ""
+    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,}{note}", score=score)
+    attempt.last_save = time.monotonic()
 
 
 def write_progress(attempt: Attempt, **changes: str) -> None:
-    """status.json as `tiltyard ls` shows it."""
-    latest = attempt.ledger.latest
+    """Update status.json, which `tiltyard ls` shows; `changes` are further fields of it."""
+    latest = attempt.state.latest
     write_status(
         attempt.run,
         progress=asdict(attempt.progress),
         **{"return": latest.get("train/return"), "eval_return": latest.get("eval/return")},
-        best=attempt.ledger.best,
+        best=attempt.state.best,
         **changes,
     )
-
-
-def rescue(attempt: Attempt) -> None:
-    """A last checkpoint of a training that failed, of the moment before the step that did. It drops no other: failing
-    again and again just behind it must not push out those from before there was anything wrong."""
-    progress = attempt.progress
-    if progress.updates == 0 or progress == attempt.ledger.saved:
-        return
-    try:
-        keep(attempt, drop=False)
-    except BaseException as error:  # noqa: BLE001 - what is broken may be anything, and what broke it must be told
-        why = error.message if isinstance(error, TiltyardError) else f"{type(error).__name__}: {error}"
-        with suppress(OSError, TiltyardError):  # a full disk
-            attempt.say("warning", f"env step {progress.env_steps:,} could not be saved: {why}")
-
-
-def end_stuck(run: Run, attempt: Attempt, lock: Lock, sentence: str) -> None:
-    """The end of a process whose main thread will do nothing more, from another one."""
-    error = EnvError(sentence, "engine.workers=1 or more ends and replaces such envs")
-    try:
-        if not lock.taken_over:
-            record_failure(run, attempt, error)
-    finally:
-        _end_process(error)
-
-
-def closing_deadline() -> threading.Timer:
-    """Ends this process unless it is cancelled in time: after a failure, an env that hung may hang in close() too."""
-    error = EnvError(f"closing takes more than {CLOSES:g} s: an env may hang in it", "`tiltyard show` says what failed")
-    timer = threading.Timer(CLOSES, _end_process, (error,))
-    timer.daemon = True
-    return timer
-
-
-def _end_process(error: TiltyardError) -> None:
-    try:
-        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
-        sys.stderr.flush()
-    finally:
-        os._exit(EXIT_FAILED)
-
-
-def record_failure(run: Run, attempt: Attempt | None, error: BaseException) -> None:
-    """Save, unless the user would not wait for it; then say in the folder why it failed and how far it had come, with
-    the batch that did it if there is one.
-
-    There is no attempt when it failed before training began: then the run stands where it stood.
-    """
-    if attempt is not None and not isinstance(error, KeyboardInterrupt):
-        rescue(attempt)
-    if isinstance(error, KeyboardInterrupt):
-        sentence = "interrupted twice: ended without saving"
-    elif isinstance(error, TiltyardError):
-        sentence = error.message
-    else:
-        sentence = f"{type(error).__name__}: {error}"
-    try:
-        if isinstance(error, DivergedError) and error.batch:
-            checkpoint.write_tree(run.folder / "bad_batch", "batch", error.batch)
-        (run.folder / "error.txt").write_text("".join(traceback.format_exception(error)))
-        if attempt is None:
-            write_status(run, state="failed", reason=sentence)
-        else:
-            write_progress(attempt, state="failed", reason=sentence)
-        log_event(run, "failed", sentence)
-    except OSError:
-        # The disk that refused a checkpoint refuses this too; the error itself is on its way to the user.
-        return
+    attempt.last_status = time.monotonic()

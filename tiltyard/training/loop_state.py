@@ -1,15 +1,9 @@
-"""What the training loop remembers from update to update, and where the time goes.
-
-The Ledger is everything a resume needs beyond the engine's own state: it travels with every checkpoint as loop.*.
-"""
+"""What the training loop remembers from update to update beyond the engine's own state; saved with every checkpoint."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,25 +15,25 @@ WINDOW = 100  # training episodes that train/return is the mean of
 
 @dataclass
 class LoopState:
-    """What the loop remembers from update to update; saved with every checkpoint, so that a resume forgets nothing."""
+    """Windows of recent returns, latest metrics, best score; loop.* in a checkpoint."""
 
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     extras: dict[str, deque[float]] = field(default_factory=dict)
     policies: dict[str, deque[float]] = field(default_factory=dict)
     alone: dict[str, deque[float]] = field(default_factory=dict)
-    """NAME/METRIC: what the env reported at the ends of episodes that one of several policies played alone"""
+    """POLICY/METRIC: what the env reported at the end of episodes that a single policy played"""
     latest: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
     best: float | None = None
     saved: Progress = field(default_factory=Progress)
     unrecorded: dict[str, float] | None = None
-    """what the update before an evaluation gave, until both are one record: a checkpoint in between takes it along"""
+    """metrics of the update before an evaluation, until both are written as one record"""
     selection: Tree = None
-    """how the policies of a population stand"""
+    """the PbtState of a population of policies"""
 
-    def absorb(self, report: Report) -> dict[str, float]:
-        """The record's metrics after an engine step."""
+    def add(self, report: Report) -> dict[str, float]:
+        """Take in an engine step; returns the metrics of its record."""
         for episode in report.episodes:
             self.returns.append(episode.total)
             self.lengths.append(episode.length)
@@ -63,24 +57,24 @@ class LoopState:
         return found
 
     def forget(self, policy: str) -> None:
-        """What a policy has reached in its episodes: it is another one now."""
+        """Drop the returns of a policy that was replaced by a copy of another."""
         self.policies.pop(policy, None)
         self.alone = {key: values for key, values in self.alone.items() if not key.startswith(f"{policy}/")}
 
     @property
     def train_return(self) -> float | None:
-        """Mean return of the last training episodes, once there are enough: early ones are the short ones."""
+        """Mean return of the last 100 training episodes; None before, because short episodes end first."""
         return sum(self.returns) / WINDOW if len(self.returns) == WINDOW else None
 
     def score(self, save: Save, env_steps: int) -> float | None:
-        """The metric that ranks checkpoints; an evaluation counts only for the very weights it measured."""
+        """The metric that ranks checkpoints; an evaluation counts only for the weights it measured."""
         if save.metric.startswith("eval/") and self.evaluated_at != env_steps:
             return None
         score = self.latest.get(save.metric)
         return score if score is not None and math.isfinite(score) else None
 
     def improves(self, save: Save, env_steps: int) -> bool:
-        """Whether the policy as just measured is the best so far, which makes it worth a checkpoint."""
+        """Whether the policy just measured is the best so far, and so worth a checkpoint."""
         score = self.score(save, env_steps)
         if score is None or save.best == 0:
             return False
@@ -89,7 +83,7 @@ class LoopState:
         return better
 
     def recorded_to(self, env_steps: int) -> int:
-        """Up to which env step the records stand for a checkpoint at `env_steps`: one that waits is written again."""
+        """The last env step whose record is complete in a checkpoint at `env_steps`."""
         return env_steps if self.unrecorded is None else env_steps - 1
 
     def dump(self) -> Tree:
@@ -102,17 +96,17 @@ class LoopState:
 
     @staticmethod
     def read(tree: Tree, now: Experiment) -> LoopState:
-        """What a checkpoint's ledger still says under the settings of now (a fork may have changed them)."""
+        """Read a checkpoint's loop.*, without what the present settings (of a fork, say) make meaningless."""
         then = tree.get("terms") or score_terms(now)
         if then.get("episodes", score_terms(now)["episodes"]) != score_terms(now)["episodes"]:
-            return LoopState()  # returns of another env mean nothing here
-        ledger = LoopState._read(tree)
+            return LoopState()  # returns of another env
+        state = LoopState._read(tree)
         if then["eval"] != score_terms(now)["eval"]:
-            ledger.latest = {name: value for name, value in ledger.latest.items() if not name.startswith("eval/")}
-            ledger.evaluated_at, ledger.best = -1, None
+            state.latest = {name: value for name, value in state.latest.items() if not name.startswith("eval/")}
+            state.evaluated_at, state.best = -1, None
         if then["score"] != score_terms(now)["score"]:
-            ledger.best = None
-        return ledger
+            state.best = None
+        return state
 
     @staticmethod
     def _read(tree: Tree) -> LoopState:
@@ -136,7 +130,7 @@ class LoopState:
 
 
 def score_terms(experiment: Experiment) -> dict[str, Any]:
-    """What the numbers of a ledger depend on: the env, how it is measured, who plays, and what counts as best."""
+    """What scores depend on: the env, the evaluation, the policies that play, and the metric."""
     measured = experiment.eval.model_dump(mode="json", include={"episodes", "greedy", "seed", "time_limit"})
     if experiment.policies or experiment.match:  # older checkpoints do not say
         players = {name: member.from_ or _past(member) for name, member in experiment.policy_settings.items()}
@@ -150,36 +144,3 @@ def score_terms(experiment: Experiment) -> dict[str, Any]:
 
 def _past(member: PolicySettings) -> dict[str, Any] | None:
     return None if member.past is None else member.past.model_dump(mode="json")
-
-
-class Stopwatch:
-    """Where the wall time went since the last record, and how far training came in it."""
-
-    def __init__(self, since: Progress) -> None:
-        self.since, self.began = since, time.monotonic()
-        self.spent: dict[str, float] = {}
-
-    def add(self, split: Mapping[str, float]) -> None:
-        for part, seconds in split.items():
-            self.spent[part] = self.spent.get(part, 0.0) + seconds
-
-    @contextmanager
-    def measuring(self, part: str) -> Iterator[None]:
-        mark = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add({part: time.monotonic() - mark})
-
-    def metrics(self, progress: Progress) -> dict[str, float]:
-        """Speeds and shares of time for a record; what comes now counts for the next one."""
-        elapsed = max(time.monotonic() - self.began, 1e-9)
-        # What nobody measured (records, status, the screen) is other too: the shares add up to one.
-        self.add({"other": max(0.0, elapsed - sum(self.spent.values()))})
-        found = {
-            "speed/env_steps_per_second": (progress.env_steps - self.since.env_steps) / elapsed,
-            "speed/frames_per_second": (progress.frames - self.since.frames) / elapsed,
-            **{f"time/{part}": seconds / elapsed for part, seconds in self.spent.items()},
-        }
-        self.since, self.began, self.spent = progress, time.monotonic(), {}
-        return found

@@ -1,10 +1,10 @@
-"""An experiment that has passed every check and only needs its folder: new, forked, or a policy's schedule replayed.
+"""Everything checked before a run folder is made: a new experiment, a fork, or the schedule of a policy repeated.
 
-    prepare(TARGET)        load settings -> copy plug-ins -> probe env, build model once, check memory -> tune, if asked
+    prepare(TARGET)        load settings -> copy plug-ins -> probe env, build model once, check memory -> tune, if set
     prepare_fork(RUN)      the same from a run's settings, with one of its checkpoints to start from
-    prepare_replay(RUN)    the same with the settings that one policy of a population went through
+    prepare_repeat(RUN)    the same with the settings schedule of one policy of a population
 
-Nothing is created or changed here but a temporary folder of copies; `start` makes the run.
+Only a temporary folder with copies of plug-ins is written here; `api.create_run` makes the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tiltyard.types import Checkpoint, EnvSpec
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a fork starts: a checkpoint of its parent, with what it is worth there, and what is changed."""
+    """Where a fork starts: a checkpoint of its parent with its score, and the changed settings."""
 
     parent: Run
     checkpoint: Checkpoint
@@ -54,24 +54,24 @@ class Origin:
     changes: list[str]
 
     def lineage(self) -> dict[str, Any]:
-        """As status.json keeps it."""
+        """The entry in status.json."""
         place = {"run": self.parent.id, "folder": str(self.parent.folder), "env_steps": self.checkpoint.env_steps}
         return {**place, "changes": self.changes}
 
 
 @dataclass(frozen=True)
 class CheckedExperiment:
-    """An experiment that has passed every check and only needs its folder."""
+    """An experiment that has passed every check and needs only its folder."""
 
     loaded: Loaded
     root: Path
     spec: EnvSpec
     copies: Copies
-    """of its plug-ins, in a temporary folder that is deleted with this object"""
+    """copies of its plug-ins, in a temporary folder that is deleted with this object"""
     profile: str | None = None
     origin: Origin | None = None
     schedule: SettingsSchedule | None = None
-    """where its settings change on the way"""
+    """settings that change at given env steps"""
 
     @property
     def experiment(self) -> Experiment:
@@ -86,9 +86,10 @@ def prepare(
     debug: bool = False,
     as_job: bool = False,
 ) -> CheckedExperiment:
-    """Settings loaded and everything checked that can be checked without writing: env, model, trackers, memory.
+    """Load the settings and check all that can be checked without writing: env, model, trackers, memory.
 
-    `as_job`: it will be trained elsewhere."""
+    `as_job`: it will be trained on another machine.
+    """
     if isinstance(target, Experiment):
         target = target.model_dump(mode="json", by_alias=True)
     chosen = apply_profile(profile) if profile else None
@@ -98,7 +99,7 @@ def prepare(
     experiment = with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
     continues = None if experiment.resume in ("auto", "never") else Path(experiment.resume)
-    return _prepared(loaded, root, continues, profile)
+    return _checked(loaded, root, continues, profile)
 
 
 def prepare_fork(
@@ -109,7 +110,7 @@ def prepare_fork(
     trust_code: bool = False,
     as_job: bool = False,
 ) -> CheckedExperiment:
-    """The parent's settings with changes and a checkpoint of it to start from, everything checked as by `prepare`."""
+    """Check the parent's settings with changes, and the checkpoint to start from, as `prepare` does."""
     parent = resolve_run(source)
     chosen = checkpoint.select(parent, at)
     refuse_presets("fork", overrides)
@@ -119,17 +120,17 @@ def prepare_fork(
     _refuse_tuning(loaded.experiment, as_job)
     if loaded.origins["resume"] == COMMAND_LINE and loaded.experiment.resume != "auto":
         raise UseError(
-            f"resume = {loaded.experiment.resume}: a fork goes on from the checkpoint that it is forked at",
+            f"resume = {loaded.experiment.resume}: a fork continues from the checkpoint that it is forked at",
             "leave it out; --at chooses the checkpoint, `tiltyard train` starts from scratch",
         )
     if loaded.experiment.model.init != before.model.init:
         raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
-    # A fork goes on from the copied checkpoint, whatever its parent was told to do.
+    # A fork continues from the copied checkpoint, whatever its parent started from.
     loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
-    # By the ids before copying: another file than the parent's may end up under the same name.
+    # Compare ids before copying: a copy of another file than the parent's may get the same name.
     score = chosen.score if score_terms(before) == score_terms(loaded.experiment) else None
     origin = Origin(parent, chosen, score, mask_command(overrides))
-    return _prepared(loaded, runs_root(), chosen.folder, profile, origin)
+    return _checked(loaded, runs_root(), chosen.folder, profile, origin)
 
 
 def prepare_repeat(
@@ -140,8 +141,8 @@ def prepare_repeat(
     trust_code: bool = False,
     as_job: bool = False,
 ) -> CheckedExperiment:
-    """A run alone with the settings that one of a population's policies went through, as long as that took: everything
-    checked as by `prepare`. Of the parent's envs it has the policy's share, where that is possible."""
+    """Check a run that repeats the settings schedule of one policy of a population, for as many env steps, with the
+    policy's share of the envs where that is possible."""
     parent = resolve_run(source)
     parent.require_own_code(trust_code)
     now = read_pbt_state(parent)
@@ -150,18 +151,18 @@ def prepare_repeat(
     algo, engine, share = values["algo"], values["engine"], values["engine"]["envs"] // len(now.names)
     if share and (engine["workers"] == "auto" or share % max(1, engine["workers"]) == 0):
         engine["envs"] = share
-        if "minibatch" in algo:  # there were never more samples than these
+        if "minibatch" in algo:  # the policy never had more samples than these
             algo["minibatch"] = min(algo["minibatch"], share * algo["rollout"])
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
     loaded = load(values, [*as_overrides(schedule[0][1]), *overrides], base=parent.base)
     _refuse_tuning(loaded.experiment, as_job)
-    return replace(_prepared(loaded, runs_root(), None, parent.enter_profile()), schedule=SettingsSchedule(schedule))
+    return replace(_checked(loaded, runs_root(), None, parent.enter_profile()), schedule=SettingsSchedule(schedule))
 
 
-def _prepared(
+def _checked(
     loaded: Loaded, root: Path, continues: Path | None, profile: str | None, origin: Origin | None = None
 ) -> CheckedExperiment:
-    """Check copies of the plug-ins, which wait in a temporary folder to be put into the run folder."""
+    """Check with copies of the plug-ins, made in a temporary folder and later put into the run folder."""
     folder = Path(tempfile.mkdtemp(prefix="tiltyard-plugins-"))
     try:
         copies, spec = check_copies(loaded.experiment, loaded.base, continues, folder)
@@ -171,23 +172,23 @@ def _prepared(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    prepared = CheckedExperiment(loaded, root, spec, copies, profile, origin)
-    weakref.finalize(prepared, shutil.rmtree, folder, ignore_errors=True)
-    return prepared
+    checked = CheckedExperiment(loaded, root, spec, copies, profile, origin)
+    weakref.finalize(checked, shutil.rmtree, folder, ignore_errors=True)
+    return checked
 
 
 def _refuse_tuning(experiment: Experiment, as_job: bool) -> None:
     if experiment.engine.tune and as_job:
         raise UseError(
-            "engine.tune measures the machine that it is asked on, and a job is trained on another",
-            "find the settings on a node, with `tiltyard shell --on PROFILE -- tiltyard tune FILE`, "
+            "engine.tune measures this machine, but a job is trained on another",
+            "find the settings on a node with `tiltyard shell --on PROFILE -- tiltyard tune FILE`, "
             "and write them into the experiment",
         )
 
 
 def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
-    """The settings with what a measurement chose, and the notes with why."""
-    sys.stderr.write(f"tuning for about {TUNE_SECONDS:.0f} s, and what starting envs takes (engine.tune)\n")
+    """Replace settings by those that were measured to be fastest, and add notes with the reasons."""
+    sys.stderr.write(f"tuning for about {TUNE_SECONDS:.0f} s, plus the time to start envs (engine.tune)\n")
     found = tune(loaded, copies, spec, TUNE_SECONDS)
     notes = (*spec.notes, f"tuned: {' '.join(found.overrides)}", *found.lines())
     return replace(loaded, experiment=found.experiment), replace(spec, notes=notes)
@@ -196,7 +197,7 @@ def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSp
 def check_copies(
     experiment: Experiment, base: Sequence[Path], continues: Path | None, folder: Path
 ) -> tuple[Copies, EnvSpec]:
-    """`check`, on copies of the plug-ins made in `folder`: what passes works in the run folder too."""
+    """Run `check` with copies of the plug-ins made in `folder`: what passes works in the run folder too."""
     try:
         copies = freeze(experiment, base, copy_plugins(experiment, base, folder))
     except OSError as error:
@@ -210,18 +211,18 @@ def check_copies(
         return copies, check(copies.named_in(experiment), (folder,), continues)
     except UseError as error:
         failed = error
-    check(experiment, base, continues)  # what is wrong with the plug-in itself is told with its own paths
+    check(experiment, base, continues)  # an error of the plug-in itself is reported with its own paths
     raise UseError(
-        f"a plug-in works where it is and not as a copy, which is what a run uses: {failed.message}",
-        "copied are modules that it imports from its own folder, and files there of at most "
-        f"{MAX_DATA >> 20} MiB that it names in quotes; give it the full paths of others in its options",
+        f"a plug-in works in its place but not as a copy, which a run uses: {failed.message}",
+        "copied are the modules it imports from its folder and the files there, up to "
+        f"{MAX_DATA >> 20} MiB each, that it names in quotes; pass full paths of other files in its options",
         "\n".join(text for text in (*copies.notes, failed.details) if text),
     )
 
 
 def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
-    """Whether new settings make sense, and whether they work here: `try_out`."""
-    trackers.check(experiment.track)  # only here: a tracker that was lost since cannot stop a run that goes on
+    """Check that new settings make sense and work on this machine."""
+    trackers.check(experiment.track)  # only for new runs: a tracker lost since must not stop a resume
     check_metric(experiment)
     ignored = list(ignored_settings(experiment))
     if ignored:
@@ -230,15 +231,15 @@ def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) 
 
 
 def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
-    """Probe the env in a child process, build the engine's model once, and look at memory.
+    """Probe the env in a child process, build the engine's model once, check memory.
 
-    `continues` is the checkpoint to start from, if there is one: its weights must fit.
+    `continues` is the checkpoint to start from, if any: its weights must fit.
     """
-    free_cores.cache_clear()  # what was seen before an earlier training is no longer so
+    free_cores.cache_clear()  # measured before an earlier training
     if has_workers(experiment):
         if "auto" in (experiment.engine.workers, experiment.engine.threads):
-            free_cores()  # now: the fork server will keep a core busy at first
-        fork_server.standby.start(PRELOAD)  # it needs as long as the probe and the model do
+            free_cores()  # measured now, before the fork server loads the cores
+        fork_server.standby.start(PRELOAD)  # it imports torch while the probe runs
     try:
         spec = probe(experiment.env, base=base, previous=experiment.model.previous)
         if experiment.eval.video:
@@ -251,27 +252,27 @@ def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continue
 
 
 def check_metric(experiment: Experiment) -> None:
-    """`save.metric` must be something that is ever recorded."""
+    """UseError unless `save.metric` is ever recorded."""
     save = experiment.save
     require_metric(save.metric, f"save.metric = {save.metric}")
     if save.metric.startswith("eval/") and not evaluates(experiment) and save.best > 1:
         raise UseError(f"save.best = {save.best} by {save.metric} needs evaluations", "set eval.every")
 
 
-def require_metric(name: str, said: str, *, also: Sequence[str] = ()) -> None:
-    """UseError for a name that no record has. `also` are other names that may be meant."""
+def require_metric(name: str, setting: str, *, also: Sequence[str] = ()) -> None:
+    """UseError for an unknown metric, naming the `setting` that has it; `also` are further names to suggest."""
     if metrics.describe(name) is None:
         known = did_you_mean(name, [*(each.name for each in metrics.METRICS), *also])
-        raise UseError(f"{said} is no metric", known or "docs/reference/metrics.md lists them")
+        raise UseError(f"{setting} is not a known metric", known or "docs/reference/metrics.md lists them")
 
 
 def evaluates(experiment: Experiment) -> bool:
-    """Whether there is ever an evaluation."""
+    """Whether this experiment ever evaluates."""
     return experiment.eval.every > 0 or experiment.eval.at_end
 
 
 def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
-    """`resume: PATH` and `model.init: RUN` as absolute checkpoint folders: they must mean the same anywhere later."""
+    """Replace `resume: PATH` and `model.init: RUN` by absolute checkpoint folders, which stay valid elsewhere."""
     if experiment.resume not in ("auto", "never"):
         experiment = experiment.model_copy(update={"resume": source_folder(experiment.resume, root)})
     if experiment.model.init:
@@ -281,7 +282,7 @@ def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
 
 
 def source_folder(text: str, root: Path) -> str:
-    """The checkpoint that a run's name or a path means, as an absolute folder."""
+    """The absolute checkpoint folder for a run's name or a path."""
     folder = Path(text).expanduser().absolute()
     if (folder / "manifest.json").is_file():
         return str(checkpoint.select(folder).folder)
@@ -289,7 +290,7 @@ def source_folder(text: str, root: Path) -> str:
 
 
 def resolve_run(source: Run | str | Path) -> Run:
-    """The run that a caller names; whatever else is given is refused in words."""
+    """The run for a Run, an id or a path; UseError for anything else."""
     if not isinstance(source, Run | str | Path):
-        raise UseError(f"{short(source)} names no run", "give a Run, its id, or the path of its folder")
+        raise UseError(f"{short(source)} is not a run", "give a Run, its id, or the path of its folder")
     return find(str(source.folder if isinstance(source, Run) else source))

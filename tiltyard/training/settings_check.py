@@ -1,7 +1,6 @@
-"""Whether the numbers that a run was told to go on with are those that learn: in the optimiser, and in the loss.
+"""Checks that the settings a run was changed to are those in effect: in the restored engine, and in its first update.
 
-A checkpoint of other settings brings its own along. Who goes on from one with changed numbers asks twice: what stands
-in the engine after it was restored, and what its first update really used.
+A checkpoint made with other settings brings its own along, so both are compared with the experiment.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ from tiltyard.errors import TiltyardError
 from tiltyard.types import Engine
 
 
-def check_restored(experiment: Experiment, told: Iterable[str], engine: Engine) -> None:
-    """TiltyardError when the engine holds another number than the experiment has for one of the settings `told`."""
-    for policy in experiment.learning if _numbers(experiment, told) else ():
-        _compare(experiment, told, policy, engine.snapshot(policy).settings, "the restored engine has")
+def check_restored(experiment: Experiment, names: Iterable[str], engine: Engine) -> None:
+    """TiltyardError if the restored engine has another value than the experiment for one of the settings `names`."""
+    for policy in experiment.learning if _numbers(experiment, names) else ():
+        _compare(experiment, names, policy, engine.snapshot(policy).settings, "the restored engine has")
 
 
-def check_learned(experiment: Experiment, told: Iterable[str], engine: Engine, metrics: Mapping[str, float]) -> None:
-    """TiltyardError when the newest update used another number than the experiment has: by what the engine remembers of
-    it, and by its metrics, which are all that RLlib's learners tell."""
-    for policy in experiment.learning if _numbers(experiment, told) else ():
+def check_learned(experiment: Experiment, names: Iterable[str], engine: Engine, metrics: Mapping[str, float]) -> None:
+    """TiltyardError if the first update used another value, by the engine's record of it and by its metrics (RLlib's
+    learners report only these)."""
+    for policy in experiment.learning if _numbers(experiment, names) else ():
         front = f"policy/{policy}/setting/" if len(experiment.policy_settings) > 1 else "setting/"
         used = {name.removeprefix(front): value for name, value in metrics.items() if name.startswith(front)}
-        _compare(experiment, told, policy, used | engine.snapshot(policy).used, "the first update used")
+        _compare(experiment, names, policy, used | engine.snapshot(policy).used, "the first update used")
 
 
-def _compare(experiment: Experiment, told: Iterable[str], policy: str, found: Mapping[str, float], who: str) -> None:
+def _compare(experiment: Experiment, names: Iterable[str], policy: str, found: Mapping[str, float], where: str) -> None:
     algo = experiment.algo_of(policy)
-    for name in _numbers(experiment, told):
+    for name in _numbers(experiment, names):
         wanted = getattr(algo, name)
         if name in found and is_number(wanted) and found[name] != wanted:
             whose = f" of policy {policy}" if len(experiment.policy_settings) > 1 else ""
             raise TiltyardError(
-                f"algo.{name}{whose} is {wanted!r} in the run's settings, and {who} {found[name]!r}",
-                "nothing was learned with it; this is a fault of the engine: please report it",
+                f"algo.{name}{whose} is {wanted!r} in the run's settings, but {where} {found[name]!r}",
+                "nothing was learned with it; internal error, please report it",
             )
 
 
-def _numbers(experiment: Experiment, told: Iterable[str]) -> list[str]:
-    """Names below `algo` that are plain numbers."""
-    names = [name.removeprefix("algo.") for name in told if name.startswith("algo.")]
-    return [name for name in names if is_number(getattr(experiment.algo, name, None))]
+def _numbers(experiment: Experiment, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are plain numbers below `algo`, without the prefix."""
+    below = [name.removeprefix("algo.") for name in names if name.startswith("algo.")]
+    return [name for name in below if is_number(getattr(experiment.algo, name, None))]
