@@ -1,6 +1,6 @@
-"""What a group of envs costs beyond its envs: EnvGroup against bare env.step calls, CartPole, 8 rows, steps per second.
+"""Overhead of EnvGroup over bare env.step calls: CartPole, 8 rows, env steps per second.
 
-Both balance the pole by the same rule, reset with seeds, and take turns, so that a busy machine hurts both. Run:
+Both balance the pole with the same rule and reset with seeds. They alternate, so that a busy machine slows both. Run:
 python bench/env_group.py
 """
 

@@ -1,12 +1,12 @@
-"""The least that training can cost on this machine, and how near a measured speed comes to it.
+"""The lowest possible cost of training on this machine, and how close a measured speed comes to it.
 
     floor = cores / (env + inference + epochs x training)      CPU-seconds per env step
 
-Each part is measured alone, on random numbers of the same shapes: stepping a vector env; acting on its rows; gradient
+Each part is measured alone, on random data of the same shapes: stepping a vector env; inference on its rows; gradient
 steps on shuffled minibatches, with the conversion from uint8, clipping and a fused Adam over one flat buffer. As many
-processes as the engine keeps busy do it at once, because they share caches and memory; times their threads, they are
-the cores. What is measured is only torch and the envs, nothing of Tiltyard; the shapes are those of the training that
-bench/systems.py has for the task, presets included, unless others are given.
+processes as the engine keeps busy run at the same time, because they share caches and memory; cores are processes times
+threads. Only torch and the envs are measured, no code of Tiltyard. Unless given, the shapes are those of the task's
+training in bench/systems.py, including presets.
 
 python bench/floor.py pong --copies 2 --epochs 1 --measured 900
 """
@@ -33,7 +33,7 @@ from systems import TASKS
 
 from tiltyard.config.load import load
 
-TRAININGS = {  # whose floor it is
+TRAININGS = {  # the training whose floor is measured
     "cartpole": TASKS["cartpole"].systems["tiltyard fast"],
     "lunarlander": TASKS["lunarlander_240"].systems["tiltyard fast"],
     "pong": TASKS["pong"].systems["tiltyard"],
@@ -68,7 +68,7 @@ def make_envs(task: str, count: int, threads: int) -> gymnasium.vector.VectorEnv
 
 
 def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
-    """CPU-seconds, in the second half of the time; the first half warms up."""
+    """CPU-seconds per call in the second half of the time; the first half is warm-up."""
     repeat(work, seconds / 2)
     before = cpu_seconds()
     calls = repeat(work, seconds / 2)
@@ -84,7 +84,7 @@ def repeat(work: Callable[[], object], seconds: float) -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process and of those that it started: VizDoom's engine is a process of its own."""
+    """CPU-seconds of all threads of this process and its descendants: VizDoom's engine is a separate process."""
     below = []
     waiting = list(Path("/proc/self/task").glob("*/children"))
     while waiting:
@@ -96,7 +96,7 @@ def cpu_seconds() -> float:
 
 
 def measure(options: argparse.Namespace, barrier: Any, answers: Any) -> None:
-    """In one copy: CPU-seconds per env step of each part, all copies doing the same part at the same time."""
+    """Measure CPU-seconds per env step of each part in one copy; all copies run the same part at the same time."""
     torch.set_num_threads(options.threads)
     envs = make_envs(options.task, options.envs, options.threads)
     obs, actions = envs.reset(seed=0)[0], envs.action_space.sample()
@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace, barrier: Any, answers: Any) -> None:
 
 @torch.no_grad()
 def act(net: Net, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws an action for each row; returns it with its log-probability."""
+    """Sample an action for each row; return it with its log-probability."""
     logs = net(obs)[0].log_softmax(-1)
     action = (logs - torch.empty_like(logs).exponential_().log_()).argmax(-1, keepdim=True)
     return action, logs.gather(-1, action)
@@ -157,12 +157,12 @@ def main() -> None:
     parser.add_argument("task", choices=list(TRAININGS))
     defaults = {task: shapes(task) for task in TRAININGS}
     for name in ("envs", "rollout", "minibatch", "epochs"):
-        said = ", ".join(f"{task} {numbers[name]}" for task, numbers in defaults.items())
-        parser.add_argument(f"--{name}", type=int, help=f"default: {said}")
+        shown = ", ".join(f"{task} {numbers[name]}" for task, numbers in defaults.items())
+        parser.add_argument(f"--{name}", type=int, help=f"default: {shown}")
     parser.add_argument("--copies", type=int, default=1, help="processes that the engine keeps busy")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each of them")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each part")
-    parser.add_argument("--measured", type=float, help="env steps per second whose efficiency is wanted")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds for each part")
+    parser.add_argument("--measured", type=float, help="measured env steps per second, to print their efficiency")
     options = parser.parse_args()
     for name, value in defaults[options.task].items():
         setattr(options, name, getattr(options, name) or value)

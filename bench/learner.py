@@ -1,4 +1,4 @@
-"""Microseconds that acting and learning cost without any env: an MLP for 4 numbers and 2 options, one torch thread.
+"""Cost of acting and learning without an env, in microseconds: an MLP with 4 inputs and 2 actions, one torch thread.
 
 python bench/learner.py
 """
@@ -22,7 +22,7 @@ STEPS, ROWS = 128, 8
 
 
 def best(work: Callable[[], object], times: int, rounds: int) -> float:
-    """Microseconds of one call in the quietest round: other programs only ever add."""
+    """Microseconds of one call in the fastest round: other programs can only slow it down."""
     found = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -33,7 +33,7 @@ def best(work: Callable[[], object], times: int, rounds: int) -> float:
 
 
 def rollout(net: PolicyNet, bptt: int) -> Rollout:
-    """Random numbers of the right shapes; every tenth step starts an episode."""
+    """Random data of the right shapes; every tenth step starts an episode."""
     rng = np.random.default_rng(0)
     numbers, no = np.zeros((STEPS, ROWS), np.float32), np.zeros((STEPS, ROWS), bool)
     return Rollout(

@@ -1,6 +1,6 @@
-"""How many env steps and seconds the two examples need to reach their goal: `python bench/learning.py [SEEDS]`.
+"""Env steps and seconds that the two examples need to reach their goal: `python bench/learning.py [SEEDS]`.
 
-Each seed is one run of the example's own file in a temporary folder; the goal is the file's stop.return.
+Each seed is one run of the example file in a temporary folder; the goal is the file's stop.return.
 """
 
 import os

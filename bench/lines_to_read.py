@@ -1,9 +1,9 @@
-"""How much code one reads to follow `tiltyard train CartPole-v1` from the start of the process to its first checkpoint.
+"""Lines of code to read to follow `tiltyard train CartPole-v1` from the start of the process to its first checkpoint.
 
-A short training runs with a profiler in every process it starts. What counts, until the first checkpoint is committed:
+A short training runs with a profiler in each of its processes. Until the first checkpoint is committed, these count:
 
     functions   every function and method of the package that was entered, from its decorators to its last line
-    headers     what stands outside functions in the modules of those: docstring, imports, constants, class fields
+    headers     the code outside functions in their modules: docstring, imports, constants, class fields
 
 Blank lines never count; "code" leaves out comments and docstrings too. A line counts once.
 
@@ -27,9 +27,9 @@ from pathlib import Path
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 PACKAGE = Path(__file__).resolve().parents[1] / "tiltyard"
 COMMAND = ["train", "CartPole-v1", "stop.updates=2", "save.updates=1", "eval.at_end=false"]
-COMMIT = ("run/checkpoint.py", "commit")  # when this function returns, there is a checkpoint
+COMMIT = ("run/checkpoint.py", "commit")  # when this function returns, the checkpoint is committed
 
-# Written into a folder on PYTHONPATH, so that every Python process of the run starts with it; forks inherit it.
+# Written to a folder on PYTHONPATH, so that every Python process of the run loads it; forks inherit it.
 TRACER = """
 import os, sys, threading, time
 
@@ -79,7 +79,7 @@ def is_commit(row: list[str]) -> bool:
 
 
 def lines_of(path: Path, first_lines: set[int]) -> set[int]:
-    """The lines of a module to read: all outside functions, and the functions that begin at `first_lines`."""
+    """Lines of a module to read: everything outside functions, and the functions that start at `first_lines`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     total = len(path.read_text(encoding="utf-8").splitlines())
     lines = set(range(1, total + 1))
@@ -99,7 +99,7 @@ def functions(node: ast.AST) -> list[Function]:
 
 
 def outer_functions(node: ast.AST) -> list[Function]:
-    """Functions and methods that are in no other function."""
+    """Functions and methods that are not nested in another function."""
     found: list[Function] = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function):
@@ -114,7 +114,7 @@ def first_line(node: Function) -> int:
 
 
 def blank_and_prose(path: Path) -> tuple[set[int], set[int]]:
-    """Lines with nothing on them, and lines with nothing but a comment or a docstring."""
+    """Blank lines, and lines that contain only a comment or a docstring."""
     text = path.read_text(encoding="utf-8").splitlines()
     blank = {number for number, line in enumerate(text, 1) if not line.strip()}
     prose = set()

@@ -1,4 +1,4 @@
-"""How long `tiltyard ls` takes with 1,000 runs, process start included. Aim: 0.5 s.
+"""Time of `tiltyard ls` with 1,000 runs, including process start. Aim: 0.5 s.
 
 python bench/ls.py [RUNS]
 """
@@ -22,7 +22,7 @@ REPEATS = 7
 
 
 def make_runs(root: Path, number: int) -> None:
-    """Folders as `ls` sees them: a status each, of which every twentieth says running."""
+    """Run folders as `ls` reads them: one status file each; every twentieth run is running."""
     experiment = Experiment.model_validate({"env": {"id": "CartPole-v1"}, "tags": ["bench"], "notes": "a fake run"})
     for index in range(number):
         folder = root / f"name{index % 10}" / f"{index + 1:04d}-brisk-otter"

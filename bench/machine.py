@@ -1,4 +1,4 @@
-"""What a result must say about the machine that it was measured on."""
+"""Describe the machine that a result was measured on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _lines(path: str) -> list[str]:
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Cores that others keep busy while we only wait."""
+    """Number of cores that other programs keep busy while this process sleeps."""
     before, began = machine_seconds(), time.monotonic()
     time.sleep(seconds)
     return (machine_seconds() - before) / (time.monotonic() - began)

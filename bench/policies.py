@@ -1,9 +1,10 @@
-"""Env steps per second of four policies in one engine beside one policy, at equal rows for each of them, in turns.
+"""Env steps per second of four policies in one engine compared with one policy, at equal rows per policy.
 
 python bench/policies.py [--seconds 5] [--rounds 5]
 
-One policy has 16 envs; four policies share 64, so that each decides for 16 of them on average and learns from as many
-samples in an update. Minibatch and epochs are the same. Aim: 0.9 of one policy's env steps per second.
+One policy has 16 envs; four policies share 64, so that each acts in 16 of them on average and learns from the same
+number of samples per update. Minibatch and epochs are equal, and measurements alternate. Aim: 0.9 of the env steps per
+second of one policy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def engine_of(env: str, settings: list[str]) -> Engine:
 
 
 def speed(engine: Engine, seconds: float) -> float:
-    """Env steps per second over about so many seconds."""
+    """Env steps per second over about `seconds`."""
     before, began = engine.step().progress, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds:
         now = engine.step().progress
@@ -37,7 +38,7 @@ def speed(engine: Engine, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="four policies in one engine beside one")
+    parser = argparse.ArgumentParser(description="compare four policies in one engine with one policy")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -54,10 +55,10 @@ def main() -> None:
             four.close()
         ratio = median(both[1] / both[0] for both in pairs)
         alone, together = (median(side) for side in zip(*pairs, strict=True))
-        verdict = "met" if ratio >= AIM else "missed"
+        result = "met" if ratio >= AIM else "missed"
         print(
             f"{env} {' '.join(words)}: one {alone:,.0f}, four {together:,.0f} env steps per second, "
-            f"median ratio {ratio:.2f} (aim {AIM}, {verdict})",
+            f"median ratio {ratio:.2f} (aim {AIM}, {result})",
             flush=True,
         )
 

@@ -1,12 +1,13 @@
 """Does a population find the learning rate while it trains? `python bench/population.py [--repeats 5]`.
 
-Four members begin with learning rates spread over two decades, two at a time on two cores. Beside it is a run with the
-tuned rate: the best of a grid over the same decades, by the mean over its seeds. Both train for as many env steps; what
-counts is an evaluation at the end. Aim: the best member has at least 0.95 of the tuned run's, in 4 of 5 repeats.
+Four members start with learning rates spread over two decades, two at a time on two cores. They are compared with a
+run at the tuned rate: the best of a grid over the same decades, by the mean over its seeds. Both train for the same
+number of env steps; the score is an evaluation at the end. Aim: the best member reaches at least 0.95 of the tuned
+run's score, in 4 of 5 repeats.
 
-The best of four may be as good by luck, and 500 is all that CartPole pays. So the same four members train once more
-with the same seeds and pauses, and nobody becomes a copy: what the population itself brings is the mean over its
-members, beside the mean over theirs.
+The best of four may be good by luck, and CartPole's return is limited to 500. So a control trains the same four
+members with the same seeds and pauses, but without copies: the effect of the population is the difference of the two
+means over all members.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ AIM = 0.95
 LOWEST, HIGHEST = 3e-5, 3e-3
 RATES = [3e-5, 1e-4, 3e-4, 1e-3, 3e-3]
 STEPS, PERIOD = 65_536, 8_192
-UNREACHED = 1e9  # a gap that nobody is ahead by
+UNREACHED = 1e9  # a gap that no member exceeds
 EXPERIMENT: dict[str, Any] = {
     "env": "CartPole-v1",
     "engine": {"kind": "local", "envs": 8, "workers": 0},
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compare a population with a run at the tuned learning rate")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--grid-seeds", type=int, default=3)
-    parser.add_argument("--dry", action="store_true", help="print, and write no results")
+    parser.add_argument("--dry", action="store_true", help="print the results without writing them")
     options = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
@@ -67,17 +68,17 @@ def main() -> None:
 
 
 def sweep(place: Path, name: str, more: dict[str, Any]) -> Sweep:
-    """A sweep carried out to its end, by the command line."""
+    """Run a sweep to its end with the command line."""
     plan = place / f"{name}.yaml"
-    said = {"name": name, "experiment": EXPERIMENT, "metric": {"name": "eval/return", "of": "last"}}
-    plan.write_text(dump_yaml({**said, "max_parallel": 2, **more}))
+    plan_settings = {"name": name, "experiment": EXPERIMENT, "metric": {"name": "eval/return", "of": "last"}}
+    plan.write_text(dump_yaml({**plan_settings, "max_parallel": 2, **more}))
     command = [sys.executable, "-m", "tiltyard", "sweep", "start", str(plan)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return find_sweep(name)
 
 
 def members(place: Path, name: str, seed: int, gap: float) -> Sweep:
-    """Four members to their end; whoever is ahead by more than `gap` may be copied."""
+    """Train four members to the end; a member that is ahead by more than `gap` may be copied."""
     rules = {"period": PERIOD, "start": PERIOD, "replace": 0.25, "rate": 1.0, "gap": gap}
     space = {"algo.lr": {"log": [LOWEST, HIGHEST]}}
     more = {"search": "population", "trials": 4, "space": space, "population": rules, "seed": seed, "seeds": [seed]}
@@ -88,7 +89,7 @@ def repeat(place: Path, seed: int, tuned: float | None) -> dict[str, Any]:
     began = time.perf_counter()
     found, control = members(place, "population", seed, 1e-6), members(place, "control", seed, UNREACHED)
     first, same = ([trial.settings["algo.lr"] for trial in each.trials()] for each in (found, control))
-    assert first == same and not exploits(control), "the control is the same but for the copies"
+    assert first == same and not exploits(control), "the control differs from the population only in the copies"
     groups, copies = summarize(found).groups, exploits(found)
     scores, alone = ([group.value or 0.0 for group in each] for each in (groups, summarize(control).groups))
     best = scores[0]
@@ -109,7 +110,7 @@ def exploits(found: Sweep) -> int:
 def report(tuned: float, grid: dict[float, Any], rows: list[dict[str, Any]], seconds: float, *, dry: bool) -> None:
     met, here = sum(row["ratio"] >= AIM for row in rows), describe()
     lines = [
-        f"## A population of 4 that begins with learning rates from {LOWEST:g} to {HIGHEST:g}, CartPole-v1",
+        f"## A population of 4 that starts with learning rates from {LOWEST:g} to {HIGHEST:g}, CartPole-v1",
         "",
         f"{date.today()}; {here['cpu']}, {here['cores']} cores, {here['system']}, Python {here['python']}.",
         f"{STEPS:,} env steps of each member, period {PERIOD:,}; evaluations of 20 episodes at the end.",

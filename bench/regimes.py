@@ -1,7 +1,8 @@
-"""Does asynchronous training learn as well as synchronous? `python bench/regimes.py [SEEDS]`.
+"""Does asynchronous training learn as well as synchronous training? `python bench/regimes.py [SEEDS]`.
 
-The same experiment, one worker, in both modes for each seed; what is compared is the mean greedy return over the first
-50,000 env steps, evaluated every 5,000. The interval is of the ratio of means, from 10,000 bootstrap draws of seeds.
+For each seed, the same experiment runs with one worker in both modes. They are compared by the mean greedy return over
+the first 50,000 env steps, evaluated every 5,000. The interval is that of the ratio of means, from 10,000 bootstrap
+resamples of the seeds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def train(mode: str, seed: int) -> list[dict[str, Any]]:
 
 
 def interval(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float]:
-    """2.5 %, 50 % and 97.5 % of the ratio of means."""
+    """2.5 %, 50 % and 97.5 % quantiles of the ratio of means."""
     draws = np.random.default_rng(0).integers(len(ours), size=(10_000, len(ours)))
     low, middle, high = np.quantile(ours[draws].mean(1) / theirs[draws].mean(1), [0.025, 0.5, 0.975])
     return float(low), float(middle), float(high)

@@ -1,7 +1,7 @@
 """Tiltyard and its peers side by side: `python bench/run.py --tasks cartpole pong --blocks 5 --seconds 15`.
 
-Systems take turns, A B C C B A ..., one at a time; each run is a fresh process tree that measures itself through
-bench/peers/report.py, and from outside we sample its memory. Results go to bench/results: JSON, a table, a picture.
+Systems run one at a time in alternating order, A B C C B A ... Each run is a new process tree that measures itself with
+bench/peers/report.py; its memory is sampled from outside. Results go to bench/results: JSON, a table, a plot.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from peers import process_tree
 from summary import picture, table
 from systems import BENCH, TASKS, System, Task
 
-LONGEST = 3600.0  # seconds that a run to a goal may take before it is given up
-STARTUP = 300.0  # seconds that a throughput run may take besides its window
-FAREWELL = 20.0  # seconds that a system may take to end after its last line
+LONGEST = 3600.0  # timeout of a run to a goal, in seconds
+STARTUP = 300.0  # seconds that a throughput run may take in addition to its window
+EXIT_TIMEOUT = 20.0  # seconds that a system may take to exit after its last line
 
 
 def main() -> None:
@@ -72,13 +72,13 @@ def measurement(task: Task, options: argparse.Namespace, seed: int) -> list[str]
 
 
 def run(system: System, options: list[str], limit: float) -> dict[str, Any]:
-    """The last line of one run, with its start-up time, its peak memory and its seconds from launch to the goal."""
+    """Run one system; return its last line with start-up time, peak memory and seconds from launch to the goal."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     command = [*system.command, *options, *system.arguments]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
         launched = time.time()
-        # Its own session, so that a Ctrl-C reaches us alone; its own folder, because some games write where they stand.
+        # New session: Ctrl-C reaches only this process. New folder: some games write to the current one.
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=folder, start_new_session=True
         )
@@ -96,12 +96,12 @@ def run(system: System, options: list[str], limit: float) -> dict[str, Any]:
             alarm.cancel()
             family = process_tree.pids(child.pid)
             with suppress(subprocess.TimeoutExpired):
-                child.communicate(timeout=FAREWELL if last else 0)
+                child.communicate(timeout=EXIT_TIMEOUT if last else 0)
             end(*family)
             child.wait()
         if not last:
             errors.seek(0)
-            return {"failed": errors.read().decode(errors="replace")[-2000:] or "ended without its last line"}
+            return {"failed": errors.read().decode(errors="replace")[-2000:] or "exited without a result line"}
     last |= {"peak_pss": memory.peak, "startup_seconds": last["first_update"] - launched}
     if last.get("solved"):
         last["solved"]["seconds_from_launch"] = last["solved"]["time"] - launched
@@ -109,7 +109,7 @@ def run(system: System, options: list[str], limit: float) -> dict[str, Any]:
 
 
 class Memory(threading.Thread):
-    """Peak PSS of a process tree, looked at once a second: reading it is not free for those who are read."""
+    """Peak PSS of a process tree, sampled once a second: reading it slows down the processes that are read."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -126,7 +126,7 @@ class Memory(threading.Thread):
 
 
 def end(*pids: int) -> None:
-    """Kill what is left of a run, children first: some have outlived their parents by now."""
+    """Kill the remaining processes of a run, children first: some may have outlived their parents."""
     for pid in reversed(pids):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

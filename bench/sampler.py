@@ -1,7 +1,7 @@
-"""The sampler against a bare loop over the same envs, in turns: `python bench/sampler.py [TASK ...]`.
+"""Compare the sampler with a bare loop over the same envs: `python bench/sampler.py [TASK ...]`.
 
-The bare loop is what one would write without Tiltyard: random actions drawn beforehand, a reset where an episode ends,
-nothing kept. The sampler is `tiltyard bench` with one process.
+The bare loop is the code one would write without Tiltyard: random actions drawn in advance, a reset when an episode
+ends, no results kept. The sampler is `tiltyard bench` with one process. Measurements alternate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TASKS: dict[str, tuple[str, int, Callable[[int], Any]]] = {  # env id, rows, the
 
 
 def bare(make: Callable[[int], Any], rows: int, seconds: float) -> float:
-    """Env steps per second of a loop of one's own."""
+    """Env steps per second of the bare loop."""
     envs = make(rows)
     rng = np.random.default_rng(0)
     steps, began = 0, 0.0
@@ -69,7 +69,7 @@ def bare(make: Callable[[int], Any], rows: int, seconds: float) -> float:
         choices = rng.integers(0, envs.single_action_space.n, (4096, rows))
         envs.reset(seed=0)
         began = time.perf_counter()
-        idle = 0  # rows that the env itself resets take no action in their next step
+        idle = 0  # rows that reset automatically ignore the action of their next step
         while time.perf_counter() - began < seconds:
             _, _, terminated, truncated, _ = envs.step(choices[steps // rows % 4096])
             idle += int((terminated | truncated).sum())
@@ -79,10 +79,10 @@ def bare(make: Callable[[int], Any], rows: int, seconds: float) -> float:
 
 
 def sampled(target: str, rows: int, seconds: float) -> float:
-    """Env steps per second that `tiltyard bench` says."""
+    """Env steps per second reported by `tiltyard bench`."""
     command = [sys.executable, "-m", "tiltyard", "bench", target, f"engine.envs={rows}", "--workers", "1"]
-    said = subprocess.run([*command, "--seconds", str(seconds), "--json"], capture_output=True, text=True, check=True)
-    return float(json.loads(said.stdout)["best"]["env_steps_per_second"])
+    done = subprocess.run([*command, "--seconds", str(seconds), "--json"], capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout)["best"]["env_steps_per_second"])
 
 
 def main() -> None:

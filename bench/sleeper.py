@@ -1,4 +1,4 @@
-"""An env whose step takes 2 ms without using a core, like a game that somebody else computes."""
+"""An env whose step takes 2 ms without using a core, like a simulator on another machine."""
 
 import time
 from typing import Any

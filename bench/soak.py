@@ -1,7 +1,7 @@
-"""Does a long training grow? `python bench/soak.py --minutes 30 [EXPERIMENT key=value ...]`.
+"""Does the resource use of a long training grow? `python bench/soak.py --minutes 30 [EXPERIMENT key=value ...]`.
 
-Trains, looks once a second at what the process tree uses, and compares the mean of the second half with that of the
-first. More than 2 % growth of anything, or a training that ends by itself, is exit code 1.
+Trains, samples the resources of the process tree once a second, and compares the mean of the second half with that of
+the first. The exit code is 1 if any of them grows by more than 2 %, or if training exits early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from statistics import mean
 from peers.process_tree import usage
 
 ALLOWED = 1.02
-SETTLE = 0.1  # share of the time at the start that is not looked at: imports, first episodes, first evaluation
+SETTLE = 0.1  # fraction at the start that is ignored: imports, first episodes, first evaluation
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("experiment", nargs="*", default=["CartPole-v1"], help="and key=value (default: CartPole-v1)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
-        # The last word on when to stop is ours, so it stands last.
+        # Given last, so that it overrides a stop condition of the user.
         command = [sys.executable, "-m", "tiltyard", "train", *options.experiment, "stop.env_steps=1_000_000_000_000"]
         environment = os.environ | {"TILTYARD_RUNS": runs}
         child = subprocess.Popen([*command, "--plain"], stdout=subprocess.DEVNULL, env=environment)
@@ -43,14 +43,14 @@ def watch(child: subprocess.Popen[bytes], seconds: float) -> list[dict[str, int]
     while time.monotonic() < began + seconds:
         time.sleep(min(1.0, seconds / 100))
         if child.poll() is not None:
-            sys.exit(f"error: the training ended by itself with exit code {child.returncode}")
+            sys.exit(f"error: training exited early with code {child.returncode}")
         if time.monotonic() > began + SETTLE * seconds:
             samples.append(usage(child.pid))
     return samples
 
 
 def judge(samples: list[dict[str, int]]) -> bool:
-    """Prints a line for each thing watched; True when none has grown too much."""
+    """Print one line per resource; return True if none has grown too much."""
     half, good = len(samples) // 2, True
     for name in samples[0]:
         first, second = (mean(sample[name] for sample in part) for part in (samples[:half], samples[half:]))

@@ -1,4 +1,4 @@
-"""A result as numbers per system, as a Markdown table and as a picture. Medians over the runs that did not fail."""
+"""Summarise a result: numbers per system, a Markdown table, a plot. Medians are over the runs that did not fail."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-BUSY = 0.15  # cores that others used meanwhile, above which a row says so
+BUSY = 0.15  # cores used by other programs, above which a row is marked
 
 
 def area(curve: list[list[float]], limit: float) -> float:
-    """Mean return over the first `limit` env steps: straight lines between evaluations, level before the first."""
+    """Mean return over the first `limit` env steps: linear between evaluations, constant before the first."""
     points = [(0.0, curve[0][1]), *((min(steps, limit), value) for steps, value in curve)]
     points.append((limit, points[-1][1]))
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / limit
 
 
 def numbers(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per system: the median of every number that its runs have."""
+    """Per system, the median of every number in its runs."""
     found: dict[str, dict[str, Any]] = {}
     for run in result["runs"]:
         row = found.setdefault(run["system"], {"values": {}, "runs": 0, "failed": 0, "solved": 0, "versions": {}})
@@ -47,7 +47,7 @@ def _of_run(run: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
 
 
 def main_number(result: dict[str, Any]) -> tuple[str, str, bool]:
-    """What the task is about: the number's name, its words, and whether more is better."""
+    """The task's main number: its key, its label, and whether higher is better."""
     if result["limit"] is None:
         return "steps_per_second", "env steps/s", True
     if result["goal"] is None:
@@ -86,7 +86,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _columns(result: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """Name, heading and factor of the numbers beside the main one."""
+    """Key, heading and scale of the other numbers."""
     speed = [("steps_per_cpu_second", "env steps per CPU-second", 1.0)]
     frames = [("steps_per_second", "frames/s", float(result["frames"]))]
     goal = [("goal_steps", "env steps to it", 1.0), ("goal_seconds_from_launch", "s from launch", 1.0)]

@@ -1,4 +1,4 @@
-"""How long `tiltyard sweep status` takes with 1,000 finished trials, process start included. Aim: 2 s.
+"""Time of `tiltyard sweep status` with 1,000 finished trials, including process start. Aim: 2 s.
 
 python bench/sweep_status.py [TRIALS]
 """
@@ -25,7 +25,7 @@ RECORDS = 500
 
 
 def make_sweep(root: Path, number: int) -> Sweep:
-    """A finished grid: a status and the records of a training in each trial."""
+    """A finished grid: each trial has a status and training records."""
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": {"algo.lr": list(range(number))}})
     sweep = make(root, "bench", plan, [Trial(n, n, 0, {"algo.lr": n - 1}) for n in range(1, number + 1)])
     lines = "".join(

@@ -1,7 +1,7 @@
-"""What is compared: for each task, the systems and how each is started. This table is the place to edit.
+"""The compared systems: for each task, how each system is started. Edit this table to change the comparison.
 
-A peer is (virtual environment, runner, arguments); what its settings mean is written in its runner in bench/peers.
-Tiltyard is an experiment with key=value settings, started as a user would type it.
+A peer is (virtual environment, runner, arguments); its settings are explained in its runner in bench/peers. Tiltyard is
+an experiment with key=value settings, started as a user would start it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NATURE = {
 
 @dataclass(frozen=True)
 class System:
-    """One way to train: the command up to the options of the measurement, and what stands behind them."""
+    """One way to train: the command before the options of the measurement, and the arguments after them."""
 
     command: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class System:
 
 @dataclass(frozen=True)
 class Task:
-    """`steps` of None measures throughput; otherwise evaluations every `every` env steps, until `goal` or the end."""
+    """Without `steps`, throughput is measured; else an evaluation every `every` env steps, until `goal` or the end."""
 
     title: str
     systems: dict[str, System]
@@ -59,7 +59,7 @@ def ours(experiment: str, settings: dict[str, object]) -> System:
 
 
 def alone(system: System) -> System:
-    """The same on one core."""
+    """The same system on one core."""
     return System(("taskset", "-c", "0", *system.command), system.arguments)
 
 

@@ -1,8 +1,9 @@
 """Does `tune` find what an exhaustive grid finds? `python bench/tuned.py [TASK ...]`.
 
-The grid is every combination of processes, envs, rollout and minibatch that `tune` may choose from (candidates.py); all
-points are measured one after another, the fastest few once more and for longer. Then `tune` has its minute, and its
-choice, the grid's best and the experiment's own settings are measured in turns. The last ratio is the result.
+The grid is every combination of processes, envs, rollout and minibatch that `tune` may choose (candidates.py). All
+points are measured one after another, and the fastest few again for longer. Then `tune` runs for a minute, and its
+choice, the best of the grid and the experiment's own settings are measured in alternation. The last ratio is the
+result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tiltyard.tuning.autotune import fixed_settings, tune
 from tiltyard.types import EnvSpec
 
 BENCH = Path(__file__).resolve().parent
-# As in a file: what the command line sets, `tune` leaves as it is.
+# Given as in a file: `tune` does not change settings from the command line.
 TASKS: dict[str, dict[str, Any]] = {
     "cartpole": {"env": "CartPole-v1"},
     "sleep": {
@@ -45,21 +46,19 @@ TASKS: dict[str, dict[str, Any]] = {
     "pong": {"env": "atari:pong", "use": ["atari-fast"]},
 }
 BEST = 4  # points of the grid that are measured again
-TURNS = 5
+ROUNDS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="compare `tune` with an exhaustive grid")
     parser.add_argument("tasks", nargs="*", default=[*TASKS], help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--seconds", type=float, default=1.0, help="that each point of the grid is measured for")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds that `tune` has")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of measurement for each point of the grid")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for `tune`")
     parser.add_argument(
-        "--workers", type=int, default=16, help="at most, in the grid; 4 for what needs the cores itself"
+        "--workers", type=int, default=16, help="largest number in the grid; use 4 for envs that need the cores"
     )
-    parser.add_argument(
-        "--coarse", action="store_true", help="leave minibatches smaller than the experiment's out of the grid"
-    )
-    parser.add_argument("--turns", type=int, default=TURNS, help="of the three that meet at the end")
+    parser.add_argument("--coarse", action="store_true", help="without minibatches smaller than the experiment's")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the final comparison")
     options = parser.parse_args()
     for task in options.tasks:
         compare(task, options)
@@ -87,21 +86,21 @@ def compare(task: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, options.budget)
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.overrides)}")
-    meeting = {"grid": best, "tune": tuned.chosen.point, "own": own}
-    turns: dict[str, list[float]] = {who: [] for who in meeting}
+    finalists = {"grid": best, "tune": tuned.chosen.point, "own": own}
+    measured: dict[str, list[float]] = {name: [] for name in finalists}
     with standby.shared():
-        for turn in range(options.turns):
-            for who in sorted(meeting, reverse=bool(turn % 2)):
-                turns[who].append(speed(meeting[who], 3 * seconds))
-    speeds = {who: median(each) for who, each in turns.items()}
-    print(f"{task}: " + ", ".join(f"{who} {each:,.0f} env steps/s" for who, each in speeds.items()), end="; ")
+        for number in range(options.rounds):
+            for name in sorted(finalists, reverse=bool(number % 2)):
+                measured[name].append(speed(finalists[name], 3 * seconds))
+    speeds = {name: median(each) for name, each in measured.items()}
+    print(f"{task}: " + ", ".join(f"{name} {each:,.0f} env steps/s" for name, each in speeds.items()), end="; ")
     print(f"tune / grid = {speeds['tune'] / speeds['grid']:.2f}", flush=True)
 
 
 def grid(around: Candidates, own: Point, most: int, coarse: bool) -> list[Point]:
-    """Every point that `tune` could choose, with at most so many workers."""
+    """Every point that `tune` could choose, with at most `most` workers."""
     topologies = {(own.workers, own.mode), *((p.workers, p.mode) for p in around.processes(own))}
-    if max(workers for workers, _ in topologies) > 0:  # envs that wait want many
+    if max(workers for workers, _ in topologies) > 0:  # envs that wait benefit from many workers
         topologies |= {(w, m) for w in (4, 8, 16) for m in ("sync", "async") if w <= most}
     envs = [round(own.envs * ratio) for ratio in (0.5, 1, 2, 4, 8)]
     batches = [own.envs * own.rollout * ratio for ratio in (1, 2)]
@@ -114,7 +113,7 @@ def grid(around: Candidates, own: Point, most: int, coarse: bool) -> list[Point]
 
 
 def measure(point: Point, seconds: float, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> float:
-    """Env steps per second, learning included, after three updates that do not count; 0 for what cannot be."""
+    """Env steps per second with learning, after three warm-up updates; 0 if the point is invalid."""
     threads = torch.get_num_threads()
     try:
         engine = make_engine(point.applied(experiment), spec, base)

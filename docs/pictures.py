@@ -1,4 +1,4 @@
-"""Draws the pictures of the README from a real run: `python docs/pictures.py RUN_FOLDER`.
+"""Draw the pictures of the README from a real run: `python docs/pictures.py RUN_FOLDER`.
 
 Writes docs/pictures/learning-curve.png and console.png. The console is the live screen itself, fed with the run's
 records and set in a font that comes with matplotlib, so that the picture is the same on every machine.
@@ -29,7 +29,7 @@ DOTS = {1: (0, 0), 2: (0, 1), 4: (0, 2), 64: (0, 3), 8: (1, 0), 16: (1, 1), 32: 
 
 
 def live_screen(run: Run) -> Console:
-    """The screen as it was at the end of the run."""
+    """The live screen at the end of the run."""
     screen = Console(run.experiment(), run.id, run.folder, live=False, stream=io.StringIO())
     for record in metrics.read(run.folder):
         split = {name[5:]: value for name, value in record["metrics"].items() if name.startswith("time/")}
@@ -41,7 +41,7 @@ def live_screen(run: Run) -> Console:
 def cell(
     pen: ImageDraw.ImageDraw, x: float, y: float, size: tuple[float, float], character: str, colour: Colour
 ) -> bool:
-    """Draw a block or braille character, which fonts draw with gaps or not at all; False for any other."""
+    """Draw a block or braille character, for which fonts leave gaps or have no glyph; return False for any other."""
     width, height = size
     if character in BLOCKS:
         share = (BLOCKS.index(character) + 1) / 8
@@ -58,7 +58,7 @@ def cell(
 
 
 def draw(screen: Console, out: Path) -> None:
-    """Set every character of the panel into its cell."""
+    """Draw every character of the panel in its cell."""
     font = ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf", SIZE * SCALE)
     rich = RichConsole(width=COLUMNS, height=30, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     screen._rich = rich

@@ -1,6 +1,6 @@
-"""VizDoom's basic scenario as one small Gymnasium env: the same file is stepped by every system of the doom_basic task.
+"""VizDoom's basic scenario as one small Gymnasium env: all systems of the doom_basic task use this file.
 
-160 x 120 grey pixels straight from the game, every 4th frame, thinned to 84 x 84, the last four stacked.
+160 x 120 grey pixels from the game, every 4th frame, subsampled to 84 x 84, the last four stacked.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class DoomBasic(gymnasium.Env[np.ndarray, int]):
         self.game.set_screen_format(vizdoom.ScreenFormat.GRAY8)
         self.game.set_window_visible(False)
         buttons = self.game.get_available_buttons_size()
-        self.actions = [[0] * buttons, *np.eye(buttons, dtype=int).tolist()]  # nothing, or one button
+        self.actions = [[0] * buttons, *np.eye(buttons, dtype=int).tolist()]  # no button, or one button
         self.observation_space = gymnasium.spaces.Box(0, 255, (STACK, SIZE, SIZE), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(len(self.actions))
         self.picks = np.ix_(np.arange(SIZE) * 120 // SIZE, np.arange(SIZE) * 160 // SIZE)

@@ -1,4 +1,4 @@
-"""The greedy evaluation of the runners that are trained to a score: 20 episodes with fixed seeds, mean return."""
+"""Greedy evaluation for the runners that train to a score: mean return of 20 episodes with fixed seeds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ class Evaluation:
         self.envs = gymnasium.vector.SyncVectorEnv([partial(gymnasium.make, env_id) for _ in SEEDS])
 
     def __call__(self, act: Callable[[np.ndarray], np.ndarray]) -> float:
-        """`act` maps the observations of 20 envs to their likeliest actions."""
+        """`act` maps the observations of 20 envs to their most likely actions."""
         obs, _ = self.envs.reset(seed=SEEDS)
         returns, running = np.zeros(len(SEEDS)), np.ones(len(SEEDS), bool)
         while running.any():

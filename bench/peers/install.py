@@ -1,7 +1,8 @@
-"""Makes the peers' virtual environments from pinned requirement files: `python bench/peers/install.py [NAME ...]`.
+"""Create the peers' virtual environments from pinned requirements: `python bench/peers/install.py [NAME ...]`.
 
-One environment per file beside this one, below .bench in the project's folder (or $BENCH_PEERS). Made anew only when
-its file changes. torch comes first and by its exact pin: resolved with the rest, a range could bring another one.
+One environment per requirement file in this folder, in .bench of the project's folder (or $BENCH_PEERS). It is
+rebuilt only when its file changes. torch is installed first with its exact pin: together with the rest, pip could
+resolve another one.
 """
 
 import os
@@ -24,7 +25,7 @@ def main() -> None:
     wanted = sys.argv[1:] or sorted(file.stem for file in HERE.glob("*.txt"))
     failed = [name for name in wanted if not install(HERE / f"{name}.txt", INTO / name)]
     if failed:
-        sys.exit(f"error: could not be installed: {', '.join(failed)}; the benchmark leaves them out")
+        sys.exit(f"error: could not install: {', '.join(failed)}; the benchmark skips them")
 
 
 def install(requirements: Path, environment: Path) -> bool:
@@ -40,7 +41,7 @@ def install(requirements: Path, environment: Path) -> bool:
     if done:
         stamp.write_text(text)
     else:
-        (environment / "bin" / "python").unlink()  # the benchmark takes an environment without Python as missing
+        (environment / "bin" / "python").unlink()  # for the benchmark, an environment without Python is not installed
     return done
 
 
@@ -50,11 +51,11 @@ def pip(environment: Path, *arguments: str, **variables: str) -> bool:
 
 
 def source_of(environment: Path, file: str) -> str:
-    """Where a package's source lies, by the index that pip is set up with: `pip download` would begin to build it."""
-    asked = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
-    ways = (["-m", "pip", "config", "get", "global.index-url"], ["-c", asked])
-    said = (subprocess.run([environment / "bin" / "python", *way], capture_output=True, text=True) for way in ways)
-    index = os.environ.get("PIP_INDEX_URL") or next(each.stdout.strip() for each in said if each.stdout.strip())
+    """URL of a package's source in the index that pip is configured for; `pip download` would start to build it."""
+    program = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    ways = (["-m", "pip", "config", "get", "global.index-url"], ["-c", program])
+    answers = (subprocess.run([environment / "bin" / "python", *way], capture_output=True, text=True) for way in ways)
+    index = os.environ.get("PIP_INDEX_URL") or next(each.stdout.strip() for each in answers if each.stdout.strip())
     page = f"{index.rstrip('/')}/{file.partition('-')[0]}/"
     with urlopen(Request(page, headers={"Accept": "text/html"})) as answer:
         links = re.findall(r'href="([^"#]+)', answer.read().decode())
@@ -62,18 +63,18 @@ def source_of(environment: Path, file: str) -> str:
 
 
 def install_puffer(environment: Path) -> bool:
-    """PufferLib 3.0.0 without its own games: these are fetched from GitHub while it is built, and are not compared.
+    """Install PufferLib 3.0.0 without its own games, which are not compared and which its build fetches from GitHub.
 
-    Its switch for that, NO_OCEAN, leaves one name of its setup.py undefined: it is defined here. Compiles for minutes.
+    Its switch for this, NO_OCEAN, leaves a name in its setup.py undefined, so it is defined here. Compiles for minutes.
     """
     with tempfile.TemporaryDirectory() as folder:
         with urlopen(source_of(environment, PUFFER)) as answer, tarfile.open(fileobj=answer, mode="r|gz") as archive:
             archive.extractall(folder, filter="data")
         source = Path(folder) / "pufferlib-3.0.0"
         setup = source / "setup.py"
-        mended = setup.read_text().replace("\nc_extensions = []\n", "\nc_extensions = c_extension_paths = []\n")
-        setup.write_text(mended)
-        # A PATH without a CUDA compiler: it would be taken for a wish to build for a GPU.
+        patched = setup.read_text().replace("\nc_extensions = []\n", "\nc_extensions = c_extension_paths = []\n")
+        setup.write_text(patched)
+        # A PATH without a CUDA compiler, because otherwise it would build for a GPU.
         variables = {"NO_OCEAN": "1", "PATH": f"{environment / 'bin'}:/usr/bin:/bin"}
         return pip(environment, "--no-build-isolation", "--no-deps", str(source), **variables)
 

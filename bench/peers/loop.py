@@ -1,7 +1,7 @@
-"""PPO as one plain file, in the manner of CleanRL: a vector env, a network, a loop. No framework.
+"""PPO in one plain file, in the style of CleanRL: a vector env, a network, a loop. No framework.
 
-`plain` is what most people would write. `tuned` is the same loop with what pays on a CPU: ALE's own vector env,
-channels_last and a second torch thread. Neither knows Tiltyard; they are baselines.
+`plain` is what most people would write. `tuned` is the same loop optimised for a CPU: ALE's own vector env,
+channels_last and a second torch thread. Both are baselines and do not use Tiltyard.
 
 python bench/peers/loop.py pong tuned --seconds 15
 """
@@ -57,7 +57,7 @@ def make_envs(task: str, count: int, native: bool = False) -> gymnasium.vector.V
 
 
 def advantages(reward: torch.Tensor, done: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """GAE over [T, N]; `done[t]` says that the episode ended with step t."""
+    """GAE over [T, N]; `done[t]` is true if the episode ended with step t."""
     found, running = torch.zeros_like(reward), torch.zeros_like(last)
     for t in reversed(range(len(reward))):
         going = 1.0 - done[t]

@@ -1,4 +1,4 @@
-"""The networks and the loss of our own baselines: Nature's convolutions for images, two tanh towers for numbers."""
+"""Networks and loss of our own baselines: the Nature CNN for images, two tanh networks for vectors."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = 2**0.5) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Nature's convolutions for images, shared; two separate tanh networks for numbers."""
+    """A shared Nature CNN for images; two separate tanh networks for vectors."""
 
     def __init__(self, shape: tuple[int, ...], actions: int, channels_last: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def loss(net: Net, batch: tuple[torch.Tensor, ...], clip: float, entropy: float) -> torch.Tensor:
-    """PPO's loss of one minibatch: observations, actions, their old log-probabilities, advantages, returns."""
+    """PPO loss of one minibatch: observations, actions, their old log-probabilities, advantages, returns."""
     obs, action, old, advantage, target = batch
     logits, value = net(obs)
     logs = logits.log_softmax(-1)

@@ -1,6 +1,6 @@
-"""Tiltyard, started as a user would: `tiltyard train`, in a process of its own. Its run folder says how it goes.
+"""Tiltyard, started as a user would start it: `tiltyard train` in its own process, observed through its run folder.
 
-The options of the measurement, then the experiment and its key=value:
+Give the options of the measurement, then the experiment and its key=value settings:
 python bench/peers/ours.py --seconds 15 CartPole-v1 algo.epochs=4
 """
 
@@ -18,7 +18,7 @@ from report import Report
 
 
 def records(runs: Path, child: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Every record of the one run below `runs` as it is written, until the training has ended."""
+    """Yield every record of the single run in `runs` as it is written, until training ends."""
     offset = 0
     while True:
         ended = child.poll() is not None

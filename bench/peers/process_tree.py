@@ -1,4 +1,4 @@
-"""What a process and all below it use, read from /proc. Standard library only: every peer's Python imports it."""
+"""Resource use of a process and its descendants, from /proc. Standard library only: every peer's Python imports it."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _stats() -> dict[int, list[str]]:
-    """The fields of /proc/PID/stat behind the command's name, of all processes that do not end meanwhile."""
+    """Fields of /proc/PID/stat after the command's name, for all processes that still exist."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -34,15 +34,15 @@ def pids(root: int) -> list[int]:
 
 
 def cpu_seconds(root: int) -> float:
-    """Of the process, its descendants, and the children they have waited for."""
+    """CPU-seconds of the process, its descendants, and the children they have waited for."""
     stats = _stats()
     return sum(sum(map(int, stats[pid][11:15])) for pid in _below(root, stats)) / TICKS
 
 
 def machine_seconds() -> float:
-    """Core-seconds since boot in which the machine was not idle, whoever used or stole them."""
+    """Core-seconds since boot in which the machine was not idle, including stolen time."""
     fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / TICKS  # all but idle and waiting for disks
+    return (sum(fields) - fields[3] - fields[4]) / TICKS  # all except idle and iowait
 
 
 def pss(root: int) -> int:
@@ -65,7 +65,7 @@ def usage(root: int) -> dict[str, int]:
 
 
 def _kilobytes(pid: int, file: str, key: str) -> int:
-    """The number behind a key of a /proc file; 0 when the process has gone."""
+    """The number after a key in a /proc file; 0 if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""PufferLib's PuffeRL with the settings it ships (config/default.ini), on the CPU and with batches that two cores fill.
+"""PufferLib's PuffeRL with its default settings (config/default.ini), on the CPU, with batch sizes for two cores.
 
 python bench/peers/puffer.py cartpole docs --seconds 15
 """
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 class Policy(Net):
-    """Our network behind the two methods that PuffeRL calls."""
+    """Our network with the two methods that PuffeRL calls."""
 
     def forward_eval(self, obs: torch.Tensor, state: object = None) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(obs)
@@ -72,7 +72,7 @@ def main() -> None:
     settings = dict(report.settings)
     torch.set_num_threads(1)
     torch.manual_seed(report.seed)
-    pufferl.ADVANTAGE_CUDA = torch.cuda.is_available()  # it only looks for a compiler
+    pufferl.ADVANTAGE_CUDA = torch.cuda.is_available()  # it only checks for a compiler
     envs, workers = settings.pop("envs"), settings.pop("workers", 0)
     backend = pufferlib.vector.Multiprocessing if workers else pufferlib.vector.Serial
     more = {"num_workers": workers} if workers else {}

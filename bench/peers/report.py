@@ -1,12 +1,12 @@
-"""What every runner tells: a JSON line a second while it trains, and the measured numbers as the last line.
+"""Output of every runner: one JSON line per second during training, and the measured numbers as the last line.
 
     start     before the first env step                      update    after each update, with the env steps so far
     score     after each greedy evaluation                   end       printed by `finish`
 
 Two kinds of measurement. Without --steps: throughput, learning included, from an update at least `--warmup` seconds
-after the first to one at least `--seconds` later. With --steps: evaluations `--every` so many env steps until one
-reaches `--goal` or the steps are used up; training seconds leave the evaluations out. Standard library only: every
-peer's Python imports it.
+after the first to one at least `--seconds` later. With --steps: an evaluation every `--every` env steps, until one
+reaches `--goal` or the steps are used up; training seconds exclude evaluations. Standard library only: every peer's
+Python imports it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import process_tree
 
 class Report:
     def __init__(self, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Reads the command line: a task and the name of one of the runner's `settings` for it, then options."""
+        """Parse the command line: a task, the name of one of the runner's `settings` for it, and options."""
         parser = argparse.ArgumentParser()
         if settings is not None:
             parser.add_argument("task", choices=list(settings))
@@ -30,20 +30,20 @@ class Report:
         parser.add_argument("--seconds", type=float, default=15.0)
         parser.add_argument("--warmup", type=float, default=5.0)
         parser.add_argument("--seed", type=int, default=0)
-        parser.add_argument("--steps", type=int, help="train this many env steps with evaluations")
-        parser.add_argument("--goal", type=float, default=float("inf"), help="stop at an evaluation of this much")
+        parser.add_argument("--steps", type=int, help="train for this many env steps, with evaluations")
+        parser.add_argument("--goal", type=float, default=float("inf"), help="stop at an evaluation with this return")
         parser.add_argument("--every", type=int, default=2048, help="env steps between evaluations")
         if settings is None:
-            parser.add_argument("arguments", nargs="+", help="the experiment, and key=value")
+            parser.add_argument("arguments", nargs="+", help="the experiment and key=value settings")
         self.options = parser.parse_args()
         self.task: str = getattr(self.options, "task", "")
         self.seed: int = self.options.seed
         self.settings: dict[str, Any] = {}
         if settings is not None:
             if self.options.settings not in settings[self.task]:
-                parser.error(f"{self.task} has the settings {', '.join(settings[self.task])}")
+                parser.error(f"settings of {self.task}: {', '.join(settings[self.task])}")
             self.settings = dict(settings[self.task][self.options.settings])
-        self.started = self.first = self.told = self.evaluating = 0.0
+        self.started = self.first = self.reported = self.evaluating = 0.0
         self.opened: tuple[float, int, float, float] | None = None
         self.closed: tuple[float, int, float, float] | None = None
         self.curve: list[tuple[int, float]] = []
@@ -53,17 +53,17 @@ class Report:
         self.started = at or time.time()
 
     def update(self, steps: int, at: float | None = None) -> bool:
-        """One more update was made; `steps` is the number of env steps so far. True: it is enough."""
+        """Record one update; `steps` is the number of env steps so far. Returns True if training can stop."""
         now = at or time.time()
         self.first = self.first or now
         over = self.opened is not None and now >= self.opened[0] + self.options.seconds
         if self.options.steps:
             over = steps >= self.options.steps or self.solved is not None
         opens = self.opened is None and now >= self.first + self.options.warmup
-        if over or opens or now >= self.told + 1:
+        if over or opens or now >= self.reported + 1:
             mark = (now, steps, process_tree.cpu_seconds(os.getpid()), process_tree.machine_seconds())
-            self.opened, self.closed, self.told = self.opened or (mark if opens else None), mark, now
-            _tell(event="update", time=now, steps=steps, cpu_seconds=mark[2])
+            self.opened, self.closed, self.reported = self.opened or (mark if opens else None), mark, now
+            _print(event="update", time=now, steps=steps, cpu_seconds=mark[2])
         return over
 
     def evaluation_due(self, steps: int) -> bool:
@@ -71,16 +71,16 @@ class Report:
         return bool(self.options.steps) and steps // self.options.every > last // self.options.every
 
     def score(self, steps: int, value: float, seconds: float, at: float | None = None) -> None:
-        """An evaluation took `seconds` and ended just now (or `at`)."""
+        """Record an evaluation that took `seconds` and ended now (or `at`)."""
         now = at or time.time()
         self.evaluating += seconds
         self.curve.append((steps, value))
         if self.solved is None and value >= self.options.goal:
             self.solved = {"steps": steps, "seconds": now - self.started - self.evaluating, "time": now}
-        _tell(event="score", time=now, steps=steps, value=value)
+        _print(event="score", time=now, steps=steps, value=value)
 
     def finish(self, *packages: str) -> None:
-        """Print the numbers, with the versions of the packages that made them."""
+        """Print the numbers with the versions of the packages."""
         numbers: dict[str, Any] = {"first_update": self.first, "evaluation_seconds": self.evaluating}
         if self.opened and self.closed and self.closed[0] > self.opened[0]:
             seconds, steps, cpu, busy = (b - a for a, b in zip(self.opened, self.closed, strict=True))
@@ -89,8 +89,8 @@ class Report:
             numbers["others_cores"] = max(0.0, (busy - cpu) / seconds)
         if self.curve:
             numbers |= {"curve": self.curve, "solved": self.solved}
-        _tell(event="end", settings=self.settings, versions={name: version(name) for name in packages}, **numbers)
+        _print(event="end", settings=self.settings, versions={name: version(name) for name in packages}, **numbers)
 
 
-def _tell(**line: object) -> None:
-    print("\n" + json.dumps(line), flush=True)  # a peer's own half line may stand before it
+def _print(**line: object) -> None:
+    print("\n" + json.dumps(line), flush=True)  # the peer may have printed an incomplete line before it

@@ -1,4 +1,4 @@
-"""RLlib's PPO and APPO on its new API stack: two env runners beside the learner, which is all that two cores feed.
+"""RLlib's PPO and APPO on its new API stack: two env runners and a learner, as many as two cores support.
 
 python bench/peers/rllib.py cartpole ppo --seconds 15
 """
@@ -43,7 +43,7 @@ def make_env(config: dict) -> gymnasium.Env:
 
 
 def learned(result: dict, config: PPOConfig | APPOConfig) -> int:
-    """Env steps learned from, each counted once. APPO samples faster than it learns, and repeats its batches."""
+    """Env steps learned from, each counted once. APPO samples faster than it learns and repeats its batches."""
     if isinstance(config, PPOConfig):
         return int(result.get("num_env_steps_sampled_lifetime", 0)) if result.get("learners") else 0
     trained = result.get("learners", {}).get("__all_modules__", {}).get("num_env_steps_trained_lifetime", 0)

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's PPO. `zoo` are the settings that rl-zoo3 ships as tuned for the env.
+"""Stable-Baselines3's PPO. `zoo` are the tuned settings of rl-zoo3 for the env.
 
 python bench/peers/sb3.py cartpole zoo --seconds 15
 """
@@ -58,7 +58,7 @@ def make_envs(task: str, count: int, seed: int) -> VecEnv:
 
 
 class Watch(BaseCallback):
-    """Tells the report of every update: a rollout starts when the update before it is done."""
+    """Report every update: a rollout starts when the previous update is done."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Sample Factory's APPO. `docs` are the settings of its own examples, brought to two cores (num_workers).
+"""Sample Factory's APPO. `docs` are the settings of its own examples, adapted to two cores (num_workers).
 
-`async` and `serial` are one epoch in its two ways of running: workers beside a learner, or all in one process.
+`async` and `serial` use one epoch, in its two modes: workers and a learner, or everything in one process.
 python bench/peers/sf.py pong async --seconds 15
 """
 
@@ -73,7 +73,7 @@ def command_line(report: Report, folder: str) -> list[str]:
 
 
 class Watch(AlgoObserver):
-    """Its runner counts the samples that the learner has learned from; with frames not counted, these are env steps."""
+    """Its runner counts the samples that the learner has used; without frame counting, these are env steps."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.over = report, False
@@ -82,7 +82,7 @@ class Watch(AlgoObserver):
         steps = sum(runner.env_steps.values())
         if steps and not self.over and self.report.update(steps):
             self.over = True
-            self.report.finish("sample-factory", "gymnasium", "torch")  # stopping takes it many seconds
+            self.report.finish("sample-factory", "gymnasium", "torch")  # it takes many seconds to stop
             runner.cfg.train_for_seconds = 0
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         words = command_line(report, folder)
         parser, _ = parse_sf_args(words)
         if report.task != "cartpole":
-            atari_override_defaults(report.task, parser)  # Nature's network and the settings around it
+            atari_override_defaults(report.task, parser)  # the Nature CNN and its settings
         _, runner = make_runner(parse_full_cfg(parser, words))
         runner.register_observer(Watch(report))
         report.start()

@@ -1,10 +1,10 @@
-"""The documentation is executed: what README.md, the guides and the errors page show is typed here, page by page.
+"""Execute the documentation: every command and program in README.md, the guides and the errors page.
 
-    ```console / ```sh    lines after `$ ` are commands; the other lines are output, `...` leaves some of it out
-    ```yaml, ```python    a first line `# some/file.yaml` makes the block that file; other Python is run as a program
+    ```console / ```sh    lines after `$ ` are commands; other lines are their output, `...` stands for omitted lines
+    ```yaml, ```python    a block whose first line is `# some/file.yaml` is written to that file; other Python is run
 
-A command ends with code 0, or with the one that its comment says: `# exits with 2`. `&` gives it a process of its own.
-Every shown line of output must begin as some line does that was really written, numbers and run names apart.
+A command must exit with code 0, or with the code in its comment: `# exits with 2`. A command with `&` runs in the
+background. Every shown line of output must begin like a line of the real output, except for numbers and run names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
 NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
-IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/cluster/test_ray.py and tests/engines/rllib have in every run
+IN_THE_LONG_RUN = (  # Ray on several nodes: also in tests/cluster/test_ray.py and tests/engines/rllib, in every run
     "tiltyard train cartpole.yaml --on many",
     "tiltyard train far.yaml engine.nodes=2",
 )
@@ -48,7 +48,7 @@ TIMEOUT = 120.0  # seconds for a run in the background to write its first checkp
 
 @dataclass
 class Command:
-    """One line after `$ `, and the output that the page shows below it."""
+    """A line after `$ `, and the output that the page shows for it."""
 
     text: str
     shown: list[str] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Command:
 
     @property
     def exits_with(self) -> int:
-        output = re.search(r"#.*exits with (\d+)", self.text)
-        return int(output[1]) if output else 0
+        comment = re.search(r"#.*exits with (\d+)", self.text)
+        return int(comment[1]) if comment else 0
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -80,20 +80,20 @@ def commands(block: str) -> list[Command]:
 
 
 def beginning(line: str) -> str:
-    """The first word, with numbers and the words of run names made equal."""
+    """The first word, with placeholders for numbers and run names."""
     words = re.sub(r"\d{4}-[a-z]+-[a-z]+", "RUN", line).split()
     return re.sub(r"\d[\d,._]*", "#", words[0]) if words else ""
 
 
-class Reader:
-    """Somebody who types what a page shows, in an empty folder with the examples beside it."""
+class PageRunner:
+    """Runs the commands of a page in an empty folder with the examples."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self.capfd = folder, capfd
         self.background: subprocess.Popen[bytes] | None = None
-        self.typed = 0
+        self.commands_run = 0
 
-    def follow(self, page: Path) -> None:
+    def run_page(self, page: Path) -> None:
         try:
             for language, text in blocks(page):
                 named = FILE_NAME.match(text)
@@ -103,7 +103,7 @@ class Reader:
                     self.run_program(text)
                 elif language in ("console", "sh"):
                     for command in commands(text):
-                        self.type(command)
+                        self.execute(command)
         finally:
             if self.background is not None and self.background.poll() is None:
                 self.background.kill()
@@ -119,13 +119,13 @@ class Reader:
         program = self.folder / "shown.py"
         program.write_text(text, encoding="utf-8")
         runpy.run_path(str(program), run_name="__main__")
-        self.typed += 1
+        self.commands_run += 1
 
-    def type(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         words = command.words
         if command.text.startswith(NOT_EXECUTED) or (not LONG and command.text.startswith(IN_THE_LONG_RUN)):
             return
-        self.typed += 1
+        self.commands_run += 1
         if words[0] == "tiltyard" and words[-1] == "&":
             self.background = subprocess.Popen(
                 [sys.executable, "-m", "tiltyard", *words[1:-1]],
@@ -136,7 +136,7 @@ class Reader:
             self.wait_for_a_checkpoint()
         elif words[:2] == ["kill", "-9"]:
             assert self.background is not None
-            assert self.background.poll() is None, "it was over before it could be killed"
+            assert self.background.poll() is None, "it ended before it could be killed"
             self.background.kill()
             self.background.wait()
         elif words[0] == "tiltyard":
@@ -145,69 +145,69 @@ class Reader:
             output = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True)
             self.compare(command, output.stdout)
         else:
-            pytest.fail(f"nobody here knows how to type: {command.text}")
+            pytest.fail(f"unknown kind of command: {command.text}")
 
     def call(self, command: Command) -> str:
         self.capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(command.words[1:])
         output = "".join(self.capfd.readouterr())
-        assert ended.value.code == command.exits_with, f"$ {command.text}\nexit {ended.value.code}\n{output}"
+        assert exited.value.code == command.exits_with, f"$ {command.text}\nexit {exited.value.code}\n{output}"
         return output
 
     def compare(self, command: Command, output: str) -> None:
         real = {beginning(line) for line in output.splitlines()}
         for line in command.shown:
-            assert beginning(line) in real, f"$ {command.text}\nshows: {line}\nreally wrote:\n{output}"
+            assert beginning(line) in real, f"$ {command.text}\nshows: {line}\nreal output:\n{output}"
 
     def wait_for_a_checkpoint(self) -> None:
-        """As long as it takes on this machine, which is not what it took where the page was written."""
+        """Wait for the first checkpoint instead of sleeping, because machines differ in speed."""
         end = time.monotonic() + TIMEOUT
         while not list(self.folder.glob("runs/*/[0-9]*/checkpoints/[0-9]*/manifest.json")):
             assert self.background is not None
-            assert self.background.poll() is None, "it ended by itself"
+            assert self.background.poll() is None, "it exited early"
             assert time.monotonic() < end, "no checkpoint yet"
             time.sleep(0.05)
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Reader:
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> PageRunner:
     for name in ("TILTYARD_RUNS", "TILTYARD_SITE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a profile shown sets it: undone after the page
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a profile in the guide sets it; undone after the page
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "project"
     shutil.copytree(ROOT / "examples", folder / "examples")
     monkeypatch.chdir(folder)
-    return Reader(folder, capfd)
+    return PageRunner(folder, capfd)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # the longest takes two minutes: it waits for jobs of a real Slurm
+@pytest.mark.timeout(1500)  # the slowest takes two minutes: it waits for jobs of a real Slurm
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_shows_works(page: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_page_work(page: Path, runner: PageRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in ON_SLURM:
         if missing:
             pytest.skip(f"no {', '.join(missing)} here: apt-get install {PACKAGES}")
         with contextlib.closing(Cluster("--nodes", "3", "--cpus", "2")) as cluster:
             monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-            reader.follow(page)
+            runner.run_page(page)
     else:
-        reader.follow(page)
+        runner.run_page(page)
     if page != ROOT / "docs" / "README.md":
-        assert reader.typed, f"{page} shows nothing that can be typed"
+        assert runner.commands_run, f"{page} has no commands"
     if page == ROOT / "README.md":
         explained = (ROOT / "docs" / "concepts" / "run-folder.md").read_text(encoding="utf-8")
-        names = {path.name for run in reader.folder.glob("runs/*/[0-9]*") for path in run.iterdir()}
+        names = {path.name for run in runner.folder.glob("runs/*/[0-9]*") for path in run.iterdir()}
         there = {re.sub(r"attempt-\d+", "attempt-N", name) for name in names}
         assert "checkpoints" in there
         assert [name for name in sorted(there) if name not in explained] == []
 
 
 @pytest.mark.slow
-def test_make_demo_works_with_the_environment_it_finds(tmp_path: Path) -> None:
-    """`-o` tells make that the environment is as it should be, so that nothing is installed."""
+def test_make_demo_works_with_an_existing_environment(tmp_path: Path) -> None:
+    """With `-o`, make treats the environment as up to date, so that nothing is installed."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
@@ -224,12 +224,12 @@ def test_make_demo_works_with_the_environment_it_finds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pip" not in done.stdout
     assert (tmp_path / "demo" / "learning-curve.png").read_bytes().startswith(b"\x89PNG")
-    films = list((tmp_path / "demo" / "evaluation").glob("*.mp4"))
-    assert [film.read_bytes()[4:8] for film in films] == [b"ftyp"]
+    videos = list((tmp_path / "demo" / "evaluation").glob("*.mp4"))
+    assert [video.read_bytes()[4:8] for video in videos] == [b"ftyp"]
     last = done.stdout[done.stdout.index("picture") :]
     for word in (
         "demo/learning-curve.png",
-        str(films[0].relative_to(tmp_path)),
+        str(videos[0].relative_to(tmp_path)),
         "demo/runs/cartpole/0001-",
         "tiltyard ls",
     ):
@@ -238,13 +238,13 @@ def test_make_demo_works_with_the_environment_it_finds(tmp_path: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
-    assert len(pages) == 3
+    assert len(pages) == 5
     for path, text in pages.items():
         assert Path(path).read_text(encoding="utf-8") == text, f"{path} is stale: python docs/generate.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert "://" in target or (page.parent / target).exists(), f"{page}: {target}"
@@ -259,7 +259,7 @@ def test_pictures_are_small_and_used() -> None:
         assert str(picture.relative_to(ROOT)) in readme
 
 
-def test_every_command_and_option_is_on_its_page() -> None:
+def test_every_command_and_option_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     assert [verb for verb in VERBS if f"`tiltyard {verb}" not in page] == []
     for verb, (module, _) in VERBS.items():
@@ -270,7 +270,7 @@ def test_every_command_and_option_is_on_its_page() -> None:
         assert missing == [], f"tiltyard {verb}"
 
 
-def test_python_signatures_are_as_shown() -> None:
+def test_python_signatures_match_the_guide() -> None:
     page = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, re.MULTILINE)
     assert {name for name, _ in shown} <= set(product.__all__)
@@ -278,7 +278,7 @@ def test_python_signatures_are_as_shown() -> None:
     for name, parameters in shown:
         real = inspect.signature(getattr(product, name)).parameters
         for default in re.findall(r"(\w+)=", parameters):
-            assert default in real, f"{name} takes no {default}"
+            assert default in real, f"{name} has no parameter {default}"
 
 
 def test_every_variable_we_read_is_documented() -> None:
