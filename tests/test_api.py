@@ -63,7 +63,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
         ("fork", ["resume=never"], "", "resume = never: a fork goes on from the checkpoint that it is forked at"),
         ("resume fork", ["track.wandb.mode=online"], "", "needs a W&B login"),
         ("resume", ["stop.env_steps=2_000"], "env.py", "no licence"),
-        ("resume fork", ["stop.env_steps=2_000"], "net.py", "the weights are of another model"),
+        ("resume fork", ["stop.env_steps=2_000"], "net.py", "the weights belong to another model"),
         ("resume fork", ["stop.env_steps=2_000", "--expect", "retrun>=1"], "", "retrun is not a known metric"),
     ):
         if file:

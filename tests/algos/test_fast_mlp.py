@@ -33,10 +33,10 @@ def test_the_short_way_gives_what_the_modules_give(spec, model, rows):
     net = PolicyNet(spec, model, (), seed=1)
     assert net.dense is not None and net.dense.layers() is not None
     obs = observations(spec, rows)
-    net.observe({name: x * 3 + 1 for name, x in obs.items()}, np.ones(rows, bool))
-    params, value = net.dense.forward(net._inputs(obs, net.dense), net.dense.layers())
+    net.normaliser.observe({name: x * 3 + 1 for name, x in obs.items()}, np.ones(rows, bool))
+    params, value = net.dense.forward(net._fast_inputs(obs, net.dense), net.dense.layers())
     with torch.no_grad():
-        wanted, worth = net.model(net.prepare(obs))
+        wanted, worth = net.model(net.normaliser.prepare(obs))
     np.testing.assert_allclose(params, wanted, atol=1e-5)
     np.testing.assert_allclose(value, worth, atol=1e-5)
     np.testing.assert_array_equal(net.value(obs, {}, np.zeros(rows, bool)), value)

@@ -442,10 +442,10 @@ def test_before_the_first_gradient_step_a_value_clip_changes_nothing_whatever_th
 def test_a_value_clip_is_in_normalised_units():
     moved = []
     for ppo, net, rollout in clipped_and_free(seen=0, clip=0.1, epochs=40):
-        before = net.normalise_value(rollout.value.ravel())
+        before = net.normaliser.normalise_value(rollout.value.ravel())
         ppo.update(rollout, 0)
         now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
-        moved.append(float(np.abs(net.normalise_value(now) - before).mean()))
+        moved.append(float(np.abs(net.normaliser.normalise_value(now) - before).mean()))
     # 0.1 of a reward would be 1e-4 of these units, and hold the values where they were.
     assert 0.05 < moved[0] < moved[1] / 2
 

@@ -186,7 +186,7 @@ def assert_decided_by(net: Any, rollout: Any) -> None:
     params, value, _ = net.infer(flat, {}, rollout.first.reshape(-1))
     output = net.distribution(params, None).log_prob(rollout.action.reshape(-1, rollout.action.shape[-1]))
     np.testing.assert_allclose(rollout.log_prob.reshape(-1), output, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(rollout.value.reshape(-1), net.denormalise_value(value), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(rollout.value.reshape(-1), net.normaliser.denormalise_value(value), rtol=1e-4, atol=1e-5)
 
 
 @starts_processes

@@ -28,7 +28,7 @@ def checkpoint(folder: Path, spec: EnvSpec, model: Model | None = None, stack: i
     """A checkpoint folder of a fresh net whose statistics have seen something."""
     experiment = Experiment(env=Env(id="X", frame_stack=stack), model=model or Model(hidden=[16]))
     net = PolicyNet(spec, experiment.model, (folder.parent.parent,), seed=seed)
-    net.observe(observations(spec, 20, 3), np.ones((20, 3), bool))
+    net.normaliser.observe(observations(spec, 20, 3), np.ones((20, 3), bool))
     save_policy(folder / "policies", "main", net, spec, experiment)
     return net
 

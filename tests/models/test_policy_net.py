@@ -9,7 +9,8 @@ from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observation
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.fields import Plugin
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.models.policy_net import PolicyNet, RunningStats
+from tiltyard.models.normalise import RunningStats
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ArraySpec
 
 KITCHEN = {
@@ -45,8 +46,8 @@ def test_what_was_acted_is_what_is_learned_from(spec, model):
     steps, rows = 5, 4
     obs = observations(spec, steps, rows)
     first = np.random.default_rng(0).random((steps, rows)) < 0.3
-    net.observe(obs, np.ones((steps, rows), bool))
-    net.observe_returns(np.array([3.0, 9.0]))
+    net.normaliser.observe(obs, np.ones((steps, rows), bool))
+    net.normaliser.observe_returns(np.array([3.0, 9.0]))
     state = state0 = net.initial_state(rows)
     acted = []
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +62,7 @@ def test_what_was_acted_is_what_is_learned_from(spec, model):
     params, value = net.unroll(obs, state0, torch.from_numpy(first))
     found = net.distribution(params.detach().numpy(), None).log_prob(action)
     np.testing.assert_allclose(found, np.stack([one.log_prob for one in acted]), atol=1e-5, rtol=1e-4)
-    worth = net.denormalise_value(value.detach().numpy())
+    worth = net.normaliser.denormalise_value(value.detach().numpy())
     np.testing.assert_allclose(worth, np.stack([one.value for one in acted]), atol=1e-5, rtol=1e-4)
     assert all(array.dtype == np.float32 for array in (acted[0].log_prob, acted[0].value))
 
@@ -113,9 +114,9 @@ def test_observations_are_normalised_and_images_are_not():
     valid = np.ones((50, 8), bool)
     valid[0] = False
     obs["obs"][0] = 1e9  # a row that carries no decision does not count
-    assert net.prepare(obs)["obs"][1:].abs().max() == 10  # statistics that know nothing only clip
-    net.observe(obs, valid)
-    ready = net.prepare(obs)
+    assert net.normaliser.prepare(obs)["obs"][1:].abs().max() == 10  # statistics that know nothing only clip
+    net.normaliser.observe(obs, valid)
+    ready = net.normaliser.prepare(obs)
     assert abs(float(ready["obs"][1:].mean())) < 1e-4
     assert abs(float(ready["obs"][1:].std()) - 1) < 1e-2
     assert abs(float(ready["bytes"].mean())) < 0.1
@@ -126,12 +127,12 @@ def test_observations_are_normalised_and_images_are_not():
 def test_images_are_normalised_pixel_by_pixel_where_asked():
     spec = env(obs=vector(2), eye=KITCHEN["eye"])
     net = PolicyNet(spec, Model(normalise=Normalise(images=True)), (), seed=0)
-    assert net.normalised == ("eye",)
+    assert net.normaliser.names == ("eye",)
     obs = observations(spec, 80, 8)
     obs["eye"][...] = 200  # a background that never changes,
     obs["eye"][:, ::2, 0, 0] = 100  # a pixel that does
-    net.observe(obs, np.ones((80, 8), bool))
-    ready = net.prepare(obs)["eye"]
+    net.normaliser.observe(obs, np.ones((80, 8), bool))
+    ready = net.normaliser.prepare(obs)["eye"]
     assert ready.dtype == torch.float32
     assert ready[:, :, 1:].abs().max() == 0
     assert torch.allclose(ready[:, ::2, 0, 0], torch.tensor(-1.0)) and torch.allclose(
@@ -139,23 +140,23 @@ def test_images_are_normalised_pixel_by_pixel_where_asked():
     )
     again = PolicyNet(spec, Model(normalise=Normalise(images=True)), (), seed=1)
     again.load_arrays(net.arrays())
-    again.refresh()
-    assert torch.equal(again.prepare(obs)["eye"], ready)
+    again.normaliser.refresh()
+    assert torch.equal(again.normaliser.prepare(obs)["eye"], ready)
 
 
 def test_values_come_back_in_units_of_reward():
     net = PolicyNet(env(), Model(normalise=Normalise(returns=True)), (), seed=0)
-    net.observe_returns(np.array([90.0, 110.0]))
-    assert net.normalise_value(np.array([110.0])) == pytest.approx([1.0])
-    assert net.denormalise_value(np.array([-1.0])) == pytest.approx([90.0])
+    net.normaliser.observe_returns(np.array([90.0, 110.0]))
+    assert net.normaliser.normalise_value(np.array([110.0])) == pytest.approx([1.0])
+    assert net.normaliser.denormalise_value(np.array([-1.0])) == pytest.approx([90.0])
 
 
 def test_arrays_hold_everything_a_policy_needs():
     spec = env()
     settings = Model(normalise=Normalise(obs=True, returns=True), memory=Memory(kind="gru", size=8))
     net, other = PolicyNet(spec, settings, (), seed=0), PolicyNet(spec, settings, (), seed=9)
-    net.observe({"obs": observations(spec, 9, 9)["obs"] * 5 + 3}, np.ones((9, 9), bool))
-    net.observe_returns(np.array([5.0, 8.0]))
+    net.normaliser.observe({"obs": observations(spec, 9, 9)["obs"] * 5 + 3}, np.ones((9, 9), bool))
+    net.normaliser.observe_returns(np.array([5.0, 8.0]))
     other.load_arrays(net.arrays())
     obs, first = observations(spec, 6), np.ones(6, bool)
     a, b = (one.act(obs, one.initial_state(6), first, None, greedy=True) for one in (net, other))
@@ -302,7 +303,7 @@ def test_mistakes_in_a_model_are_told_in_a_sentence(nets):
     with pytest.raises(UseError, match="Broken raised KeyError") as error:
         build(id="custom.py:Broken")
     assert "no such thing" in error.value.details and "net.py" not in error.value.details
-    with pytest.raises(UseError, match=r"makes no torch"):
+    with pytest.raises(UseError, match=r"made a dict, not a torch"):
         build(id="custom.py:nothing")
     with pytest.raises(UseError, match="constructor raised TypeError"):
         build(id="custom.py", options={"width": "wide"})

@@ -55,7 +55,7 @@ class Dense:
         self._homes: list[int] = []
         self._layers: Layers | None = None
         self.squash, self.unsquash = RULES[model.actor.hidden.activation]
-        self.plain = model.actor.plain  # the one observation that needs no encoder, if it is so
+        self.identity_obs = model.actor.identity_obs  # the one observation that needs no encoder, if it is so
         self.encoded = model.actor.encoded
 
     def layers(self) -> Layers | None:

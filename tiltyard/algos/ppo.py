@@ -117,8 +117,8 @@ class Ppo:
     def _update(self, rollout: Rollout, now: dict[str, float]) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
         # What the net put out for these values, in the units it has had until now: value_clip compares outputs.
-        outputs = self.net.normalise_value(rollout.value)
-        self.net.observe_returns(returns[rollout.valid])
+        outputs = self.net.normaliser.normalise_value(rollout.value)
+        self.net.normaliser.observe_returns(returns[rollout.valid])
         chunks = self._chunks(rollout, advantage, returns, outputs)
 
         epochs = 0
@@ -141,7 +141,7 @@ class Ppo:
             for value in self.values.values():
                 value.observe_kl(kl)
         # Only now: with other statistics the net would not be the policy that acted, and ratios would not start at 1.
-        self.net.observe(rollout.obs, rollout.valid)
+        self.net.normaliser.observe(rollout.obs, rollout.valid)
         return {
             **epoch.means(),
             "loss/kl": kl,
@@ -265,9 +265,9 @@ class Ppo:
                 return flat if single is None else flat.take(single, 1)
             return x.reshape(-1, self.bptt, *x.shape[1:]).swapaxes(0, 1).reshape(self.bptt, -1, *x.shape[2:])
 
-        numbers = (rollout.log_prob, advantage, self.net.normalise_value(returns), outputs)
+        numbers = (rollout.log_prob, advantage, self.net.normaliser.normalise_value(returns), outputs)
         return Chunks(
-            self.net.prepare({name: cut(x) for name, x in rollout.obs.items()}),
+            self.net.normaliser.prepare({name: cut(x) for name, x in rollout.obs.items()}, device),
             {name: torch.as_tensor(x, device=device).flatten(0, 1) for name, x in rollout.state0.items()},
             cut(rollout.first),
             None if rollout.mask is None else cut(rollout.mask),

@@ -1,11 +1,9 @@
-"""A trained policy on disk and in the hand: saved with a checkpoint, loaded, and asked for actions without any engine.
+"""A trained policy: its files in a checkpoint, and acting on single observations without an engine.
 
-Owns the policy's files and single observations; checkpoints and runs are tiltyard.run's.
+policies/main.safetensors   weights and running statistics, by name
+policies/main.json          schema, env spec, model settings, reward and frame settings, versions
 
-    policies/main.safetensors   weights and running statistics, by name
-    policies/main.json          schema, env spec, model settings, how observations are made, versions
-
-    policy = load_policy(run_folder);  policy.reset();  action = policy.act(obs)
+policy = load_policy(run_folder);  policy.reset();  action = policy.act(obs)
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 POLICY_SCHEMA = 1
 
 
-# ---------------------------------------------------------------------------------------------- on disk
+# ---------------------------------------------------------------------------------------------- files
 
 
 def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experiment: Experiment) -> None:
@@ -69,10 +67,10 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
 
 
 def saved_policies(folder: Path) -> list[str]:
-    """Names of the policies of a checkpoint, in their order: the first is the one that was measured."""
+    """Names of the policies of a checkpoint, in order; the first is the one that training evaluated."""
     files = sorted((folder / "policies").glob("*.json"))
     if not files:
-        raise UseError(f"{folder} holds no policy", "name a run or one of its checkpoints")
+        raise UseError(f"{folder} contains no policy", "name a run or one of its checkpoints")
     if len(files) == 1:
         return [files[0].stem]
     places = {path.stem: atomic.read_json(path)["tree"].get("place", 0) for path in files}
@@ -89,11 +87,11 @@ def load_policy(
     space: gymnasium.Space[Any] | None = None,
     seed: int = 0,
 ) -> Policy:
-    """The policy of a checkpoint folder, or of a run: of its newest checkpoint, the best, or that at an env step.
-    Where there are several, the first, or the one of that name.
+    """Load a policy from a checkpoint folder or a run: its newest checkpoint, or `at="best"` or `at=STEP`.
 
-    A model's own code is run from the copy in the run folder, and only when the folder belongs to this user or with
-    `trust_code`. `space` is the env's observation space, needed where its categories do not start at 0.
+    `name` selects one of several policies; the default is the first. The code of a user's model is run from the copy
+    in the run folder, and only if the folder belongs to this user or with `trust_code`. `space` is the env's
+    observation space, needed where its categories do not start at 0.
     """
     folder = source.folder if isinstance(source, Run) else Path(source)
     if not folder.exists():
@@ -107,8 +105,8 @@ def load_policy(
     tree = read_tree(folder / "policies", name)
     if tree.get("schema") != POLICY_SCHEMA:
         raise UseError(
-            f"{folder}: the policy has schema {tree.get('schema')}, this Tiltyard knows {POLICY_SCHEMA}",
-            "load it with the Tiltyard that wrote it, or a newer one",
+            f"{folder}: the policy has schema {tree.get('schema')}, this Tiltyard reads schema {POLICY_SCHEMA}",
+            "load it with the Tiltyard version that wrote it, or a newer one",
         )
     spec = spec_from_json(tree["spec"])
     model = Model.model_validate(tree["model"])
@@ -119,15 +117,17 @@ def load_policy(
     net = PolicyNet(spec, model, places, seed=0, squashed=tree.get("squashed", False))
     net.load_arrays(tree["weights"])
     env = tree["env"]
-    paid = (env.get("reward_scale", 1.0), env.get("reward_clip"))  # older policies have neither
-    return Policy(net.eval(), spec, frame_stack=env["frame_stack"], paid=paid, space=space, seed=seed)
+    reward_settings = (env.get("reward_scale", 1.0), env.get("reward_clip"))  # older policies have neither
+    return Policy(
+        net.eval(), spec, frame_stack=env["frame_stack"], reward_settings=reward_settings, space=space, seed=seed
+    )
 
 
-# ---------------------------------------------------------------------------------------------- in the hand
+# ---------------------------------------------------------------------------------------------- acting
 
 
 class Policy:
-    """Acts on single observations as a Gymnasium env gives them; remembers what the model needs within an episode."""
+    """Acts on single observations of a Gymnasium env and keeps the model's state within an episode."""
 
     def __init__(
         self,
@@ -135,30 +135,30 @@ class Policy:
         spec: EnvSpec,
         *,
         frame_stack: int = 1,
-        paid: tuple[float, float | None] = (1.0, None),
+        reward_settings: tuple[float, float | None] = (1.0, None),
         space: gymnasium.Space[Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.net = net
         self.spec = spec
         self._stack = frame_stack
-        self._scale, self._clip = paid  # what training did to rewards before the policy saw them
+        self._scale, self._clip = reward_settings  # as in training, for model.previous
         self._encoder = None if space is None else ObsEncoder(space)
         self._codec = ActionCodec(spec.action)
         self._generator = torch.Generator().manual_seed(seed)
         self.reset()
 
     def reset(self) -> None:
-        """A new episode: forget."""
+        """Start a new episode."""
         self._state = self.net.initial_state(1)
         self._first = True
         self._frames: Arrays = {}
         self._previous = np.zeros(self.spec.action.columns, np.float32)
 
     def act(self, obs: Any, greedy: bool = True, *, reward: float = 0.0, mask: Any = None) -> Any:
-        """An action for the env's own `step`. `reward` is that of the last step, used with model.previous only.
+        """Choose an action for the env's `step`. `reward` is that of the last step, used only with model.previous.
 
-        A mask is found in a Dict observation under "action_mask", or given.
+        The mask is taken from `mask`, or from "action_mask" in a Dict observation.
         """
         if mask is None and isinstance(obs, Mapping):
             mask = obs.get(MASK)
@@ -176,35 +176,35 @@ class Policy:
         return self._codec.decode(self._previous)
 
     def require_same(self, spec: EnvSpec) -> None:
-        """UseError, printing both, unless an env has the observations and actions that this policy was made for."""
+        """Raise UseError unless the env has the observations and actions that this policy was trained with."""
         for what, here, there in (
-            ("observes", _shapes(self.spec.obs), _shapes(spec.obs)),
-            ("acts by", self.spec.action.parts, spec.action.parts),
+            ("observations", _shapes(self.spec.obs), _shapes(spec.obs)),
+            ("actions", self.spec.action.parts, spec.action.parts),
         ):
             if here != there:
-                ours, theirs = _in_words(here), _in_words(there)
-                if ours == theirs:  # the difference is in bounds or categories
-                    ours, theirs = str(here), str(there)
+                own, other = _describe(here), _describe(there)
+                if own == other:  # the difference is in bounds or categories
+                    own, other = str(here), str(there)
                 raise UseError(
-                    f"the policy {what} {ours}, and the env has {theirs}",
-                    "use the env settings of the policy's own run",
+                    f"the policy was trained with {what} {own}, but the env has {other}",
+                    "use the env settings of the policy's run",
                 )
 
     def _arrays(self, obs: Any, reward: float) -> Arrays:
-        """The observation as the model was trained on it: named, converted, stacked, with the previous action."""
+        """The observation as in training: named, converted, stacked, with the previous action."""
         frames = self._encoder.encode(obs) if self._encoder is not None else self._frames_of(obs)
         for name in self.spec.obs:
             if name == PREVIOUS_ACTION and name not in frames:
                 self._frames[name] = self._previous
             elif name == PREVIOUS_REWARD and name not in frames:
-                self._frames[name] = np.array([0.0 if self._first else self._seen_reward(reward)], np.float32)
+                self._frames[name] = np.array([0.0 if self._first else self._scaled_reward(reward)], np.float32)
             elif name not in frames:
-                raise UseError(f"the observation has no {name!r}", f"it needs: {', '.join(self.spec.obs)}")
+                raise UseError(f"the observation has no {name!r}", f"the policy needs {', '.join(self.spec.obs)}")
             else:
                 self._push(name, frames[name])
         return self._frames
 
-    def _seen_reward(self, reward: float) -> float:
+    def _scaled_reward(self, reward: float) -> float:
         scaled = reward * self._scale
         return scaled if self._clip is None else max(-self._clip, min(self._clip, scaled))
 
@@ -216,7 +216,7 @@ class Policy:
         }
 
     def _push(self, name: str, frame: Array) -> None:
-        """Newest frame last, along the axis that stacking lengthens; at an episode's start the first frame repeated."""
+        """Append the newest frame on the stacking axis; at an episode's start repeat the first."""
         shape = self.spec.obs[name].shape
         if self._stack > 1 and not self._first:
             old = self._frames[name]
@@ -228,14 +228,14 @@ class Policy:
             stacked = fill_stack(frame, shape) if frame.ndim in (0, len(shape)) else frame
         if stacked.shape != shape:
             raise UseError(
-                f"observation {name!r} has shape {frame.shape}, and the policy was made for {shape}",
-                "use the env settings of the policy's own run",
+                f"observation {name!r} has shape {frame.shape}, but the policy was trained with {shape}",
+                "use the env settings of the policy's run",
             )
         self._frames[name] = np.ascontiguousarray(stacked)
 
 
 def _flatten(obs: Any, path: str, found: dict[str, Any]) -> None:
-    """Leaves by name, as tiltyard.envs.spaces names them."""
+    """Collect leaves by name, as envs.spaces names them."""
     if isinstance(obs, Mapping):
         for key, inner in obs.items():
             _flatten(inner, f"{path}.{key}" if path else str(key), found)
@@ -247,7 +247,7 @@ def _flatten(obs: Any, path: str, found: dict[str, Any]) -> None:
 
 
 def _frame(name: str, value: Any, spec: ArraySpec) -> Array:
-    """One frame, without its space: categories are taken to start at 0."""
+    """Convert one frame without its space; categories are assumed to start at 0."""
     if spec.kind == "text":
         return hash_words(value)
     array = np.asarray(value)
@@ -256,16 +256,16 @@ def _frame(name: str, value: Any, spec: ArraySpec) -> Array:
         if (array < 0).any() or (array >= np.resize(spec.options, array.shape or (1,))).any():
             raise UseError(
                 f"observation {name!r} is {value}, outside 0..{max(spec.options) - 1}",
-                "its categories may not start at 0: pass space=env.observation_space to load_policy",
+                "if its categories do not start at 0, pass space=env.observation_space to load_policy",
             )
     elif spec.kind == "multi_binary":
         array = array.reshape(-1)
-    elif array.ndim == 2 and len(spec.shape) == 3:  # a grey picture
+    elif array.ndim == 2 and len(spec.shape) == 3:  # a grey image
         array = array[None]
     return array.astype(spec.dtype)
 
 
-def _in_words(shapes: Any) -> str:
+def _describe(shapes: Any) -> str:
     """obs (4,) float32 / categorical of 2 / continuous of 3 columns."""
     if isinstance(shapes, Mapping):
         return ", ".join(f"{name} {shape} {dtype}" for name, (_, shape, dtype, _) in shapes.items())

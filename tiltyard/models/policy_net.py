@@ -1,13 +1,9 @@
-"""PolicyNet: a model with what belongs around it, as one nn.Module whose state is everything a policy needs to act.
+"""PolicyNet: a model with its normalisation and action distribution. Its state is all that a policy needs to act.
 
-Owns normalisation, the unrolling of memories over time and the distribution head; not the layers, which are a model's.
+    obs -> float32 -> running mean and variance -> model -> parameters -> ActionDist
+                                                        \\-> normalised value -> value in units of reward
 
-    obs -> to float32 -> running mean and variance -> model -> parameters -> ActionDist
-                                                           \\-> value, normalised -> in units of reward
-
-Acting takes the short way of `dense` where the model is plain.
-
-Running statistics change only in `observe` and `observe_returns`, which the learner calls.
+The layers belong to the model. Where the model is a plain MLP, acting goes through `fast_mlp` instead of torch.
 """
 
 from __future__ import annotations
@@ -23,130 +19,64 @@ from torch import Tensor, nn
 
 from tiltyard.algos.fast_mlp import Dense, Layers, is_plain
 from tiltyard.config.experiment import Model
-from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
+from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
 from tiltyard.models import distributions
-from tiltyard.models.actor_critic import ActorCritic, build_module
-from tiltyard.models.encoders import as_numbers
+from tiltyard.models.actor_critic import ActorCritic
+from tiltyard.models.normalise import Normaliser, scale_images
 from tiltyard.models.recurrent import State
+from tiltyard.models.user_model import build_module, check_model, model_error
 from tiltyard.plugins import resolve
-from tiltyard.types import ArraySpec, EnvSpec
+from tiltyard.types import EnvSpec
 
 BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
-OBS_CLIP = np.float32(10)  # standard deviations: what lies further out is an outlier, or statistics too young to trust
-TINY = 1e-8
-IMAGES_EVERY = 8  # steps: neighbouring frames are nearly the same, and every pixel of them would have to be counted
-NOTHING = np.zeros(0, np.float32)
+EMPTY = np.zeros(0, np.float32)
 
-ObsIn = Mapping[str, Tensor | NDArray[Any]]
+Array = NDArray[Any]
+ObsIn = Mapping[str, Tensor | Array]
+Dist = distributions.ActionDist | distributions.SquashedDist
 
 
 class PolicyOutput(NamedTuple):
-    """Rows [B]: the flat action, its log probability, the value in units of reward, and the memory after it, which
-    alone stays on the model's device."""
+    """Rows [B]: flat action, its log probability, value in units of reward, state after the step (on the device)."""
 
-    action: NDArray[Any]
-    log_prob: NDArray[Any]
-    value: NDArray[Any]
+    action: Array
+    log_prob: Array
+    value: Array
     state: State
 
 
 def choose_action(
-    dist: distributions.ActionDist | distributions.SquashedDist,
-    value: NDArray[Any],
-    after: State,
-    *,
-    greedy: bool,
-    generator: torch.Generator | None,
+    dist: Dist, value: Array, after: State, *, greedy: bool, generator: torch.Generator | None
 ) -> PolicyOutput:
-    """The likeliest action or a draw, with what belongs to it."""
+    """Take the most likely action, or sample one."""
     action = dist.mode() if greedy else dist.sample(generator)
     return PolicyOutput(action, dist.log_prob(action), value, after)
 
 
-class RunningStats(nn.Module):
-    """Mean and variance of everything seen, in float64; `shift` and `scale` are their float32 form, ready to apply."""
-
-    count: Tensor
-    mean: Tensor
-    squares: Tensor  # sum of squared distances from the mean
-    shift: Tensor
-    scale: Tensor
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("squares", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("shift", torch.zeros(shape), persistent=False)
-        self.register_buffer("scale", torch.ones(shape), persistent=False)
-
-    def observe(self, x: NDArray[Any]) -> None:
-        """Add [N, *shape] (Chan et al. 1979: exact merging of two sets' moments)."""
-        if len(x) == 0:
-            return
-        x = x.astype(np.float64)
-        mean, count = x.mean(0), float(self.count)
-        moved = mean - self.mean.cpu().numpy()
-        total = count + len(x)
-        squares = np.square(x - mean).sum(0) + np.square(moved) * (count * len(x) / total)
-        self.squares += torch.as_tensor(squares, device=self.squares.device)
-        self.mean += torch.as_tensor(moved * (len(x) / total), device=self.mean.device)
-        self.count.fill_(total)
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Derive shift and scale; also needed after the buffers were loaded."""
-        if float(self.count) == 0:
-            return
-        self.shift.copy_(self.mean)
-        self.scale.copy_((self.squares / self.count + TINY).sqrt())
-
-
-def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: int) -> nn.Module:
-    """The built-in model, or the user's, its options checked against the constructor."""
-    target = resolve.load(resolve.parse(settings.id, BUILTIN_MODELS, "CustomModel", base))
-    if target is ActorCritic:
-        if settings.options:
-            problem = Problem(
-                "model.options", str(settings.options), "is for models of your own", "use model.hidden and others"
-            )
-            raise ConfigError([problem])
-        return ActorCritic(spec, outputs, settings=settings, base=base)
-    return build_module(settings, target, (spec, outputs), "model", "model.id")
-
-
 class PolicyNet(nn.Module):
-    """Build, then move to a device, then give to the learner, which lays the parameters out in one vector."""
+    """Build it, move it to a device, then give it to the learner, which lays the parameters out in one vector."""
 
     def __init__(self, spec: EnvSpec, model: Model, base: Sequence[Path], seed: int, *, squashed: bool = False) -> None:
         super().__init__()
-        if squashed:  # critics of such a policy judge actions too: they are no part of it
+        if squashed:  # the critics of such a policy take actions too and are not part of it
             model = model.model_copy(update={"critic": "shared"})
         self.spec = spec
         self.settings = model
         self.squashed = squashed
         outputs = distributions.outputs(spec.action) * (2 if squashed else 1)
-        with torch.random.fork_rng(devices=[]):  # the process's own generator is left as it was
+        with torch.random.fork_rng(devices=[]):  # leaves the global generator alone
             torch.manual_seed(seed)
             self.model = _build_model(spec, model, base, outputs)
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
             stds = 0 if squashed else distributions.continuous_columns(spec.action)
             self.log_std = nn.Parameter(torch.full((stds,), model.log_std))
-            self._widest = torch.tensor([] if squashed else distributions.max_log_std(spec.action))
+            self._max_log_std = torch.tensor([] if squashed else distributions.max_log_std(spec.action))
             self.clamp_log_std()
-            self.obs_stats = nn.ModuleList()  # in the order of `normalised`
-            chosen = model.normalise
-            self.normalised = tuple(
-                name
-                for name, item in spec.obs.items()
-                if item.kind == "box" and (chosen.images if item.image else chosen.obs)
-            )
-            self.obs_stats.extend(RunningStats(spec.obs[name].shape) for name in self.normalised)
-            self._stats = tuple(cast(RunningStats, stats) for stats in self.obs_stats)
-            self.return_stats = RunningStats(()) if model.normalise.returns else None
+            self.normaliser = Normaliser(spec, model.normalise)
+            self.obs_stats = nn.ModuleList(self.normaliser.obs_stats)
+            self.return_stats = self.normaliser.return_stats
             if not isinstance(self.model, ActorCritic):
-                self._try_out(outputs)
+                check_model(self, outputs)
         self.dense = Dense(self.model) if isinstance(self.model, ActorCritic) and is_plain(self.model) else None
 
     @property
@@ -156,7 +86,7 @@ class PolicyNet(nn.Module):
     # ------------------------------------------------------------------------------------------ acting
 
     def initial_state(self, rows: int) -> State:
-        """Memory at an episode's start; {} without one."""
+        """Recurrent state at the start of an episode; {} without memory."""
         if not self.recurrent:
             return {}
         state = cast(State, self.model.initial_state(rows))  # type: ignore[operator]
@@ -166,96 +96,88 @@ class PolicyNet(nn.Module):
         self,
         obs: ObsIn,
         state: State,
-        first: Tensor | NDArray[Any],
-        mask: Tensor | NDArray[Any] | None,
+        first: Tensor | Array,
+        mask: Tensor | Array | None,
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
         with_value: bool = True,
     ) -> PolicyOutput:
-        """One decision for each of B rows. Rows with `first` forget before they act.
+        """Decide for B rows. Rows with `first` start from the initial state.
 
-        When it need not be `valued` and the critic has layers of its own, they are left out, and the value is empty.
+        Without `with_value`, a separate critic is not computed and the value is empty.
         """
-        layers = None if with_value else self._plain_layers()
+        layers = None if with_value else self._fast_layers()
         if self.dense is not None and layers is not None and len(layers.towers) > 1:
-            params, value, after = self.dense.params(self._inputs(obs, self.dense), layers), NOTHING, state
+            params, value, after = self.dense.params(self._fast_inputs(obs, self.dense), layers), EMPTY, state
         else:
             params, value, after = self.infer(obs, state, first)
-        return choose_action(
-            self._means(params, mask), self.denormalise_value(value), after, greedy=greedy, generator=generator
-        )
-
-    def _means(
-        self, params: NDArray[Any], mask: Tensor | NDArray[Any] | None
-    ) -> distributions.ActionDist | distributions.SquashedDist:
+        dist: Dist
         if self.squashed:
-            return distributions.SquashedDist(params)
-        return self.distribution(params, mask.cpu().numpy() if isinstance(mask, Tensor) else mask)
+            dist = distributions.SquashedDist(params)
+        else:
+            dist = self.distribution(params, mask.cpu().numpy() if isinstance(mask, Tensor) else mask)
+        value = self.normaliser.denormalise_value(value)
+        return choose_action(dist, value, after, greedy=greedy, generator=generator)
 
-    def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
-        """[B] in units of reward."""
-        layers = self._plain_layers()
+    def value(self, obs: ObsIn, state: State, first: Tensor | Array) -> Array:
+        """Values [B] in units of reward."""
+        layers = self._fast_layers()
         if layers is not None and self.dense is not None:
-            return self.denormalise_value(self.dense.value(self._inputs(obs, self.dense), layers))
-        return self.denormalise_value(self.infer(obs, state, first)[1])
+            value = self.dense.value(self._fast_inputs(obs, self.dense), layers)
+        else:
+            value = self.infer(obs, state, first)[1]
+        return self.normaliser.denormalise_value(value)
 
     @property
     def batched_values(self) -> bool:
-        """Whether acting is cheaper without values, and values of many rows are cheaper than of a few many times."""
-        layers = self._plain_layers()
+        """Whether it is faster to act without values and compute those of many steps at once."""
+        layers = self._fast_layers()
         return layers is not None and len(layers.towers) > 1
 
-    def _plain_layers(self) -> Layers | None:
-        return None if self.dense is None else self.dense.layers()
+    def distribution(self, params: Array, mask: Array | None) -> distributions.ActionDist:
+        """The distribution with parameters [..., outputs]; not for squashed policies."""
+        log_std = self.log_std.detach().cpu().numpy() if self._max_log_std.numel() else EMPTY
+        return distributions.ActionDist(self.spec.action, params, log_std, mask)
 
-    def distribution(self, params: NDArray[Any], mask: NDArray[Any] | None) -> distributions.ActionDist:
-        """What the model's parameters [..., outputs] mean, where they are not squashed."""
-        return distributions.ActionDist(self.spec.action, params, self._log_std(), mask)
-
-    def infer(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], State]:
-        """Parameters [B, outputs], value [B] normalised and the memory after it, without gradients."""
-        dense, layers = self.dense, self._plain_layers()
+    def infer(self, obs: ObsIn, state: State, first: Tensor | Array) -> tuple[Array, Array, State]:
+        """Parameters [B, outputs], normalised value [B] and the next state, without gradients."""
+        dense, layers = self.dense, self._fast_layers()
         if dense is not None and layers is not None:
-            return *dense.forward(self._inputs(obs, dense), layers), state
+            return *dense.forward(self._fast_inputs(obs, dense), layers), state
         with torch.no_grad():  # as a decorator it costs three times as much
-            params, value, after = self._step(self.prepare(obs), state, first)
+            params, value, after = self._step(self.normaliser.prepare(obs, self.log_std.device), state, first)
             return params.cpu().numpy(), value.cpu().numpy(), after
 
-    def _inputs(self, obs: ObsIn, dense: Dense) -> NDArray[Any]:
-        """`prepare` and encoders for a plain model; the usual case, met at every env step, without torch."""
-        if dense.plain is not None:
-            x = np.asarray(obs[dense.plain])
+    def _fast_layers(self) -> Layers | None:
+        return None if self.dense is None else self.dense.layers()
+
+    def _fast_inputs(self, obs: ObsIn, dense: Dense) -> Array:
+        """Prepared and encoded observations; the usual case, one float32 vector, without torch."""
+        if dense.identity_obs is not None:
+            x = np.asarray(obs[dense.identity_obs])
             if x.dtype == np.float32:
-                if not self.normalised:
-                    return x
-                (stats,) = self._stats
-                x = x - stats.shift.numpy()
-                x /= stats.scale.numpy()
-                return cast(NDArray[Any], np.minimum(np.maximum(x, -OBS_CLIP, out=x), OBS_CLIP, out=x))
-        return dense.encoded(self.prepare(obs)).numpy()
+                return self.normaliser.normalise_array(x) if self.normaliser.names else x
+        return dense.encoded(self.normaliser.prepare(obs, self.log_std.device)).numpy()
 
-    def _log_std(self) -> NDArray[Any]:
-        return self.log_std.detach().cpu().numpy() if self._widest.numel() else NOTHING
-
-    def _step(self, obs: dict[str, Tensor], state: State, first: Tensor | NDArray[Any]) -> tuple[Tensor, Tensor, State]:
+    def _step(self, obs: dict[str, Tensor], state: State, first: Tensor | Array) -> tuple[Tensor, Tensor, State]:
         try:
             if not isinstance(self.model, ActorCritic):
-                obs = _seen(obs)
+                obs = scale_images(obs)
             if not self.recurrent:
                 params, value = self.model(obs)
                 return params, value, state
-            starts = self._tensor(first)
+            starts = torch.as_tensor(first, device=self.log_std.device)
             if not isinstance(self.model, ActorCritic):
-                state = self._forget(state, starts)
+                state = self._reset_rows(state, starts)
             return cast(tuple[Tensor, Tensor, State], self.model(obs, state, starts))
         except (TiltyardError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise self._attributed(error) from error
+            raise model_error(self.settings, error) from error
 
-    def _forget(self, state: State, first: Tensor) -> State:
-        """Rows that start an episode get their initial memory, so that a model of the user's need not think of it."""
+    def _reset_rows(self, state: State, first: Tensor) -> State:
+        """Give rows that start an episode their initial state, so that user models need not do it."""
         if not bool(first.any()):
             return state
         fresh = self.initial_state(first.shape[0])
@@ -267,95 +189,45 @@ class PolicyNet(nn.Module):
     # ------------------------------------------------------------------------------------------ learning
 
     def unroll(self, obs: ObsIn, state0: State, first: Tensor, *, prepared: bool = False) -> tuple[Tensor, Tensor]:
-        """T steps of B rows with gradients: parameters [T, B, outputs] and the value [T, B], normalised.
+        """T steps of B rows with gradients: parameters [T, B, outputs] and normalised value [T, B].
 
-        Without memory the steps are independent: T and B are any split of the rows. `prepared` observations have been
-        through `prepare` already, which depends on no parameter and need not be repeated for each gradient step.
+        Without memory T and B are any split of the rows. `prepared` observations come from `Normaliser.prepare`, which
+        does not depend on parameters and is done once for all gradient steps.
         """
-        ready = cast(dict[str, Tensor], obs) if prepared else self.prepare(obs)
-        try:
-            return self._unrolled(ready, state0, first)
-        except (TiltyardError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise self._attributed(error) from error
-
-    def _unrolled(self, obs: dict[str, Tensor], state: State, first: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = cast(dict[str, Tensor], obs) if prepared else self.normaliser.prepare(obs, self.log_std.device)
         steps, rows = first.shape
         if not self.recurrent:
-            params, value, _ = self._step({name: x.flatten(0, 1) for name, x in obs.items()}, state, first)
+            params, value, _ = self._step({name: x.flatten(0, 1) for name, x in inputs.items()}, state0, first)
             return params.view(steps, rows, -1), value.view(steps, rows)
         if isinstance(self.model, ActorCritic):
-            return self.model.unroll(obs, state, first)
-        outs, values = [], []
+            try:
+                return self.model.unroll(inputs, state0, first)
+            except (TiltyardError, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                raise model_error(self.settings, error) from error
+        state, outs, values = state0, [], []
         for t in range(steps):
-            out, worth, state = self._step({name: x[t] for name, x in obs.items()}, state, first[t])
-            outs.append(out)
-            values.append(worth)
+            params, value, state = self._step({name: x[t] for name, x in inputs.items()}, state, first[t])
+            outs.append(params)
+            values.append(value)
         return torch.stack(outs), torch.stack(values)
-
-    def _attributed(self, error: BaseException) -> TiltyardError:
-        """What a model raised in the midst of acting or learning, told as its own."""
-        own = [text for _, _, text in resolve.model_plugins(self.settings) if resolve.kind_of(text)]
-        hint = "the traceback is the model's own" if own else "it is a built-in one: device memory is the usual reason"
-        return TiltyardError(
-            f"model {', '.join(own) or self.settings.id} {raised(error)}", hint, resolve.user_traceback(error)
-        )
 
     @torch.no_grad()
     def clamp_log_std(self) -> None:
-        """Bring back what a gradient step moved out of its range; free without continuous actions."""
+        """Limit log_std after a gradient step; free without continuous actions."""
         if self.log_std.numel():
-            torch.minimum(self.log_std, self._widest.to(self.log_std.device), out=self.log_std.data)
-
-    def observe(self, obs: Mapping[str, NDArray[Any]], valid: NDArray[Any]) -> None:
-        """Add observations [T, B, ...] of valid rows to the running statistics."""
-        for name, stats in zip(self.normalised, self._stats, strict=True):
-            every = IMAGES_EVERY if self.spec.obs[name].image else 1
-            stats.observe(obs[name][::every][valid[::every]])
-
-    def observe_returns(self, returns: NDArray[Any]) -> None:
-        """Add returns [N], in units of reward."""
-        if self.return_stats is not None:
-            self.return_stats.observe(returns)
-
-    # ------------------------------------------------------------------------------------------ units
-
-    def prepare(self, obs: ObsIn) -> dict[str, Tensor]:
-        """Numbers as float32 (bytes as 0..1, statistics applied), categories and words as int64. Images of bytes stay
-        as they are, a quarter of the size, until a model sees them: as 0..1 too, a minibatch at a time."""
-        device = self.log_std.device
-        ready = {
-            name: _prepared(torch.as_tensor(obs[name], device=device), item, name in self.normalised)
-            for name, item in self.spec.obs.items()
-        }
-        for name, module in zip(self.normalised, self.obs_stats, strict=True):
-            stats = cast(RunningStats, module)
-            ready[name] = ((ready[name] - stats.shift).div_(stats.scale)).clamp_(-float(OBS_CLIP), float(OBS_CLIP))
-        return ready
-
-    def denormalise_value(self, value: NDArray[Any]) -> NDArray[Any]:
-        """Normalised values in units of reward."""
-        stats = self.return_stats
-        return value if stats is None else value * float(stats.scale) + float(stats.shift)
-
-    def normalise_value(self, value: NDArray[Any]) -> NDArray[Any]:
-        """The inverse of `in_rewards`."""
-        stats = self.return_stats
-        return value if stats is None else (value - float(stats.shift)) / float(stats.scale)
-
-    def _tensor(self, array: Tensor | NDArray[Any]) -> Tensor:
-        return torch.as_tensor(array, device=self.log_std.device)
+            torch.minimum(self.log_std, self._max_log_std.to(self.log_std.device), out=self.log_std.data)
 
     # ------------------------------------------------------------------------------------------ state
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """A copy of everything: parameters and statistics by name."""
+    def arrays(self) -> dict[str, Array]:
+        """A copy of all parameters and statistics, by name."""
         return {name: item.detach().cpu().numpy().copy() for name, item in self.state_dict().items()}
 
     @torch.no_grad()
-    def load_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what `arrays` gave, in place; anything missing, left over or of another shape is a UseError."""
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Load the result of `arrays` in place; missing, extra or differently shaped arrays raise a UseError."""
         own = self.state_dict()
         wrong = [
             f"{name}: {_shape(arrays.get(name))} there, {_shape(own.get(name))} here"
@@ -365,72 +237,34 @@ class PolicyNet(nn.Module):
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise UseError(
-                f"the weights are of another model or env ({'; '.join(wrong[:3])}{more})",
+                f"the weights belong to another model or env ({'; '.join(wrong[:3])}{more})",
                 "use the env and model settings that they were trained with, or model.init to take what fits",
             )
         for name, item in own.items():
             item.copy_(torch.as_tensor(arrays[name]))
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Derive what depends on loaded statistics."""
-        for module in self.modules():
-            if isinstance(module, RunningStats):
-                module.refresh()
+        self.normaliser.refresh()
 
     @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
     def describe(self) -> str:
-        """One line: which class is used, where it comes from, how large it is."""
+        """One line: class, origin and size of the model."""
         kind = type(self.model)
-        place = kind.__module__ if kind is ActorCritic else self.settings.id
-        return f"{kind.__name__} ({place}): {self.parameter_count:,} parameters"
-
-    def _try_out(self, outputs: int) -> None:
-        """One step of two rows through a model of the user's: what it gives must have the promised shapes."""
-        name, rows = type(self.model).__name__, 2
-        zeros = {
-            key: torch.zeros(rows, *item.shape, dtype=getattr(torch, item.dtype)) for key, item in self.spec.obs.items()
-        }
-        try:
-            with torch.no_grad():
-                state = self.initial_state(rows)
-                given = self.model(
-                    _seen(self.prepare(zeros)), *((state, torch.ones(rows, dtype=torch.bool)) if self.recurrent else ())
-                )
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises is the user's to see
-            raise UseError(
-                f"model.id = {self.settings.id}: when tried out, {name} {raised(error)}",
-                "forward gets {name: [N, ...]}; shapes are in the spec given to the constructor",
-                resolve.user_traceback(error),
-            ) from None
-        wanted = [(rows, outputs), (rows,)]
-        parts = list(given) if isinstance(given, tuple) else [given]
-        found = [_shape(part) for part in parts[:2]]
-        if found != wanted or len(parts) != (3 if self.recurrent else 2):
-            raise UseError(
-                f"model.id = {self.settings.id}: {name} must return parameters {wanted[0]} and value {wanted[1]} "
-                f"{'and state ' if self.recurrent else ''}for {rows} rows; it returned {len(parts)} things: {found}",
-                "return (params [N, outputs], value [N])" + (", state" if self.recurrent else "") + " from forward",
-            )
+        origin = kind.__module__ if kind is ActorCritic else self.settings.id
+        return f"{kind.__name__} ({origin}): {self.parameter_count:,} parameters"
 
 
-def _prepared(x: Tensor, item: ArraySpec, normalised: bool) -> Tensor:
-    if item.kind in ("discrete", "multi_discrete", "text"):
-        return x.to(torch.int64)
-    if item.kind == "box" and x.dtype is torch.uint8 and not normalised:
-        return x if item.image else as_numbers(x)
-    return x if x.dtype is torch.float32 else x.to(torch.float32)
-
-
-def _seen(obs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a model of the user's is given: images too as 0..1."""
-    return {name: as_numbers(x) for name, x in obs.items()}
+def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: int) -> nn.Module:
+    """Build the built-in model, or the user's."""
+    target = resolve.load(resolve.parse(settings.id, BUILTIN_MODELS, "CustomModel", base))
+    if target is ActorCritic:
+        if settings.options:
+            value, reason = str(settings.options), "is only for your own models"
+            raise ConfigError([Problem("model.options", value, reason, "use model.hidden and others")])
+        return ActorCritic(spec, outputs, settings=settings, base=base)
+    return build_module(settings, target, (spec, outputs), "model", "model.id")
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:
-    return None if array is None else tuple(np.shape(array) if not isinstance(array, Tensor) else array.shape)
+    return None if array is None else tuple(np.shape(array))

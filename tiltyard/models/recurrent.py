@@ -1,10 +1,9 @@
-"""The recurrent core: an LSTM or GRU layer whose rows forget at episode starts. Not what feeds it, nor what reads it.
+"""The recurrent core: an LSTM or GRU layer whose rows are reset at episode starts.
 
-One step is one cell. A chunk of T steps is cut where any row starts an episode, and each stretch between cuts goes
-through the fused layer at once:
+One step is one cell. A chunk of T steps is cut where any row starts an episode; each segment is one fused call:
 
     first   . . . . x . . .      a row starts an episode at step 4
-    calls   |-- 4 --|-- 4 --|    memory of the starting rows zeroed in between
+    calls   |-- 4 --|-- 4 --|    the state of that row is zeroed in between
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ class Core(nn.Module):
         return {name: torch.zeros(rows, self.size, device=device) for name in self.names}
 
     def forward(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """One step: x [B, inputs], first [B] bool -> [B, size] and the memory after it."""
-        return self._cell(x, _forget(state, first))
+        """One step: x [B, inputs], first [B] bool -> [B, size] and the next state."""
+        return self._cell(x, _reset_rows(state, first))
 
     def unroll(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the memory after it."""
+        """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the next state."""
         steps = x.shape[0]
         starts = set(torch.nonzero(first.any(1)).flatten().tolist())
         outs = []
         for begin, end in pairwise(sorted({0, steps} | starts)):
             if begin in starts:
-                state = _forget(state, first[begin])
+                state = _reset_rows(state, first[begin])
             if end - begin == 1:
                 out, state = self._cell(x[begin], state)
                 outs.append(out.unsqueeze(0))
             else:
-                out, state = self._stretch(x[begin:end], state)
+                out, state = self._run_segment(x[begin:end], state)
                 outs.append(out)
         return (outs[0] if len(outs) == 1 else torch.cat(outs)), state
 
     def _cell(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One step of rows that all remember."""
+        """One step without resets."""
         into, across, bias_into, bias_across = self.layer._parameters.values()
         assert into is not None and across is not None
         if self.kind == "lstm":
@@ -72,8 +71,8 @@ class Core(nn.Module):
         h = torch.gru_cell(x, state["h"], into, across, bias_into, bias_across)
         return h, {"h": h}
 
-    def _stretch(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Steps without an episode start, through the fused layer."""
+    def _run_segment(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Steps without an episode start, in one fused call."""
         h = state["h"].unsqueeze(0).contiguous()
         if self.kind == "lstm":
             out, (h, c) = self.layer(x, (h, state["c"].unsqueeze(0).contiguous()))
@@ -82,8 +81,8 @@ class Core(nn.Module):
         return out, {"h": h[0]}
 
 
-def _forget(state: State, first: Tensor) -> State:
-    """Zero memory for rows that start an episode: at most steps there are none."""
+def _reset_rows(state: State, first: Tensor) -> State:
+    """Zero the state of rows that start an episode; at most steps there are none."""
     if not first.any():
         return state
     keep = (~first).to(torch.float32).unsqueeze(-1)

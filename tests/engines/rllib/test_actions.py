@@ -65,8 +65,8 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
             each.add_(0.05 * torch.randn(each.shape, generator=torch.Generator().manual_seed(each.numel())))
     now = ppo.current_settings()
     advantage, returns = ppo._advantages(rollout, now["gamma"], now["gae_lambda"])
-    outputs = net.normalise_value(rollout.value)
-    net.observe_returns(returns[rollout.valid])
+    outputs = net.normaliser.normalise_value(rollout.value)
+    net.normaliser.observe_returns(returns[rollout.valid])
     chunks = ppo._chunks(rollout, advantage, returns, outputs)
     chosen = np.arange(chunks.first.shape[1])
     (policy, value, entropy), log_ratio = ppo._differentiate(chunks.take(chosen), slice(None), now)
@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
         old_log_prob=torch.from_numpy(rollout.log_prob),
         old_value=torch.from_numpy(np.asarray(outputs, np.float32)),
         advantage=torch.from_numpy(np.asarray(advantage, np.float32)),
-        target=torch.from_numpy(np.asarray(net.normalise_value(returns), np.float32)),
+        target=torch.from_numpy(np.asarray(net.normaliser.normalise_value(returns), np.float32)),
         valid=torch.from_numpy(rollout.valid),
     )
     losses = ppo_losses(samples, algo, now)

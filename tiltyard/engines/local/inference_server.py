@@ -105,7 +105,7 @@ class _Actor:
             key: torch.as_tensor(_together(array, asking), device=net.device) for key, array in exchange.memory.items()
         }
         params, value, after = net.infer(obs, memory, _together(exchange.first, asking))
-        answers = [(exchange.params, params), (exchange.value, net.denormalise_value(value))]
+        answers = [(exchange.params, params), (exchange.value, net.normaliser.denormalise_value(value))]
         answers += [(array, after[key].cpu().numpy()) for key, array in exchange.after.items()]
         for target, numbers in answers:
             target[asking] = numbers.reshape(len(asking), *target.shape[1:])

@@ -129,7 +129,7 @@ class _Worker:
         if self.remote is None and int(self.slab.versions[1]) != self.version:
             self.version = self.slab.fetch(self.weights)
             for net in self.nets:
-                net.refresh()
+                net.normaliser.refresh()
             self.restock()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
         frames = -self.collector.envs.frames_taken

@@ -40,7 +40,7 @@ class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
                 outputs = module.compute_values(data)
             shape = outputs.shape
             flat = unpadded(outputs.cpu().numpy(), lengths)
-            values = module.net.denormalise_value(flat)
+            values = module.net.normaliser.denormalise_value(flat)
             targets = compute_value_targets(
                 values=values,
                 rewards=unpadded(data[Columns.REWARDS].cpu().numpy(), lengths),
@@ -51,10 +51,10 @@ class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
             )
             real = np.ones(len(flat), bool)
             real[np.cumsum(lengths) - 1] = False
-            module.net.observe_returns(targets[real])
+            module.net.normaliser.observe_returns(targets[real])
             made = {
                 Postprocessing.ADVANTAGES: targets - values,
-                Postprocessing.VALUE_TARGETS: module.net.normalise_value(targets),
+                Postprocessing.VALUE_TARGETS: module.net.normaliser.normalise_value(targets),
                 OLD_VALUE: flat,
             }
             for name, array in made.items():

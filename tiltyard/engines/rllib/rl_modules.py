@@ -61,21 +61,21 @@ class _Ours(TorchRLModule):  # type: ignore[misc]
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
-        self.net.refresh()
+        self.net.normaliser.refresh()
 
     def observe(self, batch: Batch) -> None:
         """Add what was learned from to the running statistics."""
-        if not self.net.normalised:
+        if not self.net.normaliser.names:
             return
-        obs = {name: batch[Columns.OBS][name].cpu().numpy() for name in self.net.normalised}
+        obs = {name: batch[Columns.OBS][name].cpu().numpy() for name in self.net.normaliser.names}
         first = next(iter(obs.values()))
-        rows = first.ndim - len(self.net.spec.obs[self.net.normalised[0]].shape)
+        rows = first.ndim - len(self.net.spec.obs[self.net.normaliser.names[0]].shape)
         valid = batch[Columns.LOSS_MASK].cpu().numpy() if Columns.LOSS_MASK in batch else None
         shape = first.shape[:rows]
         if rows == 1:  # [N, ...] as one step of N rows
             obs, shape = {name: x[None] for name, x in obs.items()}, (1, *shape)
         flags = torch.ones(shape, dtype=torch.bool).numpy() if valid is None else valid.reshape(shape)
-        self.net.observe(obs, flags)
+        self.net.normaliser.observe(obs, flags)
 
 
 class ActorCritic(_Ours, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
@@ -240,7 +240,8 @@ class _Critic(nn.Module):
         self.head = Mlp([self.tower.size, outputs], "tanh", last_gain=VALUE_GAIN)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        seen = self._actor[0].prepare(batch[Columns.OBS])
+        actor = self._actor[0]
+        seen = actor.normaliser.prepare(batch[Columns.OBS], actor.device)
         return {ENCODER_OUT: self.head(self.tower.features({**seen, ACTION: batch[Columns.ACTIONS]}))}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Critic:
