@@ -64,7 +64,7 @@ def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs:
 
 
 @pytest.mark.parametrize(
-    ("expected", "overrides", "said"),
+    ("expected", "overrides", "output"),
     [
         ("return", [], "write --expect 'return>=475'"),
         ("retrun>=1", [], "did you mean 'return'?"),

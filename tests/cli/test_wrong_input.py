@@ -114,7 +114,7 @@ class Sum(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ("trian CartPole-v1", "there is no command 'trian'"),
         ("train", "tiltyard train needs target"),
@@ -178,7 +178,7 @@ BOMB = "".join(
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "output"),
     [
         (b"", "is empty"),
         (b"# nothing but words\n", "is empty"),
@@ -288,7 +288,7 @@ def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, ru
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "output"),
     [
         ("float64", "dtype float64 and its space declares float32"),
         ("list", "is a list instead of a numpy array of float32"),

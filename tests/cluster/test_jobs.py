@@ -216,7 +216,7 @@ def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cl
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--detach"], "--detach is for jobs"),
         (["--dry-run"], "--dry-run is for jobs"),

@@ -226,7 +226,7 @@ def _has_another_ray(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "wait", "said"),
+    ("what", "wait", "output"),
     [
         (_hangs, 40, "node2 did not join the job's Ray within 40 s"),
         (_has_another_ray, 200, "node2 cannot join Ray, versions differ"),

@@ -293,7 +293,7 @@ def test_batched_means_workers_and_auto_two_for_each_core() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "output"),
     [
         ("engine.kind=serial", "engine.inference = 'batched': needs workers, and engine.kind = serial has none"),
         ("engine.workers=0", "engine.inference = 'batched': needs workers, and engine.workers = 0 has none"),

@@ -137,7 +137,7 @@ class CustomEnv(CartPoleEnv):
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "output"),
     [
         ("raise", "step() raised ValueError: the physics blew up"),
         ("exit", "ended by itself with exit code 3"),

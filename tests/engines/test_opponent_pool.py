@@ -27,7 +27,7 @@ PAST = {"main": {}, "past": {"past": {"of": "main", "every": 64, "keep": 3}}}
 
 
 @pytest.mark.parametrize(
-    ("policies", "said"),
+    ("policies", "output"),
     [
         ("{past: {past: {of: main}}, main: {}}", "policies.past.past: the first of policies must learn"),
         ("{main: {}, past: {past: {of: mian}}}", "policies.past.past.of = 'mian': is none of the policies that learn"),

@@ -97,7 +97,7 @@ def test_who_is_measured_plays_in_every_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "output"),
     [
         (["match={evn: main, odd: main, even: main}"], "match.evn: fits no agent of the env\n   hint: did you mean 'even'"),
         (["match={even: main}"], "no pattern fits agent 'odd'"),

@@ -68,7 +68,7 @@ def told(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "output"),
     [
         ({"policies": {"a": {}}}, "population: needs at least two policies that learn, and policies has 1"),
         ({"population": {}}, "population.space: is empty"),

@@ -36,7 +36,7 @@ def played(env: Atari, seed: int, steps: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "hint"),
+    ("name", "output", "hint"),
     [("atari:pogn", "no Atari game 'pogn'", "pong"), ("atari:MsPacman", "MsPacman", "ms_pacman"), ("atari:", "''", "")],
 )
 def test_wrong_games_are_one_sentence(name: str, output: str, hint: str) -> None:

@@ -97,7 +97,7 @@ def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Pa
 
 @installed
 @pytest.mark.parametrize(
-    ("name", "said", "hint"),
+    ("name", "output", "hint"),
     [
         ("CartPol-v1", "EnvPool has no env 'CartPol-v1'", "'CartPole-v1'"),
         ("pong", "'pong'", "'Pong-v5'"),
@@ -114,7 +114,7 @@ def test_wrong_names_are_one_sentence(name: str, output: str, hint: str) -> None
 
 @installed
 @pytest.mark.parametrize(
-    ("option", "value", "said", "hint"),
+    ("option", "value", "output", "hint"),
     [
         ("framskip", 4, "takes no option", "frame_skip"),
         ("frame_skip", 0, "no whole number from 1 on", "4"),

@@ -147,7 +147,7 @@ def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolat
 
 
 @pytest.mark.parametrize(
-    ("isolate", "fault", "said"),
+    ("isolate", "fault", "output"),
     [
         ("thread", "raise", "step() raised RuntimeError: the wheel came off"),
         ("process", "raise", "step() raised RuntimeError: the wheel came off"),

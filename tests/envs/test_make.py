@@ -53,7 +53,7 @@ def test_rendering_is_asked_for_by_render() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "said", "hint"),
+    ("env", "output", "hint"),
     [
         (Env(id="CartPoel-v1"), "CartPoel-v1", "CartPole-v1"),
         (Env(id="CartPole-v7"), "CartPole-v7", "CartPole-v1"),

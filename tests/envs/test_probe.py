@@ -32,7 +32,7 @@ def test_car_pass_has_a_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "output"),
     [
         ("float64", "step 3: observation 'obs' has dtype float64 and its space declares float32"),
         ("list", "is a list instead of a numpy array"),
@@ -55,7 +55,7 @@ def test_broken_contracts_are_named(fault: str, output: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "output"),
     [
         ("segv", "was killed by SIGSEGV"),
         ("exit", "ended its process with exit code 3"),
@@ -86,7 +86,7 @@ def test_problems_with_options_come_through_as_problems() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("prints", "reset() prints to stdout"), ("prints from C", "step() prints to stdout")]
+    ("fault", "output"), [("prints", "reset() prints to stdout"), ("prints from C", "step() prints to stdout")]
 )
 def test_printing_to_stdout_is_refused(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:

@@ -114,7 +114,7 @@ def test_fill_stack_repeats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "output"),
     [
         (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
         (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), "nothing to observe"),

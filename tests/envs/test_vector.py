@@ -221,7 +221,7 @@ def test_pictures_of_rows_and_of_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "said"),
+    ("fault", "kind", "output"),
     [
         ("float64", EnvError, "dtype float64 and its space declares float32"),
         ("list", EnvError, "is a list"),

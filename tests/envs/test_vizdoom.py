@@ -49,7 +49,7 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("env", "said", "hint"),
+    ("env", "output", "hint"),
     [
         (Env(id="doom:basik"), "no Doom scenario 'basik'", "basic"),
         (Env(id="doom:doom2"), "commercial", "deathmatch"),

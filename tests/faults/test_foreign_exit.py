@@ -41,7 +41,7 @@ class CustomModel(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "output"),
     [
         ("exit", "step() called sys.exit(75)"),
         ("generator", "step() raised GeneratorExit"),
@@ -77,7 +77,7 @@ def test_an_env_and_a_policy_in_an_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", "called sys.exit(0)"), ("raise", "raised ValueError: out of ideas")]
+    ("how", "output"), [("exit", "called sys.exit(0)"), ("raise", "raised ValueError: out of ideas")]
 )
 def test_a_model(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, output: str

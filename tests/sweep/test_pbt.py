@@ -489,7 +489,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "output"),
     [
         ({"space": {"model.hidden": [[8], [16]]}, "points": []}, "cannot change in a run that goes on"),
         ({"space": {"algo.gamma": {"range": [0.5, 1.0]}}, "points": []}, "reaches 1"),

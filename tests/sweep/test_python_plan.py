@@ -168,7 +168,7 @@ def test_what_is_no_description(tiltyard: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("import nothing_here", "study.py raised ModuleNotFoundError: No module named 'nothing_here'"),
         ("this is = no Python", "study.py raised SyntaxError"),

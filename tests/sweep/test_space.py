@@ -94,7 +94,7 @@ def test_no_draw_comes_twice_while_there_are_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "output"),
     [
         ({"algo.lr": {"log": [0.0, 1.0], "points": 3}}, "begin above 0"),
         ({"algo.lr": {"log": [1e-2, 1e-5], "points": 3}}, "the smaller first"),
@@ -128,7 +128,7 @@ def test_all_problems_of_a_space_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "output"),
     [
         ({"space": {}}, "experiment: is missing"),
         ({"experiment": "x", "program": "y"}, "keep one of them"),

@@ -3,6 +3,7 @@ import pytest
 from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
+from tiltyard.engines.rllib.algorithm_options import option_problems
 from tiltyard.engines.rllib.ray_cluster import Needs
 from tiltyard.engines.rllib.settings_map import (
     REFUSED,
@@ -10,7 +11,6 @@ from tiltyard.engines.rllib.settings_map import (
     all_settings,
     envs_each,
     needs,
-    option_problems,
     problems,
     runners,
     schedule,
