@@ -183,7 +183,7 @@ def outside_of_jobs(sweep: Sweep) -> list[str]:
     own = {"SLURM_JOB_ID", "TILTYARD_JOB"}
     return [
         each.command
-        for each in proc.own()
+        for each in proc.own_processes()
         if str(sweep.folder) in each.command
         and (told := proc.environment(each.pid))  # nothing: it has ended meanwhile
         and not own & told.keys()

@@ -89,7 +89,7 @@ def env(tmp_path: Path) -> str:
 
 
 def pids(engine: Any) -> list[int]:
-    return [member.pid for member in engine.pool.members]
+    return [member.pid for member in engine.pool.workers]
 
 
 def test_two_that_die_at_once_are_replaced_also_when_one_of_the_new_ones_hangs(env: str, tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_whoever_gives_up_names_the_command_that_takes_the_setting(env: str) -> 
 def test_a_pause_of_the_driver_is_no_hang_of_a_worker(env: str) -> None:
     engine = build(env, *TWO, "env.step_timeout=1")
     engine.step()
-    engine.pool._watch_beats()
+    engine.pool._check_heartbeats()
     time.sleep(1.5)  # an evaluation, say
     engine.pool.ask(0, do="fill", slot=0)
-    engine.slab.beats[0, 1] = STEPPING  # as it is from the command on, before the first env was stepped
-    engine.pool._watch_beats()
-    assert engine.pool.members[0].verdict == "" and engine.pool.restarts == 0
+    engine.shared.beats[0, 1] = STEPPING  # as it is from the command on, before the first env was stepped
+    engine.pool._check_heartbeats()
+    assert engine.pool.workers[0].kill_reason == "" and engine.pool.restarts == 0
     engine.close()
 
 
@@ -226,7 +226,7 @@ def test_every_copy_has_the_whole_time_to_be_made(env: str, tmp_path: Path) -> N
 
 def _born(engine: Any) -> int:
     while pids(engine)[0] is None:
-        engine.pool._news()
+        engine.pool._handle_events()
         time.sleep(0.01)
     return pids(engine)[0]
 

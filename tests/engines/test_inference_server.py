@@ -47,16 +47,16 @@ def built(target: str, *settings: str) -> Iterator[Any]:
 
 def actor_of(engine: Any) -> int:
     """The actor's process, once it is there."""
-    while engine.pool._actor.pid is None:
-        engine.pool._news()
-    pid: int = engine.pool._actor.pid
+    while engine.pool._inference_server.pid is None:
+        engine.pool._handle_events()
+    pid: int = engine.pool._inference_server.pid
     return pid
 
 
 def wait_for_questions(engine: Any, workers: list[int]) -> None:
     """Until these have asked an actor that does not answer."""
     for worker in workers:
-        while engine.slab.states[worker] != ACTING or engine.slab.beats[worker, 1] != IDLE:
+        while engine.shared.states[worker] != ACTING or engine.shared.beats[worker, 1] != IDLE:
             time.sleep(0.01)
 
 
@@ -97,7 +97,7 @@ def test_it_gives_the_weights_that_a_copy_in_the_worker_gives(
 ) -> None:
     with built(env, *ONE, *NORMAL, *settings) as own, built(env, *ONE, *NORMAL, *settings, BATCHED) as asked:
         assert "decisions made in one batch by an actor on cpu" in asked.describe()[-1]
-        assert "actor" not in own.describe()[-1] and own.slab.exchange is None
+        assert "actor" not in own.describe()[-1] and own.shared.inference is None
         for _ in range(3):
             a, b = own.step(), asked.step()
             assert (a.progress.env_steps, a.progress.episodes) == (b.progress.env_steps, b.progress.episodes)
@@ -159,12 +159,12 @@ def test_asynchronous_samples_carry_the_version_that_decided_each_step(
     with built("gated.py", *settings, "engine.max_lag=5", f"env.options.folder={tmp_path}") as engine:
         os.mkfifo(tmp_path / "on")
         os.mkfifo(tmp_path / "there")
-        while not engine.pool.members[0].ready:
+        while not engine.pool.workers[0].ready:
             assert list(engine.pool.answers(timeout=0.1)) == []
         engine._ask_one_each()
         with (tmp_path / "there").open():  # the env is in its sixth step
             engine.version += 3
-            engine.slab.publish(engine.learner.net.arrays(), engine.version)
+            engine.shared.publish(engine.learner.net.arrays(), engine.version)
             (tmp_path / "there").unlink()
             with (tmp_path / "on").open("w"):
                 pass
@@ -196,13 +196,13 @@ def test_a_worker_that_is_killed_is_replaced_and_nobody_gets_the_answer_of_anoth
         engine.step()
         for kills in range(1, 1 + count(long=40)):
             worker = int(rng.integers(2))
-            while (pid := engine.pool.members[worker].pid) is None:  # the one before it is still being replaced
+            while (pid := engine.pool.workers[worker].pid) is None:  # the one before it is still being replaced
                 engine.step()
             before, net = engine.progress.env_steps, copy.deepcopy(engine.learner.net)
             with asked_in_vain(engine, [0, 1]):
                 os.kill(pid, signal.SIGKILL)
                 if kills % 2:  # so that its successor, too, has asked before anybody is answered
-                    while engine.pool.members[worker].pid in (pid, None) or not engine.pool.members[worker].ready:
+                    while engine.pool.workers[worker].pid in (pid, None) or not engine.pool.workers[worker].ready:
                         assert list(engine.pool.answers(timeout=0.1)) == []
                     wait_for_questions(engine, [worker])
             found = engine.step()
@@ -224,7 +224,7 @@ def step_until_it_fails(engine: Any) -> None:
 def test_the_death_of_the_actor_ends_the_step_with_its_cause() -> None:
     with built("CartPole-v1", *TWO, "engine.mode=async") as engine:
         engine.step()
-        actor, found = actor_of(engine), [member.pid for member in engine.pool.members]
+        actor, found = actor_of(engine), [member.pid for member in engine.pool.workers]
         os.kill(actor, signal.SIGKILL)
         with pytest.raises(TiltyardError, match=rf"the actor \(process {actor}\) was killed by SIGKILL \(.*memory"):
             step_until_it_fails(engine)

@@ -68,7 +68,7 @@ def test_a_worker_whose_isolated_env_hangs_is_explained_and_replaced(
     assert "isolated_envs.py" in events[0] and "_fail" in events[0]
     assert "it is replaced, and 2 running episodes were cut" in events[0]
     assert len(events) == 1 and engine.step().metrics["workers/restarts"] == 1
-    assert all(os.sched_getaffinity(member.pid or 0) == os.sched_getaffinity(0) for member in engine.pool.members)
+    assert all(os.sched_getaffinity(member.pid or 0) == os.sched_getaffinity(0) for member in engine.pool.workers)
     engine.close()
 
 
@@ -152,7 +152,7 @@ def test_the_same_weights_in_every_engine_however_envs_live_and_after_a_resume(t
     assert 0 < whole.progress.episodes == local.progress.episodes == after.progress.episodes
     assert isinstance(local, LocalEngine) and "pinned to a core each" in local.describe()[-1]
     cores = sorted(os.sched_getaffinity(0))
-    pinned = [os.sched_getaffinity(member.pid or 0) for member in local.pool.members]
+    pinned = [os.sched_getaffinity(member.pid or 0) for member in local.pool.workers]
     assert pinned == [{cores[number % len(cores)]} for number in range(2)]
     for engine in (off, whole, before, after, local):
         engine.close()

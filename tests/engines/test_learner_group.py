@@ -31,7 +31,7 @@ SHORT += ["track.tensorboard=false", "engine.learners=2"]
 
 def pids(engine: Any) -> list[int]:
     """Of the learners beside the driver's."""
-    return [member.pid for member in engine.cast.first.colearners._members]
+    return [member.pid for member in engine.policies.first.processes._members]
 
 
 def name_of(pid: int) -> str:
@@ -173,7 +173,7 @@ from tests.engines.test_learner_group import build, pids
 if __name__ == "__main__":
     engine = build("CartPole-v1", "engine.learners=2")
     engine.step()
-    print(engine.cast.first.colearners._fork_server._process.pid, *pids(engine), flush=True)
+    print(engine.policies.first.processes._fork_server._process.pid, *pids(engine), flush=True)
     while True:
         engine.step()
 """

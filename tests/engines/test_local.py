@@ -15,7 +15,7 @@ import pytest
 import tiltyard as product
 from tests.counts import LONG, count
 from tests.engines.test_serial import build
-from tiltyard.engines.local import shared_memory as slabs
+from tiltyard.engines.local import shared_memory as shared_memory
 from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
@@ -82,7 +82,7 @@ def grow_old(engine: Any, updates: int) -> None:
         for worker, answer in engine.pool.answers():
             engine._note(worker, answer)
     engine.version += updates
-    engine.slab.publish(engine.learner.net.arrays(), engine.version)
+    engine.shared.publish(engine.learner.net.arrays(), engine.version)
 
 
 def test_asynchronous_samples_carry_their_version_and_old_ones_are_thrown_away() -> None:
@@ -175,10 +175,12 @@ def test_a_slot_filled_by_a_worker_that_then_died_is_learned_from(mode: str) -> 
     for worker, slot in engine.idle:
         engine.pool.ask(worker, do="fill", slot=slot)
     engine.idle = []
-    mine = [slot for slot in range(len(engine.slab.states)) if slot % 2 == 0]
-    while not all(engine.slab.states[slot] == slabs.FULL for slot in mine):  # its answers are in the pipe, unread
+    mine = [slot for slot in range(len(engine.shared.states)) if slot % 2 == 0]
+    while not all(
+        engine.shared.states[slot] == shared_memory.FULL for slot in mine
+    ):  # its answers are in the pipe, unread
         time.sleep(0.01)
-    pid = engine.pool.members[0].pid
+    pid = engine.pool.workers[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.3)
@@ -214,7 +216,7 @@ def test_a_budget_of_restarts_is_kept() -> None:
     engine = build("CartPole-v1", *TWO, "engine.restarts=1")
 
     def kill_and_go_on() -> None:
-        pid, before = engine.pool.members[0].pid, engine.pool.restarts
+        pid, before = engine.pool.workers[0].pid, engine.pool.restarts
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         while engine.pool.restarts == before:
@@ -264,7 +266,7 @@ def test_many_kills_do_not_stop_asynchronous_training(runs: Path) -> None:
     rng, kills = np.random.default_rng(0), count(long=200)
     engine.step()
     while engine.pool.restarts < kills:
-        member = engine.pool.members[int(rng.integers(2))]
+        member = engine.pool.workers[int(rng.integers(2))]
         if member.pid is not None and member.ready:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
@@ -351,7 +353,7 @@ from tests.engines.test_serial import build
 if __name__ == "__main__":
     engine = build("CartPole-v1", "engine.workers=2", "engine.envs=4", "engine.mode=async")
     engine.step()
-    print(engine.pool._fork_server._process.pid, *(member.pid for member in engine.pool.members), flush=True)
+    print(engine.pool._fork_server._process.pid, *(worker.pid for worker in engine.pool.workers), flush=True)
     while True:
         engine.step()
 """
@@ -376,11 +378,11 @@ def test_without_memory_files_a_deleted_file_serves(monkeypatch: pytest.MonkeyPa
     def refuse(*words: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(slabs.os, "memfd_create", refuse)
-    monkeypatch.setattr(slabs.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared_memory.os, "memfd_create", refuse)
+    monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
     engine = build("CartPole-v1", *TWO)
     assert engine.step().progress.env_steps == 64
-    assert Path(f"/proc/self/fd/{engine.slab.fd}").readlink().is_relative_to(tmp_path)
+    assert Path(f"/proc/self/fd/{engine.shared.fd}").readlink().is_relative_to(tmp_path)
     assert not list(tmp_path.glob("tiltyard-*")), "the file must have no name"
     engine.close()
 

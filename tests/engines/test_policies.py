@@ -49,7 +49,7 @@ def test_an_update_that_fails_leaves_all_policies_as_they_were() -> None:
     """Also the one that had learned already."""
     engine: Any = build("pennies", TWO, "match={even: main, odd: rival}", "engine.kind=serial")
     engine.step()
-    learners = engine.cast.learners
+    learners = engine.policies.learners
 
     def now(name: str) -> tuple[Any, ...]:
         adam = learners[name].algo.adam
@@ -58,16 +58,21 @@ def test_an_update_that_fails_leaves_all_policies_as_they_were() -> None:
 
     before = {name: now(name) for name in learners}
 
-    def fails() -> None:
-        raise RuntimeError("after its first gradient step")
+    gradient_steps = learners["main"].algo.adam.steps  # of one update
+    done = 0
 
-    learners["rival"].algo.meanwhile = fails
+    def fail_in_the_second_update() -> None:
+        nonlocal done
+        done += 1
+        if done > gradient_steps:
+            raise RuntimeError("after the rival's first gradient step")
+
     with pytest.raises(RuntimeError):
-        engine.step()
+        engine.policies.update(engine.rollout, engine.progress.env_steps, fail_in_the_second_update)
+    assert done == gradient_steps + 1
     for name, (weights, *rest) in before.items():
         after, *others = now(name)
         assert same(weights, after) and rest == others, name
-    learners["rival"].algo.meanwhile = lambda: None
     engine.step()
     assert not any(same(before[name][0], now(name)[0]) for name in learners)
     engine.close()
@@ -161,7 +166,7 @@ def test_each_learns_from_its_own_rows_and_from_no_others() -> None:
     rng, theirs = np.random.default_rng(0), policy == 1
     for array in (two.rollout.reward, two.rollout.value, two.rollout.bootstrap, *two.rollout.obs.values()):
         array[theirs] = rng.normal(0, 1, array[theirs].shape)
-    told = [engine.cast.update(engine.rollout, 48) for engine in (one, two)]
+    told = [engine.policies.update(engine.rollout, 48) for engine in (one, two)]
     assert same(one.snapshot("main").weights, two.snapshot("main").weights)
     assert not same(one.snapshot("rival").weights, two.snapshot("rival").weights)
     assert {name.split("/")[1] for name in told[0]} == {"main", "rival"}

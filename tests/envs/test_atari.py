@@ -185,7 +185,7 @@ def test_workers_share_the_cores_among_their_threads() -> None:
         experiment = load("atari:pong", words).experiment
         engine: Any = make_engine(experiment, probe(experiment.env, base=BASE), BASE)
         engine.step()
-        found.append(threads_of(engine.pool.members[0].pid))
+        found.append(threads_of(engine.pool.workers[0].pid))
         engine.close()
     cores = usable_cores()
     assert found[0] - found[1] == min(4, cores) - min(2, cores // 2)

@@ -47,7 +47,7 @@ def versions(seed: int, opponents: str | dict[str, float]) -> list[tuple[float, 
     assert isinstance(engine, SerialEngine)
     for _ in range(180):
         engine.step()
-    found = [heads(net) for _, net in sorted(engine.cast.shelves["past"].versions.items())]
+    found = [heads(net) for _, net in sorted(engine.policies.version_pools["past"].versions.items())]
     engine.close()
     return found
 

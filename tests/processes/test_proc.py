@@ -22,12 +22,12 @@ def test_a_process_and_what_it_started() -> None:
         found = proc.tree(child.pid)
         assert [each.pid for each in found] == [child.pid, grandchild]
         assert found[1].command == "sleep 100" and found[1].parent == child.pid
-        assert found[0].threads == 1 and found[0].resident > 1e6 and abs(found[0].started - began) < 10
-        assert 0 < (proc.proportional(child.pid) or 0) <= found[0].resident * 1.1
+        assert found[0].threads == 1 and found[0].rss > 1e6 and abs(found[0].started - began) < 10
+        assert 0 < (proc.pss(child.pid) or 0) <= found[0].rss * 1.1
         assert proc.environment(child.pid)["MARK"] == "a b"
-        assert {child.pid, grandchild} <= {each.pid for each in proc.own()}
+        assert {child.pid, grandchild} <= {each.pid for each in proc.own_processes()}
     finally:
         os.kill(grandchild, 9)
         child.wait(100)
     assert proc.read(child.pid) is None
-    assert proc.environment(child.pid) == {} and proc.proportional(child.pid) is None
+    assert proc.environment(child.pid) == {} and proc.pss(child.pid) is None

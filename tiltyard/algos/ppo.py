@@ -98,23 +98,29 @@ class Ppo:
             for name in CHANGEABLE
         }
         self.group: LearnerGroup = SingleProcess()
-        self.meanwhile: Callable[[], None] = lambda: None  # called after every gradient step: an update may take long
         self.env_steps = 0  # of the newest update: where the schedules stand
         self.used: dict[str, float] = {}  # what the newest update learned with: none before the first
         self.shuffling = np.random.default_rng(seed)
 
     # ------------------------------------------------------------------------------------------ the update
 
-    def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
-        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names."""
+    def update(
+        self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
+    ) -> dict[str, float]:
+        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names.
+
+        `after_step` is called after each gradient step: an update may take long, and workers may need attention.
+        """
         self.env_steps = env_steps
         _check_finite(rollout)
         now = self.current_settings()
         self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
         with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
-            return self._update(rollout, now)
+            return self._update(rollout, now, after_step)
 
-    def _update(self, rollout: Rollout, now: dict[str, float]) -> dict[str, float]:
+    def _update(
+        self, rollout: Rollout, now: dict[str, float], after_step: Callable[[], None] | None
+    ) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
         # What the net put out for these values, in the units it has had until now: value_clip compares outputs.
         outputs = self.net.normaliser.normalise_value(rollout.value)
@@ -127,7 +133,8 @@ class Ppo:
             epoch = _Epoch()
             for chosen in self._minibatches(chunks):
                 self._gradient_step(chunks, chosen, now, epoch)
-                self.meanwhile()
+                if after_step is not None:
+                    after_step()
             epochs += 1
             epoch.gather(self.group)
             if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:

@@ -186,7 +186,7 @@ def _made(path: Path) -> float | None:
 
 def _oldest_python() -> float:
     """When it was started. A process may know a folder and have nothing open in it: younger folders may be in use."""
-    return min((each.started for each in proc.own() if "python" in _program(each.pid)), default=time.time())
+    return min((each.started for each in proc.own_processes() if "python" in _program(each.pid)), default=time.time())
 
 
 def _program(pid: int) -> str:

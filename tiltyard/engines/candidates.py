@@ -72,7 +72,9 @@ class Candidates:
         return self._allowed(replace(point, workers=w, mode=m) for w, m in self._topologies(point.envs))
 
     def _topologies(self, envs: int) -> Iterator[tuple[int, Literal["sync", "async"]]]:
-        all_cores, all_but_one, half = (sharing(envs, each) for each in (self.cores, self.cores - 1, self.cores // 2))
+        all_cores, all_but_one, half = (
+            even_workers(envs, each) for each in (self.cores, self.cores - 1, self.cores // 2)
+        )
         if self.own.workers == 0:
             yield from ((all_cores, "sync"), (all_but_one, "async"), (all_cores, "async"), (half, "sync"))
         else:
@@ -127,7 +129,7 @@ class Candidates:
         )
 
 
-def sharing(envs: int, most: int) -> int:
+def even_workers(envs: int, most: int) -> int:
     """As many workers as can have equally many envs, up to `most`."""
     return next(count for count in range(max(1, min(most, envs)), 0, -1) if envs % count == 0)
 

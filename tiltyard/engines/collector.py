@@ -35,7 +35,7 @@ def stream_seed(root: int, role: int, group: int = 0) -> int:
     return int(np.random.SeedSequence(entropy=root, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
 
-class Acting(Protocol):
+class Actor(Protocol):
     """Who acts in a group of envs: a policy, several with seats, or whoever passes the questions on."""
 
     @property
@@ -75,7 +75,7 @@ class Collector:
         experiment: Experiment,
         spec: EnvSpec,
         base: Sequence[Path],
-        net: Acting,
+        net: Actor,
         envs: int,
         group: int = 0,
         beats: Array | None = None,

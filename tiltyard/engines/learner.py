@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ class Learner:
         """own ones: those that it has learned from"""
         self.since = 0
         """version of the weights from which on they are this policy's: those before were replaced"""
-        self.colearners: LearnerProcesses | None = None
+        self.processes: LearnerProcesses | None = None
 
     def describe(self) -> list[str]:
         algo, agents = self.experiment.algo, len(self.spec.agents)
@@ -71,14 +71,16 @@ class Learner:
         learners = self.experiment.engine.learners
         return f", shared by {learners} learners" if learners > 1 else ""
 
-    def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
+    def update(
+        self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
+    ) -> dict[str, float]:
         """Learn from what this policy decided in a rollout, if anything. `env_steps` are those before it."""
         own = rollout.played_by(self.place, self.since)
         if own is None:
             return {}
         self.env_steps += int(own.valid.sum())
         with self.generators.active(), self._beside(own, env_steps):
-            return self.algo.update(own, env_steps)
+            return self.algo.update(own, env_steps, after_step)
 
     def remember(self) -> None:
         """What `restore` will bring back: the policy as it is now."""
@@ -93,17 +95,17 @@ class Learner:
         """The other learners at the same update, if there are any; they are started for the first one."""
         if self.experiment.engine.learners == 1:
             return nullcontext()
-        if self.colearners is None:
+        if self.processes is None:
             from tiltyard.engines.local.learner_group import LearnerProcesses
 
-            self.colearners = LearnerProcesses(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
-            self.algo.group = self.colearners.group
-        return self.colearners.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
+            self.processes = LearnerProcesses(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
+            self.algo.group = self.processes.group
+        return self.processes.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
 
     def close(self) -> None:
         """End the other learners."""
-        if self.colearners is not None:
-            self.colearners.close()
+        if self.processes is not None:
+            self.processes.close()
 
     # ------------------------------------------------------------------------------------------ disk
 

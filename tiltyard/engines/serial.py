@@ -30,21 +30,21 @@ class SerialEngine:
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
         self.experiment, self.chosen = experiment, chosen
-        self.cast = PolicySet(experiment, spec, base)
-        self.learner = self.cast.first
+        self.policies = PolicySet(experiment, spec, base)
+        self.learner = self.policies.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
         groups = max(1, chosen.workers)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         envs = experiment.engine.envs // groups
         rows = envs * len(spec.agents)
-        self.groups = [Collector(experiment, spec, base, self.cast.actor(), envs, group) for group in range(groups)]
+        self.groups = [Collector(experiment, spec, base, self.policies.actor(), envs, group) for group in range(groups)]
         self.parts = [self.rollout.rows(group * rows, (group + 1) * rows) for group in range(groups)]
         self.progress = Progress()
         self.version = 0  # of the weights: goes up with an update or a policy that was replaced
 
     def describe(self) -> list[str]:
-        return [*self.cast.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
+        return [*self.policies.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
 
     def _processes(self) -> str:
         envs, threads = self.experiment.engine.envs, f"{self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -62,12 +62,12 @@ class SerialEngine:
                 for group, part in zip(self.groups, self.parts, strict=True)
                 for end in group.fill(part, self.version, spent)
             ]
-        episodes = self.cast.own_returns(episodes)
+        episodes = self.policies.own_returns(episodes)
         frames += sum(group.envs.frames_taken for group in self.groups)
         batch = int(self.rollout.valid.sum())
 
         mark = perf_counter()
-        metrics = self.cast.update(self.rollout, self.progress.env_steps)
+        metrics = self.policies.update(self.rollout, self.progress.env_steps)
         self.version += 1
         spent["learn"] = perf_counter() - mark
 
@@ -87,7 +87,7 @@ class SerialEngine:
 
     def save(self, folder: Path, *, cut: bool = False) -> None:
         parts = {"groups": len(self.groups), "cut": cut, "threads": self.threads, "version": self.version}
-        tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
+        tree = {**parts, "progress": asdict(self.progress), "learner": self.policies.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for group in [] if cut else self.groups:
             group.save(folder / "engine")
@@ -96,26 +96,26 @@ class SerialEngine:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
         self.version = tree.get("version", self.progress.updates)
-        said = self.cast.load(folder, tree)
+        said = self.policies.load(folder, tree)
         said += [sentence for group in self.groups for sentence in group.load(folder)]
         return said + groups_left_out(tree, len(self.groups))
 
     # ------------------------------------------------------------------------------------------ between steps
 
     def snapshot(self, policy: str | None = None) -> PolicyState:
-        return self.cast.snapshot(policy)
+        return self.policies.snapshot(policy)
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        now = self.cast.adopt(policy, state, settings)
+        now = self.policies.adopt(policy, state, settings)
         if state is not None:
             self.version += 1
-            self.cast.replaced(policy, self.version)
+            self.policies.replaced(policy, self.version)
         return now
 
     def past(self) -> dict[str, dict[int, Arrays]]:
-        return self.cast.past()
+        return self.policies.past()
 
     def close(self) -> None:
-        self.cast.close()
+        self.policies.close()
         for group in self.groups:
             group.close()

@@ -16,7 +16,7 @@ import torch
 
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.candidates import sharing
+from tiltyard.engines.candidates import even_workers
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native_vector import has_stepper
 from tiltyard.models.policy_net import PolicyNet
@@ -84,7 +84,7 @@ def _workers(
     usable = usable or usable_cores()
     cores = max(1, min(usable, int((free or free_cores()) + 1 - FREE)))
     most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
-    workers = sharing(engine.envs, most)
+    workers = even_workers(engine.envs, most)
     if workers == 1 and engine.mode == "sync" and not asked:
         return Topology(0, _in_words(usable, cores))
     more = f", {per_core} workers for each" if per_core > 1 else ""

@@ -24,7 +24,7 @@ from tiltyard.errors import ConfigError, Problem, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
-from tiltyard.processes.resources import resident_memory
+from tiltyard.processes.resources import rss_bytes
 from tiltyard.types import EnvSpec
 
 STEPS = 16
@@ -199,11 +199,11 @@ def _one_more(env: Env, base: Sequence[Path]) -> int:
     from tiltyard.envs.isolation.pool import make_copies
     from tiltyard.envs.pettingzoo import Parallel
 
-    before = resident_memory()
+    before = rss_bytes()
     try:
         (second,) = make_copies(env, base, 1)
         second.reset(seed=0)
-        grown = resident_memory() - before
+        grown = rss_bytes() - before
         if env.isolate == "process":
             grown = (second.inner if isinstance(second, Parallel) else second).weight()
         second.close()

@@ -20,8 +20,8 @@ from tiltyard.config.experiment import Env, Eval, Experiment
 from tiltyard.config.load import load, override_list, parse_override
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
-from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor, make_actor
+from tiltyard.engines.policies.opponent_pool import fill_version_pools, read_versions, version_pools
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.actors import scripted_actor, trained_actor
@@ -65,9 +65,9 @@ class Evaluator:
             name: PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed).eval()
             for name in experiment.learning
         }
-        self.shelves = shelves(experiment, spec, base)
+        self.version_pools = version_pools(experiment, spec, base)
         frozen = frozen_nets(experiment, spec, base)
-        self.actor = acting(experiment, spec, self.nets, frozen, self.shelves, measured=True)
+        self.actor = make_actor(experiment, spec, self.nets, frozen, self.version_pools, measured=True)
 
     def evaluate(
         self,
@@ -81,7 +81,7 @@ class Evaluator:
         started, settings = time.monotonic(), self.experiment.eval
         for name, net in self.nets.items():
             net.load_arrays(weights[name])
-        fill_shelves(self.shelves, past)
+        fill_version_pools(self.version_pools, past)
         with Generators(settings.seed).active():
             played = self._play(settings, (video, unfilmed) if video is not None else None, cancelled)
         return summarise(played, settings.greedy, time.monotonic() - started)
@@ -276,9 +276,9 @@ def _perform(task: Task) -> Answer:
     for policy in policies.values():
         policy.require_same(spec)
     nets = {name: policy.net for name, policy in policies.items()}
-    past = shelves(experiment, spec, run.base)
-    fill_shelves(past, {name: read_versions(folder, name) for name in past})
-    actor = acting(experiment, spec, nets, frozen_nets(experiment, spec, run.base), past, measured=True)
+    past = version_pools(experiment, spec, run.base)
+    fill_version_pools(past, {name: read_versions(folder, name) for name in past})
+    actor = make_actor(experiment, spec, nets, frozen_nets(experiment, spec, run.base), past, measured=True)
     if task.video is not None:
         require_recordable(spec, experiment.env)
     unfilmed: list[TiltyardError] = []

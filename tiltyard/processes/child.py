@@ -135,7 +135,7 @@ def die_with(parent: int) -> None:
 
 def killed_by(number: int, *, explained: bool = False) -> str:
     """What a signal did to a process; `explained` says who sent the one that cannot be refused, as far as is known."""
-    more = f" ({_memory.verdict()})" if explained and number == signal.SIGKILL else ""
+    more = f" ({_memory.explain()})" if explained and number == signal.SIGKILL else ""
     with suppress(ValueError):  # real-time signals have no name
         return f"was killed by {signal.Signals(number).name}{more}"
     return f"was killed by signal {number}"
@@ -148,7 +148,7 @@ class OutOfMemory:
         self._places = places
         self._seen = self._kills()
 
-    def verdict(self) -> str:
+    def explain(self) -> str:
         """Of one process that was killed: whether the kernel has killed more than were asked about before."""
         now = self._kills()
         if self._seen is None or now is None:

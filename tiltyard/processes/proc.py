@@ -22,13 +22,13 @@ class Process:
     threads: int
     cpu: float
     """seconds of CPU used so far"""
-    resident: int
+    rss: int
     """bytes in memory"""
     started: float
     """as time.time() says it"""
 
 
-def own() -> Iterator[Process]:
+def own_processes() -> Iterator[Process]:
     """All processes of this user."""
     for folder in PROC.glob("[0-9]*"):
         process = read(int(folder.name))
@@ -56,7 +56,7 @@ def read(pid: int) -> Process | None:
         command=words or name.partition("(")[2],
         threads=int(fields[17]),
         cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
-        resident=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        rss=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         started=_boot() + int(fields[19]) / _TICKS,
     )
 
@@ -65,7 +65,7 @@ def _boot() -> float:
     return time.time() - float((PROC / "uptime").read_text().split()[0])
 
 
-def proportional(pid: int) -> int | None:
+def pss(pid: int) -> int | None:
     """Bytes in memory with what is shared divided among those who share it; None where the system does not tell."""
     try:
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
@@ -87,7 +87,7 @@ def environment(pid: int) -> dict[str, str]:
 
 def tree(pid: int) -> list[Process]:
     """The process and all that it and its children started."""
-    everyone = list(own())
+    everyone = list(own_processes())
     wanted, found = {pid}, []
     while more := [each for each in everyone if each.pid in wanted and each not in found]:
         found += more

@@ -26,7 +26,7 @@ from typing import Any
 MARK = "TILTYARD_GUARDED"  # in the environment of whatever an env starts: whose end is its own
 WORKER = "TILTYARD_WORKER"  # the same in a worker, for its nursery
 GRACE = 1.0  # seconds that what is left behind has to end by itself and tidy up
-_PATIENCE = 10.0  # seconds that the kernel has to end what was killed
+TIMEOUT = 10.0  # seconds that the kernel has to end what was killed
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -37,7 +37,7 @@ class Reaper:
         self.mark, self.owner = mark, os.getpid()
         task = {"owner": self.owner, "mark": mark, "group": os.getpgrp(), "session": 0, "mode": None}
         if terminal is not None:
-            task |= {"session": os.getsid(0) if group_in_front(terminal) else 0, "mode": mode_of(terminal)}
+            task |= {"session": os.getsid(0) if foreground_group(terminal) else 0, "mode": terminal_mode(terminal)}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, json.dumps(task)],
             stdin=subprocess.PIPE,
@@ -120,7 +120,7 @@ def mark_of(pid: int, name: str = MARK) -> str:
 def end_marked(mark: str, pipe: str = "") -> None:
     """End whatever carries a mark or holds a pipe; first it has a moment to end by itself."""
     began = time.monotonic()
-    while (found := _marked(mark, pipe)) and (passed := time.monotonic() - began) < GRACE + _PATIENCE:
+    while (found := _marked(mark, pipe)) and (passed := time.monotonic() - began) < GRACE + TIMEOUT:
         for pid in found if passed >= GRACE else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ def _files(pid: int) -> set[str]:
 # ---------------------------------------------------------------------------------------------- the terminal
 
 
-def group_in_front(terminal: int) -> int:
+def foreground_group(terminal: int) -> int:
     """The group of processes that the terminal's user looks at; others must not touch its mode. 0 where this is not the
     terminal that we were started from."""
     with contextlib.suppress(OSError):
@@ -153,13 +153,13 @@ def group_in_front(terminal: int) -> int:
     return 0
 
 
-def mode_of(terminal: int) -> list[Any]:
+def terminal_mode(terminal: int) -> list[Any]:
     """The terminal's mode as JSON can carry it."""
     *numbers, characters = termios.tcgetattr(terminal)
     return [*numbers, [each if isinstance(each, int) else each.decode("latin-1") for each in characters]]
 
 
-def set_mode(terminal: int, mode: list[Any]) -> None:
+def set_terminal_mode(terminal: int, mode: list[Any]) -> None:
     """Give a terminal the mode that `mode_of` has told."""
     *numbers, characters = mode
     characters = [each if isinstance(each, int) else each.encode("latin-1") for each in characters]
@@ -171,7 +171,7 @@ def _give_back(terminal: int, mode: list[Any], session: int, group: int) -> None
     with contextlib.suppress(OSError, termios.error):  # the terminal may have gone, too
         os.write(terminal, _SHOW_CURSOR)
         if _in_front_of(session) in (0, group):
-            set_mode(terminal, mode)
+            set_terminal_mode(terminal, mode)
 
 
 def _in_front_of(session: int) -> int:

@@ -58,7 +58,7 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def resident_memory() -> int:
+def rss_bytes() -> int:
     """Bytes of this process that are in memory; 0 where the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -27,7 +27,7 @@ def of_job(job: str) -> list[Process]:
     mine = {os.getpid(), os.getppid()}
     return [
         each
-        for each in proc.own()
+        for each in proc.own_processes()
         if each.pid not in mine
         and (told := proc.environment(each.pid)).get("SLURM_JOB_ID") == job
         and told.get("SLURMD_NODENAME") == node
@@ -56,8 +56,8 @@ def _row(process: Process, share: float) -> dict[str, Any]:
         "pid": process.pid,
         "cpu": round(100 * max(0.0, share)),
         "threads": process.threads,
-        "resident": process.resident,
-        "proportional": proc.proportional(process.pid),
+        "resident": process.rss,
+        "proportional": proc.pss(process.pid),
         "command": process.command,
     }
 

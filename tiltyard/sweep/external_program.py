@@ -175,7 +175,7 @@ def _perform(folder: Path, told: Mapping[str, Any], log: BinaryIO, asked: list[i
 def _end(folder: Path, grace: float) -> None:
     """See to it that nobody of this user's is at the trial any more: whoever is left after the grace is killed."""
     until = time.monotonic() + grace
-    while left := [each.pid for each in proc.own() if _trial_of(each.pid) == str(folder)]:
+    while left := [each.pid for each in proc.own_processes() if _trial_of(each.pid) == str(folder)]:
         if time.monotonic() >= until:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

@@ -384,12 +384,12 @@ class _Terminal:
     it; an env may, or what an env starts."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._mode, self._guard = fd, reaper.mode_of(fd), reaper.Reaper(terminal=fd)
+        self._fd, self._mode, self._guard = fd, reaper.terminal_mode(fd), reaper.Reaper(terminal=fd)
 
     def close(self) -> None:
         self._guard.close()
-        if reaper.mode_of(self._fd) != self._mode and reaper.group_in_front(self._fd) in (0, os.getpgrp()):
-            reaper.set_mode(self._fd, self._mode)
+        if reaper.terminal_mode(self._fd) != self._mode and reaper.foreground_group(self._fd) in (0, os.getpgrp()):
+            reaper.set_terminal_mode(self._fd, self._mode)
 
 
 def _is_live(stream: TextIO) -> bool:

@@ -32,7 +32,7 @@ from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.child import Parent, children, serve
-from tiltyard.processes.resources import resident_memory, usable_cores
+from tiltyard.processes.resources import rss_bytes, usable_cores
 from tiltyard.run import measured
 from tiltyard.types import Array, EnvSpec, Step
 
@@ -213,9 +213,9 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     grows = env.isolate != "process"  # else envs are no part of this process, and the probe has weighed one
     if grows and task["first"] == 0 and task["envs"] > 1:
         alone, _ = build(1)  # before the others: what is imported with it is no env's memory
-        before = resident_memory()
+        before = rss_bytes()
         group, now = build(task["envs"])
-        env_bytes = max(0, resident_memory() - before) // task["envs"]
+        env_bytes = max(0, rss_bytes() - before) // task["envs"]
         alone.close()
     else:
         group, now = build(task["envs"])

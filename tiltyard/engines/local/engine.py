@@ -56,19 +56,19 @@ class LocalEngine:
         self.experiment, self.chosen = experiment, chosen
         workers = self.workers = chosen.workers
         self.apart = experiment.engine.mode == "async"
-        self.cast = PolicySet(experiment, spec, base)
-        self.learner = self.cast.first
+        self.policies = PolicySet(experiment, spec, base)
+        self.learner = self.policies.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
         slots = workers * slots_each(experiment.engine.mode)
-        self.slab = SharedMemory(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
+        self.shared = SharedMemory(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()
         self.version = 0  # of what was published, with an update or a policy that was replaced
         self.replaced: list[int] = []  # versions of the latter kind, rising
         self.full: deque[Filled] = deque()
         self.discarded = 0  # env steps
-        self.tally = np.zeros(2, np.int64)  # of the actor, when last looked at
+        self.counts = np.zeros(2, np.int64)  # of the actor, when last looked at
         self.left = perf_counter()  # when the last step ended
         self._publish()
         task = {
@@ -81,26 +81,24 @@ class LocalEngine:
         self.pool = WorkerPool(
             workers,
             task,
-            self.slab,
+            self.shared,
             step_timeout=experiment.env.step_timeout,
             reset_timeout=experiment.env.reset_timeout,
             restarts=experiment.engine.restarts,
         )
-        for learner in self.cast.learners.values():
-            learner.algo.meanwhile = self.pool.attend
         self.idle = [(slot % workers, slot) for slot in range(slots)]  # (worker, slot) that nobody was asked to fill
 
     def describe(self) -> list[str]:
         mode = "asynchronous" if self.apart else "synchronous"
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''} with {self.slab.rows} envs each"
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''} with {self.shared.rows} envs each"
         if self.experiment.engine.affinity:
             workers += ", pinned to a core each"
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         actor = f", decisions made in one batch by an actor on {self.learner.device}" if self.chosen.batched else ""
         return [
-            *self.cast.describe(),
+            *self.policies.describe(),
             f"engine  local, {mode}: {workers} ({self.chosen.why}), a learner with {threads} ({self.why}), "
-            f"{self.learner.device}, {self.slab.size / 2**20:.1f} MiB shared{actor}",
+            f"{self.learner.device}, {self.shared.size / 2**20:.1f} MiB shared{actor}",
         ]
 
     # ------------------------------------------------------------------------------------------ one batch
@@ -114,10 +112,10 @@ class LocalEngine:
 
         mark = perf_counter()
         for filled in taken:
-            self.slab.states[filled.slot] = LEARNING
-        gather([self.slab.slots[filled.slot] for filled in taken], self.rollout)
+            self.shared.states[filled.slot] = LEARNING
+        gather([self.shared.slots[filled.slot] for filled in taken], self.rollout)
         for filled in taken:
-            self.slab.states[filled.slot] = FREE
+            self.shared.states[filled.slot] = FREE
         self.idle += [(filled.worker, filled.slot) for filled in taken]
         if self.apart:  # go on at once, with the weights as they are
             self._ask_one_each()
@@ -125,7 +123,7 @@ class LocalEngine:
 
         mark = perf_counter()
         batch = int(self.rollout.valid.sum())
-        metrics = self.cast.update(self.rollout, self.progress.env_steps)
+        metrics = self.policies.update(self.rollout, self.progress.env_steps, self.pool.check_processes)
         learned = perf_counter() - mark
         mark = perf_counter()
         metrics |= self._lags()
@@ -134,7 +132,7 @@ class LocalEngine:
         moved += perf_counter() - mark
 
         total = perf_counter() - started
-        episodes = self.cast.own_returns(end for filled in taken for end in filled.episodes)
+        episodes = self.policies.own_returns(end for filled in taken for end in filled.episodes)
         self.progress = replace(
             self.progress,
             env_steps=self.progress.env_steps + batch,
@@ -175,9 +173,9 @@ class LocalEngine:
 
     def _publish(self) -> None:
         """Let workers have what policies are now."""
-        self.slab.publish(self.cast.arrays(), self.version)
-        for name, shelf in self.cast.shelves.items():
-            self.slab.stock(name, shelf)
+        self.shared.publish(self.policies.arrays(), self.version)
+        for name, pool in self.policies.version_pools.items():
+            self.shared.stock(name, pool)
 
     def _discard_old(self) -> None:
         """Samples of a policy that is too far back are not learned from; their slots are filled again."""
@@ -185,7 +183,7 @@ class LocalEngine:
         old = [filled for filled in self.full if self._age(filled.version) > most]
         for filled in old:
             self.full.remove(filled)
-            self.discarded += int(self.slab.slots[filled.slot].valid.sum())
+            self.discarded += int(self.shared.slots[filled.slot].valid.sum())
             self.pool.ask(filled.worker, do="fill", slot=filled.slot)
 
     def _age(self, version: Any) -> Any:
@@ -218,17 +216,17 @@ class LocalEngine:
 
     def _batches(self) -> dict[str, float]:
         """How much the actor decided at once since the last step."""
-        if self.slab.exchange is None:
+        if self.shared.inference is None:
             return {}
-        now = self.slab.exchange.tally.copy()
-        (batches, rows), self.tally = now - self.tally, now
+        now = self.shared.inference.counts.copy()
+        (batches, rows), self.counts = now - self.counts, now
         return {"actor/rows": float(rows / batches)} if batches else {}
 
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path, *, cut: bool = False) -> None:
         parts = {"groups": self.workers, "cut": cut, "threads": self.threads, "version": self.version}
-        tree = {**parts, "progress": asdict(self.progress), "learner": self.cast.save(folder)}
+        tree = {**parts, "progress": asdict(self.progress), "learner": self.policies.save(folder)}
         write_tree(folder / "engine", "state", tree)
         for refused in [] if cut else self._all("save", "saved", folder=str(folder / "engine")):
             if refused is not None:
@@ -237,7 +235,7 @@ class LocalEngine:
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
-        said = self.cast.load(folder, tree)
+        said = self.policies.load(folder, tree)
         self.version, self.replaced = tree.get("version", self.progress.updates), []
         self._publish()
         self.pool.episodes_begun = [self.progress.episodes] * self.workers
@@ -262,21 +260,21 @@ class LocalEngine:
     # ------------------------------------------------------------------------------------------ between steps
 
     def snapshot(self, policy: str | None = None) -> PolicyState:
-        return self.cast.snapshot(policy)
+        return self.policies.snapshot(policy)
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
-        now = self.cast.adopt(policy, state, settings)
+        now = self.policies.adopt(policy, state, settings)
         if state is not None:
             self.version += 1
             self.replaced.append(self.version)
-            self.cast.replaced(policy, self.version)
+            self.policies.replaced(policy, self.version)
             self._publish()
         return now
 
     def past(self) -> dict[str, dict[int, Arrays]]:
-        return self.cast.past()
+        return self.policies.past()
 
     def close(self) -> None:
-        self.cast.close()
+        self.policies.close()
         self.pool.close()
-        self.slab.close()
+        self.shared.close()

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.engines.local.shared_memory import Exchange
+from tiltyard.engines.local.shared_memory import InferenceBuffers
 from tiltyard.envs.vector import IDLE
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
@@ -38,8 +38,8 @@ class InferenceClient:
 
     batched_values = False  # the actor has them at once, and a question has as many rows as the worker
 
-    def __init__(self, net: PolicyNet, exchange: Exchange, number: int, door: int, beat: Array) -> None:
-        self._net, self._exchange, self._number, self._beat = net, exchange, number, beat
+    def __init__(self, net: PolicyNet, inference: InferenceBuffers, number: int, door: int, beat: Array) -> None:
+        self._net, self._exchange, self._number, self._beat = net, inference, number, beat
         self.device = torch.device("cpu")
         self._versions: list[int] = []
         self._door = socket.socket(fileno=door)

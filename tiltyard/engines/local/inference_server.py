@@ -57,9 +57,9 @@ class _Actor:
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
         net = PolicyNet(spec, experiment.model, base, seed=0)
-        self.slab = SharedMemory(experiment, spec, net, task["workers"], task["slots"], memory, batched=True)
-        assert self.slab.exchange is not None
-        self.exchange = self.slab.exchange
+        self.shared = SharedMemory(experiment, spec, net, task["workers"], task["slots"], memory, batched=True)
+        assert self.shared.inference is not None
+        self.inference = self.shared.inference
         self.net = net.to(device_named(experiment.engine.device))
         self.weights = net.arrays()
         self.version = -1
@@ -71,10 +71,10 @@ class _Actor:
         a resume draws the same."""
         asking = self.hear()
         while True:
-            self.version = self.slab.fetch(self.weights)
+            self.version = self.shared.fetch(self.weights)
             self.net.load_arrays(self.weights)
             with Generators(stream_seed(self.seed, FOREIGN, self.version)).active():
-                while int(self.slab.versions[1]) == self.version:
+                while int(self.shared.versions[1]) == self.version:
                     self.answer(asking)
                     asking = self.hear()
 
@@ -99,19 +99,19 @@ class _Actor:
 
     def answer(self, asking: list[int]) -> None:
         """One forward for all of them."""
-        net, exchange = self.net, self.exchange
-        obs = {key: _together(array, asking) for key, array in exchange.obs.items()}
+        net, inference = self.net, self.inference
+        obs = {key: _together(array, asking) for key, array in inference.obs.items()}
         memory = {
-            key: torch.as_tensor(_together(array, asking), device=net.device) for key, array in exchange.memory.items()
+            key: torch.as_tensor(_together(array, asking), device=net.device) for key, array in inference.memory.items()
         }
-        params, value, after = net.infer(obs, memory, _together(exchange.first, asking))
-        answers = [(exchange.params, params), (exchange.value, net.normaliser.denormalise_value(value))]
-        answers += [(array, after[key].cpu().numpy()) for key, array in exchange.after.items()]
+        params, value, after = net.infer(obs, memory, _together(inference.first, asking))
+        answers = [(inference.params, params), (inference.value, net.normaliser.denormalise_value(value))]
+        answers += [(array, after[key].cpu().numpy()) for key, array in inference.after.items()]
         for target, numbers in answers:
             target[asking] = numbers.reshape(len(asking), *target.shape[1:])
-        exchange.log_std[asking] = net.log_std.detach().cpu().numpy()
-        exchange.versions[asking] = self.version
-        exchange.tally[...] += (1, len(value))
+        inference.log_std[asking] = net.log_std.detach().cpu().numpy()
+        inference.versions[asking] = self.version
+        inference.counts[...] += (1, len(value))
         for number in asking:
             with contextlib.suppress(BrokenPipeError):  # it died while it waited
                 os.write(self.bells[number], b"!")

@@ -42,7 +42,7 @@ GRACE = 10.0  # seconds from the end of a process until its cause is told
 HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.learners=1 continues without it"
 
 
-class Board:
+class LearnerMemory:
     """Shared memory that the driver writes before an update and colearners read; both build the same layout."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo, fd: int | None = None) -> None:
@@ -91,31 +91,31 @@ class LearnerProcesses:
         self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], policy: str, net: PolicyNet, algo: Ppo
     ) -> None:
         size = experiment.engine.learners
-        self._board = Board(experiment, spec, net, algo)
+        self._board = LearnerMemory(experiment, spec, net, algo)
         self._fork_server = ForkServer(PRELOAD, "engine.learners=1 needs no learner processes")
         self._members: list[_Member] = []
         self._deaths: dict[int, int] = {}  # pid -> exit code, negative for a signal
-        meeting = Path(tempfile.mkdtemp(prefix="tiltyard-meeting-"))  # for this user only
+        rendezvous = Path(tempfile.mkdtemp(prefix="tiltyard-meeting-"))  # for this user only
         task = {
             "run": LEARNER,
             "experiment": experiment.model_dump(mode="json", by_alias=True),
             "spec": spec_to_json(spec),
             "base": [str(Path(place).absolute()) for place in base],
             "policy": policy,
-            "meeting": str(meeting),
+            "meeting": str(rendezvous),
         }
         try:
             for rank in range(1, size):
                 self._start({**task, "name": f"tiltyard-l{rank}", "number": rank})
             self._hear("ready")  # before anybody waits for them in the meeting
             self._tell({"do": "join"})
-            self.group = ProcessGroup(meeting, 0, size, net.log_std.device, self._look)
+            self.group = ProcessGroup(rendezvous, 0, size, net.log_std.device, self._look)
             self._hear("joined")
         except BaseException:
             self.close()
             raise
         finally:
-            shutil.rmtree(meeting, ignore_errors=True)
+            shutil.rmtree(rendezvous, ignore_errors=True)
 
     def _start(self, task: dict[str, Any]) -> None:
         heard, commands = os.pipe2(os.O_CLOEXEC)
@@ -152,7 +152,7 @@ class LearnerProcesses:
             pipes = [member.answers.fileno() for member in silent]
             left = max(0.0, until - time.monotonic())
             ready = select.select([self._fork_server.fileno(), *pipes], [], [], left)[0]
-            self._news()
+            self._handle_events()
             if not ready or self._deaths:
                 raise self._cause()
             for member in [member for member in silent if member.answers.fileno() in ready]:
@@ -166,7 +166,7 @@ class LearnerProcesses:
             member.error_report = word
         return str(word.get("said", ""))
 
-    def _news(self) -> None:
+    def _handle_events(self) -> None:
         while (word := self._fork_server.poll_events()) is not None:
             if "started" in word:
                 self._members[word["number"] - 1].pid = word["started"]
@@ -174,7 +174,7 @@ class LearnerProcesses:
                 self._deaths[word["exited"]] = word["status"]
 
     def _look(self) -> None:
-        self._news()
+        self._handle_events()
         if self._deaths:
             raise PeerLostError("a learner is gone")
 
@@ -184,7 +184,7 @@ class LearnerProcesses:
         """Why a colearner is gone; those that only lost the others are no cause."""
         until = time.monotonic() + GRACE
         while True:
-            self._news()
+            self._handle_events()
             for member in self._members:
                 if member.pid in self._deaths and (found := self._reported_error(member, self._deaths[member.pid])):
                     return found

@@ -22,7 +22,7 @@ from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.learner import LEARNER, Learner
-from tiltyard.engines.local.learner_group import Board
+from tiltyard.engines.local.learner_group import LearnerMemory
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError
 
@@ -44,7 +44,7 @@ def _write(answers: TextIO, word: dict[str, Any]) -> None:
 
 class _Colearner:
     def __init__(self, task: dict[str, Any], memory: int, answers: TextIO) -> None:
-        self.rank, self.answers, self.meeting = task["number"], answers, Path(task["meeting"])
+        self.rank, self.answers, self.rendezvous = task["number"], answers, Path(task["meeting"])
         experiment = Experiment.model_validate(task["experiment"])
         if experiment.engine.device != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(self.rank)  # what "cuda" means from here on
@@ -52,14 +52,14 @@ class _Colearner:
         self.learner = Learner(experiment, spec, base, task["policy"])
         self.size = experiment.engine.learners
         self.seed = stream_seed(experiment.seed, FOREIGN, LEARNER + self.learner.place)
-        self.board = Board(experiment, spec, self.learner.net, self.learner.algo, memory)
+        self.board = LearnerMemory(experiment, spec, self.learner.net, self.learner.algo, memory)
         _write(answers, {"said": "ready"})
 
     def obey(self, commands: TextIO) -> None:
         for line in commands:
             word = json.loads(line)
             if word["do"] == "join":
-                self.learner.algo.group = ProcessGroup(self.meeting, self.rank, self.size, self.learner.device)
+                self.learner.algo.group = ProcessGroup(self.rendezvous, self.rank, self.size, self.learner.device)
                 _write(self.answers, {"said": "joined"})
             elif word["do"] == "update":
                 self.update(word)

@@ -37,7 +37,7 @@ STATES = ("free", "acting", "full", "learning")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class InferenceBuffers:
     """Questions to the actor and its answers, [workers, rows, ...] unless said otherwise. A worker writes its questions
     and then says so; it reads the answers when it was told that they are there."""
 
@@ -49,7 +49,7 @@ class Exchange:
     log_std: Array  # [workers, columns]
     after: Arrays  # the memory
     versions: Array  # [workers] of the weights that it was answered with
-    tally: Array  # batches, and rows in all of them
+    counts: Array  # batches, and rows in all of them
 
 
 class SharedMemory:
@@ -85,9 +85,9 @@ class SharedMemory:
         self.buffers = [
             {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
         ]
-        self.shelves = {name: self._shelf(own, past.keep) for name, past in experiment.past.items()}
+        self.version_pools = {name: self._shelf(own, past.keep) for name, past in experiment.past.items()}
         self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
-        self.exchange = self._exchange(spec, net, workers) if self.batched else None
+        self.inference = self._exchange(spec, net, workers) if self.batched else None
 
     def _shelf(self, own: Mapping[str, tuple[tuple[int, ...], Any]], keep: int) -> tuple[Array, list[Arrays]]:
         """Env step and mark of the version in each place, mark 0 where there is none, and the weights there. One place
@@ -96,14 +96,14 @@ class SharedMemory:
         labels = self._array("labels", (len(places), 2), np.int64)
         return labels, [{name: self._array(name, *kind) for name, kind in own.items()} for _ in places]
 
-    def _exchange(self, spec: EnvSpec, net: PolicyNet, workers: int) -> Exchange:
+    def _exchange(self, spec: EnvSpec, net: PolicyNet, workers: int) -> InferenceBuffers:
         rows = self.rows * len(spec.agents)
         memory = {key: (item.shape[1:], item.cpu().numpy().dtype) for key, item in net.initial_state(rows).items()}
 
         def each(name: str, shape: Sequence[int], dtype: Any) -> Array:
             return self._array(name, (workers, rows, *shape), dtype)
 
-        return Exchange(
+        return InferenceBuffers(
             obs={key: each(f"obs.{key}", item.shape, item.dtype) for key, item in spec.obs.items()},
             first=each("first", (), np.bool_),
             memory={key: each(f"memory.{key}", *kind) for key, kind in memory.items()},
@@ -112,7 +112,7 @@ class SharedMemory:
             log_std=self._array("log_std", (workers, distributions.continuous_columns(spec.action)), np.float32),
             after={key: each(f"after.{key}", *kind) for key, kind in memory.items()},
             versions=self._array("answered", (workers,), np.int64),
-            tally=self._array("tally", (2,), np.int64),
+            counts=self._array("tally", (2,), np.int64),
         )
 
     # ------------------------------------------------------------------------------------------ weights
@@ -133,38 +133,38 @@ class SharedMemory:
             if int(self.versions[0]) <= version + 1:  # the writer was at most in the other buffer
                 return version
 
-    def stock(self, name: str, shelf: VersionPool) -> None:
+    def stock(self, name: str, pool: VersionPool) -> None:
         """The driver: make these the past versions of a pool."""
-        labels, places = self.shelves[name]
+        labels, places = self.version_pools[name]
         there = {tuple(label): place for place, label in enumerate(labels.tolist())}
         free = [place for place, (_, mark) in enumerate(labels.tolist()) if mark == 0]
-        for env_steps, mark in shelf.marks.items():
+        for env_steps, mark in pool.marks.items():
             if (env_steps, mark) not in there:
-                place = free.pop() if free else self._emptied(labels, shelf)
-                for key, array in shelf.versions[env_steps].arrays().items():
+                place = free.pop() if free else self._emptied(labels, pool)
+                for key, array in pool.versions[env_steps].arrays().items():
                     places[place][key][...] = array
                 labels[place] = (env_steps, mark)
         for place, (env_steps, mark) in enumerate(labels.tolist()):
-            if mark and shelf.marks.get(env_steps) != mark:
+            if mark and pool.marks.get(env_steps) != mark:
                 labels[place] = 0
 
     @staticmethod
-    def _emptied(labels: Array, shelf: VersionPool) -> int:
+    def _emptied(labels: Array, pool: VersionPool) -> int:
         """A place whose version is no longer kept."""
-        place = next(place for place, (at, mark) in enumerate(labels.tolist()) if shelf.marks.get(at) != mark)
+        place = next(place for place, (at, mark) in enumerate(labels.tolist()) if pool.marks.get(at) != mark)
         labels[place] = 0
         return place
 
-    def restock(self, name: str, shelf: VersionPool) -> None:
+    def restock(self, name: str, pool: VersionPool) -> None:
         """A worker: have the past versions of a pool as the driver has them. Repeated when overwritten meanwhile."""
-        labels, places = self.shelves[name]
+        labels, places = self.version_pools[name]
         while True:
             now = {place: (at, mark) for place, (at, mark) in enumerate(labels.tolist()) if mark}
             for place, (env_steps, mark) in now.items():
-                if shelf.marks.get(env_steps) != mark:
-                    shelf.put(env_steps, places[place], mark)
+                if pool.marks.get(env_steps) != mark:
+                    pool.put(env_steps, places[place], mark)
             if now and all(tuple(labels[place].tolist()) == label for place, label in now.items()):
-                shelf.keep_only([env_steps for env_steps, _ in now.values()])
+                pool.keep_only([env_steps for env_steps, _ in now.values()])
                 return
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from tiltyard.engines.collector import Collector
 from tiltyard.engines.local.inference_client import InferenceClient, InferenceServerGone
 from tiltyard.engines.local.shared_memory import ACTING, FULL, SharedMemory
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import acting
-from tiltyard.engines.policies.opponent_pool import shelves
+from tiltyard.engines.policies.multi_policy import make_actor
+from tiltyard.engines.policies.opponent_pool import version_pools
 from tiltyard.engines.policies.policy_set import joined
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
@@ -63,21 +63,23 @@ class _Worker:
         nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
         self.nets = list(nets.values())
         batched = door is not None
-        self.slab = SharedMemory(
+        self.shared = SharedMemory(
             experiment, spec, self.nets[0], task["workers"], task["slots"], memory, batched=batched
         )
         views = [{name: item.numpy() for name, item in net.state_dict().items()} for net in self.nets]
         self.weights = joined(views)
         self.version = -1
-        self.beat = self.slab.beats[self.number]
+        self.beat = self.shared.beats[self.number]
         self.beat[1] = RESETTING  # making envs may take what their resets may
         self.remote: InferenceClient | None = None
-        if door is not None and self.slab.exchange is not None:
-            self.remote = InferenceClient(self.nets[0], self.slab.exchange, self.number, door, self.beat)
-        self.shelves = shelves(experiment, spec, base)
-        actor = self.remote or acting(experiment, spec, nets, frozen_nets(experiment, spec, base), self.shelves)
+        if door is not None and self.shared.inference is not None:
+            self.remote = InferenceClient(self.nets[0], self.shared.inference, self.number, door, self.beat)
+        self.version_pools = version_pools(experiment, spec, base)
+        actor = self.remote or make_actor(
+            experiment, spec, nets, frozen_nets(experiment, spec, base), self.version_pools
+        )
         share = max(1, usable_cores() // task["workers"])  # all step their envs at the same time
-        self.collector = Collector(experiment, spec, base, actor, self.slab.rows, self.number, self.beat, share)
+        self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, self.beat, share)
         self.beat[1] = IDLE
         self.replaces = task["skip_episodes"] > 0
         if self.replaces:
@@ -121,25 +123,25 @@ class _Worker:
 
     def restock(self) -> None:
         """Have the past versions that there are now."""
-        for name, shelf in self.shelves.items():
-            self.slab.restock(name, shelf)
+        for name, pool in self.version_pools.items():
+            self.shared.restock(name, pool)
 
     def fill(self, slot: int, waited: float) -> None:
         mark = perf_counter()
-        if self.remote is None and int(self.slab.versions[1]) != self.version:
-            self.version = self.slab.fetch(self.weights)
+        if self.remote is None and int(self.shared.versions[1]) != self.version:
+            self.version = self.shared.fetch(self.weights)
             for net in self.nets:
                 net.normaliser.refresh()
             self.restock()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
         frames = -self.collector.envs.frames_taken
-        self.slab.states[slot] = ACTING
+        self.shared.states[slot] = ACTING
         self.beat[1] = STEPPING
-        episodes = self.collector.fill(self.slab.slots[slot], self.version, spent)
+        episodes = self.collector.fill(self.shared.slots[slot], self.version, spent)
         if self.remote is not None:
-            self.version = self.remote.date(self.slab.slots[slot])
+            self.version = self.remote.date(self.shared.slots[slot])
         self.beat[1] = IDLE
-        self.slab.states[slot] = FULL
+        self.shared.states[slot] = FULL
         frames += self.collector.envs.frames_taken
         spent["other"] = max(0.0, perf_counter() - mark - spent["env"] - spent["inference"])
         self.answer(

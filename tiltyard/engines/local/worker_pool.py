@@ -59,7 +59,7 @@ class _Actor:
 
 
 @dataclass
-class _Member:
+class _WorkerProcess:
     """One worker: its process, its pipes, what it was asked and has not answered yet."""
 
     number: int
@@ -74,7 +74,7 @@ class _Member:
     fruitless: int = 0
     beat: int = -1
     beat_since: float = field(default_factory=time.monotonic)
-    verdict: str = ""
+    kill_reason: str = ""
     """why we killed it, if we did"""
 
 
@@ -85,13 +85,13 @@ class WorkerPool:
         self,
         count: int,
         task: dict[str, Any],
-        slab: SharedMemory,
+        shared: SharedMemory,
         *,
         step_timeout: float,
         reset_timeout: float,
         restarts: int,
     ) -> None:
-        self.slab, self._task = slab, task
+        self.shared, self._task = shared, task
         self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
         self._restarts_left = restarts
         self.events: list[str] = []
@@ -100,26 +100,26 @@ class WorkerPool:
         self._fork_server = fork_server.standby.take(PRELOAD)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fork_server, selectors.EVENT_READ, None)
-        self.members = [_Member(number) for number in range(count)]
-        self._unborn: deque[_Member | _Actor] = deque()
+        self.workers = [_WorkerProcess(number) for number in range(count)]
+        self._unborn: deque[_WorkerProcess | _Actor] = deque()
         self._attended = 0.0
         self._last_words: list[tuple[int, dict[str, Any]]] = []  # answers of workers that are gone
-        self._actor = self._start_actor() if slab.batched else None
-        for member in self.members:
-            self._start(member)
+        self._inference_server = self._start_actor() if shared.batched else None
+        for worker in self.workers:
+            self._start(worker)
 
     # ------------------------------------------------------------------------------------------ talking
 
     def ask(self, number: int, **word: Any) -> None:
         """Give a worker a command. One that dies before it answers is replaced, and the new one is asked again."""
-        member = self.members[number]
-        member.asked.append(word)
-        if member.ready:
-            self._send(member, word)
+        worker = self.workers[number]
+        worker.asked.append(word)
+        if worker.ready:
+            self._send(worker, word)
 
     def is_busy(self, number: int) -> bool:
         """Whether a worker has something left to answer."""
-        return bool(self.members[number].asked)
+        return bool(self.workers[number].asked)
 
     def answers(self, timeout: float | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
         """(worker, answer) as they come in: at least one, unless the timeout is over."""
@@ -130,56 +130,56 @@ class WorkerPool:
             # The nursery last: a death that it tells gives the member another pipe than the one that was seen here.
             ready = sorted(self._selector.select(left), key=lambda each: each[0].data is None)
             if time.monotonic() - began > SUSPENDED:  # the whole job was, and nobody could have come back meanwhile
-                for member in self.members:
-                    member.beat_since = time.monotonic()
+                for worker in self.workers:
+                    worker.beat_since = time.monotonic()
             found = [answer for key, _ in ready for answer in self._hear(key.data)]
-            self._watch_beats()
+            self._check_heartbeats()
             found += self._last_words
             self._last_words = []
             yield from found
             if found or (until is not None and time.monotonic() >= until):
                 return
 
-    def attend(self) -> None:
+    def check_processes(self) -> None:
         """Replace who died, for a driver that is busy with something else. Cheap: it may be called very often."""
         now = time.monotonic()
         if now - self._attended > GLANCE:
             self._attended = now
             if select.select([self._fork_server], [], [], 0)[0]:
-                self._news()
+                self._handle_events()
 
-    def _hear(self, member: _Member | None) -> list[tuple[int, dict[str, Any]]]:
-        if member is None:
-            self._news()
+    def _hear(self, worker: _WorkerProcess | None) -> list[tuple[int, dict[str, Any]]]:
+        if worker is None:
+            self._handle_events()
             return []
-        got = os.read(member.answers, 1 << 20)
+        got = os.read(worker.answers, 1 << 20)
         if not got:  # its death will be told; until then there is nothing more to read
-            self._selector.unregister(member.answers)
-            os.close(member.answers)
-            member.answers = -1
+            self._selector.unregister(worker.answers)
+            os.close(worker.answers)
+            worker.answers = -1
             return []
-        *lines, member.text = (member.text + got).split(b"\n")
-        return [answer for line in lines for answer in self._take(member, json.loads(line))]
+        *lines, worker.text = (worker.text + got).split(b"\n")
+        return [answer for line in lines for answer in self._take(worker, json.loads(line))]
 
-    def _take(self, member: _Member, word: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    def _take(self, worker: _WorkerProcess, word: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
         if "ready" in word:
-            member.ready = True
-            for each in member.asked:
-                self._send(member, each)
+            worker.ready = True
+            for each in worker.asked:
+                self._send(worker, each)
             return []
         if "error" in word:
-            member.error_report = word
+            worker.error_report = word
             return []
-        member.asked.popleft()
+        worker.asked.popleft()
         if "filled" in word:
-            member.fruitless = 0
-            self.episodes_begun[member.number] += len(word["episodes"])
-        return [(member.number, word)]
+            worker.fruitless = 0
+            self.episodes_begun[worker.number] += len(word["episodes"])
+        return [(worker.number, word)]
 
-    def _send(self, member: _Member, word: dict[str, Any]) -> None:
-        member.beat_since = time.monotonic()  # nobody may have looked while there was nothing to do
+    def _send(self, worker: _WorkerProcess, word: dict[str, Any]) -> None:
+        worker.beat_since = time.monotonic()  # nobody may have looked while there was nothing to do
         with contextlib.suppress(BrokenPipeError):  # it died a moment ago, and its successor will be asked
-            os.write(member.commands, json.dumps(word).encode() + b"\n")
+            os.write(worker.commands, json.dumps(word).encode() + b"\n")
 
     # ------------------------------------------------------------------------------------------ births and deaths
 
@@ -187,79 +187,79 @@ class WorkerPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = make_memory(1)  # grows with what is written; a pipe that nobody reads would hold up a long text
         task = {**self._task, "run": INFERENCE_SERVER, "name": "tiltyard-a0", "number": 0}
-        self._fork_server.fork(task, [self.slab.fd, theirs.fileno(), words])
+        self._fork_server.fork(task, [self.shared.fd, theirs.fileno(), words])
         theirs.close()
         actor = _Actor(ours, words)
         self._unborn.append(actor)
         return actor
 
-    def _start(self, member: _Member) -> None:
+    def _start(self, worker: _WorkerProcess) -> None:
         heard, commands = os.pipe2(os.O_CLOEXEC)
         answers, told = os.pipe2(os.O_CLOEXEC)
         stack = make_memory(STACK_BYTES)
-        begun = self.episodes_begun[member.number]
+        begun = self.episodes_begun[worker.number]
         task = {
             **self._task,
             "run": WORKER,
-            "name": f"tiltyard-w{member.number}",
-            "number": member.number,
+            "name": f"tiltyard-w{worker.number}",
+            "number": worker.number,
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }
-        door = [] if self._actor is None else [self._actor.door.fileno()]
-        self._fork_server.fork(task, [heard, told, self.slab.fd, stack, *door])
+        door = [] if self._inference_server is None else [self._inference_server.door.fileno()]
+        self._fork_server.fork(task, [heard, told, self.shared.fd, stack, *door])
         os.close(heard)
         os.close(told)
-        member.commands, member.answers, member.stack, member.text = commands, answers, stack, b""
-        member.pid, member.ready, member.error_report, member.verdict = None, False, None, ""
-        member.beat_since = time.monotonic()
-        self.slab.beats[member.number, 1] = IDLE  # whatever the one before was doing
-        self._selector.register(answers, selectors.EVENT_READ, member)
-        self._unborn.append(member)
+        worker.commands, worker.answers, worker.stack, worker.text = commands, answers, stack, b""
+        worker.pid, worker.ready, worker.error_report, worker.kill_reason = None, False, None, ""
+        worker.beat_since = time.monotonic()
+        self.shared.beats[worker.number, 1] = IDLE  # whatever the one before was doing
+        self._selector.register(answers, selectors.EVENT_READ, worker)
+        self._unborn.append(worker)
 
-    def _news(self) -> None:
+    def _handle_events(self) -> None:
         while (word := self._fork_server.poll_events()) is not None:
             if "started" in word:
                 self._unborn.popleft().pid = word["started"]
                 continue
-            if self._actor is not None and self._actor.pid == word["exited"]:
-                raise self._end_of(self._actor, word["status"])
-            member = next((each for each in self.members if each.pid == word["exited"]), None)
-            if member is not None:
-                self._replace(member, word["status"])
+            if self._inference_server is not None and self._inference_server.pid == word["exited"]:
+                raise self._end_of(self._inference_server, word["status"])
+            worker = next((each for each in self.workers if each.pid == word["exited"]), None)
+            if worker is not None:
+                self._replace(worker, word["status"])
 
-    def _replace(self, member: _Member, status: int) -> None:
-        while member.answers >= 0 and self._readable(member):  # slots that it filled before it died are good
-            self._last_words += self._hear(member)
-        if member.error_report is not None and member.error_report["lost"]:  # the actor's end will be told, too
-            self._forget(member)
-            member.ready = False
+    def _replace(self, worker: _WorkerProcess, status: int) -> None:
+        while worker.answers >= 0 and self._readable(worker):  # slots that it filled before it died are good
+            self._last_words += self._hear(worker)
+        if worker.error_report is not None and worker.error_report["lost"]:  # the actor's end will be told, too
+            self._forget(worker)
+            worker.ready = False
             return
-        cause = self._cause(member, status)
-        self._forget(member)
-        member.fruitless += 1
+        cause = self._cause(worker, status)
+        self._forget(worker)
+        worker.fruitless += 1
         self._restarts_left -= 1
-        if member.fruitless > FRUITLESS or self._restarts_left < 0:
-            raise self._given_up(member, cause)
+        if worker.fruitless > FRUITLESS or self._restarts_left < 0:
+            raise self._given_up(worker, cause)
         self.restarts += 1
-        lost = self.slab.rows
-        self.events.append(f"worker {member.number} {cause}; it is replaced, and {lost} running episodes were cut")
-        self._start(member)
+        lost = self.shared.rows
+        self.events.append(f"worker {worker.number} {cause}; it is replaced, and {lost} running episodes were cut")
+        self._start(worker)
 
-    def _readable(self, member: _Member) -> bool:
+    def _readable(self, worker: _WorkerProcess) -> bool:
         selector = selectors.DefaultSelector()
-        selector.register(member.answers, selectors.EVENT_READ)
+        selector.register(worker.answers, selectors.EVENT_READ)
         return bool(selector.select(0))
 
-    def _cause(self, member: _Member, status: int) -> str:
-        told = member.error_report
+    def _cause(self, worker: _WorkerProcess, status: int) -> str:
+        told = worker.error_report
         if told is not None:
             if told["diverged"]:
                 batch = read_tree(Path(told["diverged"]), "batch")
                 shutil.rmtree(told["diverged"])
                 raise DivergedError(told["error"], told["hint"], batch)
             return f"failed: {told['error']}"
-        if member.verdict:
-            return member.verdict
+        if worker.kill_reason:
+            return worker.kill_reason
         if status < 0:
             return killed_by(-status, explained=True)
         return f"ended by itself with exit code {status}"
@@ -273,54 +273,54 @@ class WorkerPool:
         how = killed_by(-status, explained=True) if status < 0 else f"ended by itself with exit code {status}"
         return TiltyardError(f"the actor (process {actor.pid}) {how}", HINT)
 
-    def _given_up(self, member: _Member, cause: str) -> TiltyardError:
-        told = member.error_report
+    def _given_up(self, worker: _WorkerProcess, cause: str) -> TiltyardError:
+        told = worker.error_report
         if self._restarts_left < 0:
-            message = f"worker {member.number} {cause}, and engine.restarts is used up"
+            message = f"worker {worker.number} {cause}, and engine.restarts is used up"
             hint = "`tiltyard fork` with a higher engine.restarts continues"
         elif told is not None:
             message, hint = told["error"], told["hint"]
         else:
-            message = f"worker {member.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout"
+            message = f"worker {worker.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout"
             hint = "engine.kind=serial runs the env in this process, where --pdb can look at it"
         before = "".join(f"before: {sentence}\n" for sentence in self.events)  # no report will tell these
         return EnvError(message, hint, before + (told["details"] if told is not None else ""))
 
-    def _forget(self, member: _Member) -> None:
-        if member.answers >= 0:
-            self._selector.unregister(member.answers)
-            os.close(member.answers)
-        os.close(member.commands)
-        os.close(member.stack)
-        member.answers = member.commands = member.stack = -1
+    def _forget(self, worker: _WorkerProcess) -> None:
+        if worker.answers >= 0:
+            self._selector.unregister(worker.answers)
+            os.close(worker.answers)
+        os.close(worker.commands)
+        os.close(worker.stack)
+        worker.answers = worker.commands = worker.stack = -1
 
     # ------------------------------------------------------------------------------------------ hanging
 
-    def _watch_beats(self) -> None:
+    def _check_heartbeats(self) -> None:
         now = time.monotonic()
-        for member in self.members:
-            count, phase = int(self.slab.beats[member.number, 0]), int(self.slab.beats[member.number, 1])
-            if count != member.beat or phase not in self._timeouts or member.pid is None:
-                member.beat, member.beat_since = count, now
-            elif now - member.beat_since > self._timeouts[phase] and not member.verdict:
-                self._end_hung(member, "step" if phase == STEPPING else "reset", self._timeouts[phase])
+        for worker in self.workers:
+            count, phase = int(self.shared.beats[worker.number, 0]), int(self.shared.beats[worker.number, 1])
+            if count != worker.beat or phase not in self._timeouts or worker.pid is None:
+                worker.beat, worker.beat_since = count, now
+            elif now - worker.beat_since > self._timeouts[phase] and not worker.kill_reason:
+                self._end_hung(worker, "step" if phase == STEPPING else "reset", self._timeouts[phase])
 
-    def _end_hung(self, member: _Member, doing: str, seconds: float) -> None:
-        assert member.pid is not None
+    def _end_hung(self, worker: _WorkerProcess, doing: str, seconds: float) -> None:
+        assert worker.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(member.pid, signal.SIGUSR1)
-            stack = self._stack_of(member)
+            os.kill(worker.pid, signal.SIGUSR1)
+            stack = self._stack_of(worker)
             where = f" (it was in {stack})" if stack else ""
-            member.verdict = f"did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout){where}"
-            os.kill(member.pid, signal.SIGKILL)
+            worker.kill_reason = f"did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout){where}"
+            os.kill(worker.pid, signal.SIGKILL)
 
     @staticmethod
-    def _stack_of(member: _Member) -> str:
+    def _stack_of(worker: _WorkerProcess) -> str:
         """The innermost frame that the hung worker wrote down, or one of its envs in a process of its own."""
-        assert member.pid is not None
-        if found := _innermost(member.stack):
+        assert worker.pid is not None
+        if found := _innermost(worker.stack):
             return found
-        for stack in _stacks_below(member.pid):
+        for stack in _stacks_below(worker.pid):
             found = found or _innermost(stack)
             os.close(stack)
         return found
@@ -330,22 +330,22 @@ class WorkerPool:
         self._selector.close()
         self._say_goodbye()
         self._fork_server.close()
-        if self._actor is not None:
-            self._actor.door.close()
-            os.close(self._actor.words)
-        for member in self.members:
-            for fd in (member.commands, member.answers, member.stack):
+        if self._inference_server is not None:
+            self._inference_server.door.close()
+            os.close(self._inference_server.words)
+        for worker in self.workers:
+            for fd in (worker.commands, worker.answers, worker.stack):
                 if fd >= 0:
                     os.close(fd)
 
     def _say_goodbye(self) -> None:
         """Give workers a moment to close their envs, which may have files and processes of their own."""
         waiting = set()
-        for member in self.members:
-            if member.ready and member.answers >= 0:
-                waiting.add(member.pid)
-                os.close(member.commands)
-                member.commands = -1
+        for worker in self.workers:
+            if worker.ready and worker.answers >= 0:
+                waiting.add(worker.pid)
+                os.close(worker.commands)
+                worker.commands = -1
         until = time.monotonic() + CLOSING
         while waiting and select.select([self._fork_server], [], [], max(0.0, until - time.monotonic()))[0]:
             try:

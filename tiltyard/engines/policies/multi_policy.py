@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.opponent_pool import VersionPool, drawn_version
+from tiltyard.engines.policies.opponent_pool import VersionPool, draw_version
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
@@ -27,7 +27,7 @@ from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
 Rows = NDArray[Any]
 
 
-def acting(
+def make_actor(
     experiment: Experiment,
     spec: EnvSpec,
     learning: Mapping[str, PolicyNet],
@@ -75,7 +75,7 @@ class MultiPolicyActor:
     def take_seats(self, seeds: Sequence[int]) -> Array:
         """Seat the rows for the episodes with these seeds, one per row. A row changes only where the seed does, and
         where the version that plays it is no longer kept."""
-        known = [shelf.marks for shelf in self._past.values()]
+        known = [pool.marks for pool in self._past.values()]
         if self._seeds != seeds or known != self._known:
             agents = len(self.match.agents)
             if len(self.seats) != len(seeds):
@@ -107,11 +107,11 @@ class MultiPolicyActor:
     def _draw_versions(self) -> None:
         """One for each row that a pool of past versions plays and that has none, or one that is gone."""
         for place, name in enumerate(self.match.policies):
-            if (shelf := self._past.get(name)) is not None:
-                known = list(shelf.versions)
+            if (pool := self._past.get(name)) is not None:
+                known = list(pool.versions)
                 for row in np.flatnonzero((self.seats == place) & ~np.isin(self.versions, known)).tolist():
                     agent = row % len(self.match.agents)
-                    self.versions[row] = drawn_version(shelf.past, known, self._seeds[row], agent)
+                    self.versions[row] = draw_version(pool.past, known, self._seeds[row], agent)
 
     def _share_out(self) -> None:
         """Which rows each net acts for."""

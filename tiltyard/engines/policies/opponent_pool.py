@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 Versions = dict[int, PolicyNet]
 
 
-def drawn_version(past: Past, known: Sequence[int], seed: int, agent: int) -> int:
+def draw_version(past: Past, known: Sequence[int], seed: int, agent: int) -> int:
     """The version, of those `known`, that plays an agent in the episode with this seed."""
     steps = sorted(known)
     ends = np.cumsum(past.fade ** np.arange(len(steps) - 1, -1, -1.0))
@@ -80,19 +80,19 @@ class VersionPool:
         return {env_steps: net.arrays() for env_steps, net in self.versions.items()}
 
 
-def shelves(
+def version_pools(
     experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device = CPU
 ) -> dict[str, VersionPool]:
     """An empty one for each pool of an experiment."""
     return {name: VersionPool(past, experiment, spec, base, device) for name, past in experiment.past.items()}
 
 
-def fill_shelves(found: Mapping[str, VersionPool], versions: Mapping[str, Mapping[int, Arrays]]) -> None:
+def fill_version_pools(found: Mapping[str, VersionPool], versions: Mapping[str, Mapping[int, Arrays]]) -> None:
     """Have these versions on the shelves and no others."""
-    for name, shelf in found.items():
-        shelf.keep_only([])
+    for name, pool in found.items():
+        pool.keep_only([])
         for env_steps, weights in versions[name].items():
-            shelf.add(env_steps, weights)
+            pool.add(env_steps, weights)
 
 
 def write_versions(folder: Path, name: str, versions: Mapping[int, Arrays]) -> None:

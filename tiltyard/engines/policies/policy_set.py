@@ -11,7 +11,7 @@ whom, which is match.py, nor acting, which is players.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +20,8 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.policies.frozen import frozen_nets, origins
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor, acting
-from tiltyard.engines.policies.opponent_pool import fill_shelves, read_versions, shelves, write_versions
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor, make_actor
+from tiltyard.engines.policies.opponent_pool import fill_version_pools, read_versions, version_pools, write_versions
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy import saved_policies
 from tiltyard.models.policy_net import PolicyNet
@@ -45,9 +45,9 @@ class PolicySet:
         self.first = next(iter(self.learners.values()))
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
         self._origins = origins(experiment, base)
-        self.shelves = shelves(experiment, spec, base, self.first.device)
-        for shelf in self.shelves.values():
-            shelf.add(0, self.learners[shelf.past.of].net.arrays())
+        self.version_pools = version_pools(experiment, spec, base, self.first.device)
+        for pool in self.version_pools.values():
+            pool.add(0, self.learners[pool.past.of].net.arrays())
 
     @property
     def several(self) -> bool:
@@ -56,7 +56,7 @@ class PolicySet:
     def actor(self) -> PolicyNet | MultiPolicyActor:
         """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
         nets = {name: learner.net for name, learner in self.learners.items()}
-        return acting(self.experiment, self.spec, nets, self.frozen, self.shelves)
+        return make_actor(self.experiment, self.spec, nets, self.frozen, self.version_pools)
 
     def describe(self) -> list[str]:
         lines = self.first.describe()
@@ -68,30 +68,32 @@ class PolicySet:
     def _about(self, name: str) -> str:
         if name in self.frozen:
             return f"frozen, {self._origins[name]}"
-        if name in self.shelves:
-            past = self.shelves[name].past
+        if name in self.version_pools:
+            past = self.version_pools[name].past
             return f"{past.of} every {past.every:,} env steps, the last {past.keep}"
         changes = [f"{key} {value:g}" for key, value in self.experiment.policy_settings[name].algo.given().items()]
         return f"learns with {', '.join(changes)}" if changes else "learns"
 
-    def update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
+    def update(
+        self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
+    ) -> dict[str, float]:
         """Let every policy learn from what it decided. `env_steps` are those before it. Whatever is raised, all of them
         are what they were."""
         for learner in self.learners.values():
             learner.remember()
         try:
-            return self._update(rollout, env_steps)
+            return self._update(rollout, env_steps, after_step)
         except BaseException:
             for learner in self.learners.values():
                 learner.restore()
             raise
 
-    def _update(self, rollout: Rollout, env_steps: int) -> dict[str, float]:
+    def _update(self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None) -> dict[str, float]:
         if not self.several:
-            return self.first.update(rollout, env_steps)
+            return self.first.update(rollout, env_steps, after_step)
         found: dict[str, float] = {}
         for name, learner in self.learners.items():
-            learned = learner.update(rollout, env_steps)
+            learned = learner.update(rollout, env_steps, after_step)
             if learned:
                 learned |= {"env_steps": float(learner.env_steps)}
             found |= {f"policy/{name}/{metric}": value for metric, value in learned.items()}
@@ -99,9 +101,9 @@ class PolicySet:
         return found
 
     def _keep_versions(self, before: int, now: int) -> None:
-        for shelf in self.shelves.values():
-            if shelf.is_due(before, now):
-                shelf.add(now, self.learners[shelf.past.of].net.arrays())
+        for pool in self.version_pools.values():
+            if pool.is_due(before, now):
+                pool.add(now, self.learners[pool.past.of].net.arrays())
 
     def arrays(self) -> Arrays:
         """A copy of all weights that change, as workers need them."""
@@ -113,8 +115,8 @@ class PolicySet:
         """Write each policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
         first, *others = self.learners
         tree = self.first.save(folder)
-        for name, shelf in self.shelves.items():
-            write_versions(folder, name, shelf.arrays())
+        for name, pool in self.version_pools.items():
+            write_versions(folder, name, pool.arrays())
         return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
 
     def load(self, folder: Path, state: Tree) -> list[str]:
@@ -130,9 +132,9 @@ class PolicySet:
                 learner.load(folder, trees[name])
             else:
                 said.append(f"the checkpoint has no policy {name}: it starts from scratch (it has {', '.join(there)})")
-        now = {name: self.learners[shelf.past.of].net.arrays() for name, shelf in self.shelves.items()}
+        now = {name: self.learners[pool.past.of].net.arrays() for name, pool in self.version_pools.items()}
         versions = {name: read_versions(folder, name) or {env_steps: weights} for name, weights in now.items()}
-        fill_shelves(self.shelves, versions)
+        fill_version_pools(self.version_pools, versions)
         return said
 
     def _load_weights(self, folder: Path) -> list[str]:
@@ -150,9 +152,9 @@ class PolicySet:
         learner = self._learner(policy)
         fresh = learner.algo.adam.steps == 0
         now = learner.adopt(state, settings)
-        for shelf in self.shelves.values():
-            if fresh and shelf.past.of == learner.name:  # weights to start from: the first version has these, too
-                shelf.add(0, learner.net.arrays())
+        for pool in self.version_pools.values():
+            if fresh and pool.past.of == learner.name:  # weights to start from: the first version has these, too
+                pool.add(0, learner.net.arrays())
         return now
 
     def replaced(self, policy: str | None, version: int) -> None:
@@ -170,7 +172,7 @@ class PolicySet:
         ]
 
     def past(self) -> dict[str, dict[int, Arrays]]:
-        return {name: shelf.arrays() for name, shelf in self.shelves.items()}
+        return {name: pool.arrays() for name, pool in self.version_pools.items()}
 
     def _learner(self, policy: str | None) -> Learner:
         if policy is not None and policy not in self.learners:

@@ -37,7 +37,7 @@ from ray.rllib.utils.metrics import (
 
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import acting
+from tiltyard.engines.policies.multi_policy import make_actor
 from tiltyard.engines.rllib.episode_collector import Decided, Rows
 from tiltyard.engines.rllib.settings_map import epsilon
 from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
@@ -88,7 +88,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         self.lives += 1
         group = max(0, (self.worker_index or 1) - 1)
         life = f"{self.task.attempt}.{os.getpid()}.{self.lives}"
-        actor = acting(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base), {})
+        actor = make_actor(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base), {})
         self.rows = Rows(self.task, actor, self.config.num_envs_per_env_runner, group, life)
         if anew:
             self.rows.envs.skip_episodes(int(time.time()) % 2**24)

@@ -34,7 +34,7 @@ from tiltyard.envs.spaces import observation_leaves
 from tiltyard.errors import ConfigError, TiltyardError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes.child import die_with, take_no_action_on
-from tiltyard.processes.resources import resident_memory
+from tiltyard.processes.resources import rss_bytes
 
 STACK = "tiltyard-stack"  # the nameless file that a process with an env writes to where it is, on SIGUSR1
 
@@ -44,7 +44,7 @@ class EnvServer:
 
     def __init__(self, *, alone: bool = False) -> None:
         self._alone, self._several = alone, False
-        self._before = resident_memory()
+        self._before = rss_bytes()
         self._made: Any = None
         self._keeper: Any = None
 
@@ -94,7 +94,7 @@ class EnvServer:
         self._keeper.set_state(state)
 
     def weight(self) -> int:
-        return max(0, resident_memory() - self._before)
+        return max(0, rss_bytes() - self._before)
 
     def close(self) -> None:
         if self._made is not None:
