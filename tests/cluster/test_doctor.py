@@ -53,7 +53,7 @@ def findings(text: str, node: str) -> dict[str, dict[str, str]]:
 def test_the_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(":")
     output = tiltyard("doctor", "--on", "both")
-    assert "runs on node[1-2]" in output.stderr
+    assert "is running on node[1-2]" in output.stderr
     assert "ok    node1      " in output.stdout and "ok    node2      " in output.stdout
     assert "note  all 2      preemption PreemptMode=OFF, KillWait=3 sec" in output.stdout
     nothing_left(cluster, runs)
@@ -97,7 +97,8 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
     assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(output.stdout)["job"], "-o", "%N") == "node2"
     assert "left out     node1\n" in tiltyard("show", "last").stdout
     assert (
-        "without node1, found bad by the doctor" in (runs / "CartPole-v1").glob("*/events.jsonl").__next__().read_text()
+        "excluding node1 (found bad by tiltyard doctor)"
+        in (runs / "CartPole-v1").glob("*/events.jsonl").__next__().read_text()
     )
 
 
@@ -137,7 +138,7 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(cluster: Cluster, runs: Path) -> 
     words = [sys.executable, "-m", "tiltyard", "doctor", "--on", "later"]
     doctor = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert doctor.stderr is not None
-    assert "waits: " in doctor.stderr.readline()
+    assert "is pending: " in doctor.stderr.readline()
     assert len(list(runs.glob(".doctor/visit-*"))) == 1
     doctor.send_signal(signal.SIGINT)
     assert doctor.wait(100) == 130

@@ -49,7 +49,7 @@ def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cl
     assert (outcome["state"], outcome["progress"]["env_steps"]) == ("finished", 2048)
     status = run.status()
     assert status["job"]["id"] == outcome["job"] and status["job"]["profile"] == "cluster"
-    assert f"job {outcome['job']} runs on node" in output.stderr
+    assert f"job {outcome['job']} is running on node" in output.stderr
     assert "finished: stop.env_steps=2,048 reached" in output.stderr  # the run's own log
     ended(cluster, run)
     assert cluster.state(outcome["job"]) == "COMPLETED"
@@ -100,9 +100,9 @@ def test_a_queued_job_keeps_its_files_and_names_and_can_be_stopped(
     job = run.status()["job"]["id"]
     assert [row["state"] for row in json.loads(tiltyard("ls", "--json").stdout)] == ["queued"]
     shown = tiltyard("show", run.id).stdout
-    assert "queued" in shown and f"job {job} waits: " in shown and f"tiltyard stop {run.id}" in shown
-    assert "is in Slurm's hands" in tiltyard("resume", run.id, expect=2).stderr
-    assert "is in Slurm's hands" in tiltyard("rm", run.id, "--yes", expect=2).stderr
+    assert "queued" in shown and f"job {job} is pending: " in shown and f"tiltyard stop {run.id}" in shown
+    assert "has an active Slurm job" in tiltyard("resume", run.id, expect=2).stderr
+    assert "has an active Slurm job" in tiltyard("rm", run.id, "--yes", expect=2).stderr
     output = tiltyard("stop", run.id)
     assert "is stopped" in output.stderr and cluster.state(job) == "CANCELLED"
     tiltyard("resume", run.id, "--detach")
@@ -199,7 +199,7 @@ def test_sbatch_that_is_missing_or_slow(
         monkeypatch.setenv("PATH", str(tools))
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
-    assert ("there is no sbatch here" if kind == "missing" else "sbatch gave no answer for 3 s") in output.stderr
+    assert ("sbatch not found" if kind == "missing" else "sbatch did not answer within 3 s") in output.stderr
     assert str(run.folder / FOLDER / "script.sh") in output.stderr
     assert run.status()["state"] == "failed"
     monkeypatch.setenv("PATH", path)
@@ -222,7 +222,7 @@ def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cl
         (["--dry-run"], "--dry-run is for jobs"),
         (["--on", "cluster", "--pdb"], "--pdb needs a terminal"),
         (["--on", "cluster", "--detach", "--expect", "return>=1"], "--expect waits for the end"),
-        (["--on", "wide"], "profile wide asks for several nodes, and engine.kind = serial uses one"),
+        (["--on", "wide"], "profile wide requests several nodes, but engine.kind = serial uses one"),
     ],
 )
 def test_words_that_do_not_go_together(

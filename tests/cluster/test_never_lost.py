@@ -129,7 +129,7 @@ def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_clust
     wait_for(lambda: cluster.state(job) == "COMPLETING", "the time limit")
     BRAKE.write_text("0.02")
     wait_for(lambda: cluster.restarts(job) == 1, "a requeue")
-    assert "ended while it saved, near its time limit" in " ".join(sentences(run, "stopped"))
+    assert "ended while saving near the time limit" in " ".join(sentences(run, "stopped"))
     running(run, attempt=2)
     before = cluster.restarts(job)
     cluster.ask("scancel", "--signal=USR2", job)
@@ -147,7 +147,7 @@ def test_requeued_from_outside_and_killed_on_the_way(tiltyard: Command, cluster:
     run, job = submitted(tiltyard)
     running(run)
     cluster.ask("scontrol", "requeue", job)
-    wait_for(lambda: cluster.state(job) == "PENDING", "a job that waits again")
+    wait_for(lambda: cluster.state(job) == "PENDING", "a requeued job")
     assert "queued" in tiltyard("show", run.id).stdout
     running(run, attempt=2)
     os.kill(run.status()["pid"], signal.SIGKILL)
@@ -202,6 +202,6 @@ def test_where_requeue_is_forbidden_the_script_is_submitted_again(
     again = run.status()["job"]["id"]
     assert int(again) > int(job) and run.status()["attempt"] == 2
     output = (run.folder / "logs" / f"job-{job}.out").read_text()
-    assert f"job {job} may not be requeued; the same script is submitted again" in output
+    assert f"job {job} cannot be requeued; submitting the same script again" in output
     assert not (run.folder / FOLDER / "submitted-again").exists()
     is_as_if_nothing_had_happened(run)

@@ -113,7 +113,7 @@ def test_three_nodes_train_as_one_and_lose_a_part(
     assert len(kept) == 3
     (raylet,) = [pid for pid in processes("raylet/raylet", "node2") if _of(pid, run)][:1]
     os.kill(raylet, signal.SIGKILL)
-    wait_for(lambda: "node2 lost its part of Ray, which is started again (1)" in sentences(run), "word of it", 200)
+    wait_for(lambda: "Ray died on node2; restarting it (1)" in sentences(run), "word of it", 200)
     steps = run.status()["progress"]["env_steps"]
     wait_for(lambda: run.status()["progress"]["env_steps"] > steps + 2000, "training that goes on", 200)
     assert run.status()["attempt"] == 1
@@ -168,7 +168,7 @@ def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
     if lost == "head":
         (head,) = [pid for pid in processes("gcs_server") if _of(pid, run)][:1]
         os.kill(head, signal.SIGKILL)
-        wait_for(lambda: "Ray's head on node1 has ended by itself" in sentences(run), "word of it", 200)
+        wait_for(lambda: "Ray's head on node1 exited" in sentences(run), "word of it", 200)
     else:
         nodes.ask("scontrol", "requeue", job)
     saved = max(int(path.name) for path in run.checkpoints.glob("0*"))
@@ -229,7 +229,7 @@ def _has_another_ray(folder: Path) -> str:
     ("what", "wait", "output"),
     [
         (_hangs, 40, "node2 did not join the job's Ray within 40 s"),
-        (_has_another_ray, 200, "node2 cannot join Ray, versions differ"),
+        (_has_another_ray, 200, "node2 cannot join Ray: versions differ"),
     ],
 )
 def test_a_node_that_does_not_join_is_named(

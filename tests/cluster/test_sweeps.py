@@ -86,7 +86,7 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     states = Counter(row["state"] for row in json.loads(tiltyard("ls", "--json").stdout))
     assert states == {"running": 2, "queued": 4} == summarize(sweep).counts
     refused = tiltyard("rm", Run(sweep.place(6)).id, "--yes", expect=2).stderr
-    assert f"is in Slurm's hands: job {job}_5 waits: JobArrayTaskLimit" in refused
+    assert f"has an active Slurm job: job {job}_5 is pending: JobArrayTaskLimit" in refused
     Path("wait").unlink()
     told = tiltyard("sweep", "watch", "toy", "--every", "0.5", expect=1).stdout
     assert "trial 3 failed: exit code 1: x is bad today" in told and "trial 4 failed" in told
@@ -343,7 +343,7 @@ def test_a_training_that_is_cut_short_goes_on_where_it_was(
     running(Run(sweep.place(2)))
     assert first.status()["job"]["id"] == job
     last = Run(sweep.place(3))
-    assert f"job {number(sweep)}_2 waits: JobArrayTaskLimit" in tiltyard("show", last.id).stdout
+    assert f"job {number(sweep)}_2 is pending: JobArrayTaskLimit" in tiltyard("show", last.id).stdout
     tiltyard("stop", last.id)
     assert (last.state, cluster.state(f"{number(sweep)}_2")) == ("stopped", "CANCELLED")
     if way == "requeued":

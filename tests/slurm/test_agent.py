@@ -1,4 +1,4 @@
-"""What the node agent makes of a trainer's end, as a table; and the agent itself, with a trainer that does as told."""
+"""The outcome of a trainer's exit as a table, and the node agent itself with a real trainer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from tiltyard.config.site import Profile
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER
+from tiltyard.slurm.job_outcome import Counts, TrainerExit, decide_outcome
 from tiltyard.slurm.job_state import JobState, combined_state, poll_job, query_jobs
-from tiltyard.slurm.node_agent import Counts, End, judge
 from tiltyard.slurm.submit import task
 
 
-def end(code: int, asked: str | None = None, **more: Any) -> End:
-    return End(**{"code": code, "asked": asked, "stop": False, "began": 100, "ended": 200, "tries_left": 2, **more})
+def end(code: int, asked: str | None = None, **changes: Any) -> TrainerExit:
+    return TrainerExit(
+        **{"code": code, "asked": asked, "stop": False, "began": 100, "ended": 200, "tries_left": 2, **changes}
+    )
 
 
 @pytest.mark.parametrize(
-    ("how", "counts", "word", "after"),
+    ("how", "counts", "outcome", "after"),
     [
         (end(0), Counts(), "done", Counts()),
         (end(0, "SIGUSR2"), Counts(), "done", Counts()),
@@ -56,23 +58,28 @@ def end(code: int, asked: str | None = None, **more: Any) -> End:
         (end(-9, "SIGUSR2", lost="gone", stop=True), Counts(), "stopped", Counts()),
     ],
 )
-def test_the_verdict(how: End, counts: Counts, word: str, after: Counts) -> None:
-    assert (judge(how, counts, 10, retry=3)[0], judge(how, counts, 10, retry=3)[2]) == (word, after)
-
-
-def test_verdicts_say_why() -> None:
-    assert "was killed by SIGKILL (" in judge(end(-9), Counts(), 10)[1]
-    assert (
-        "no progress: 2 jobs in a row ended at env step 100" in judge(end(75, "SIGUSR2", ended=100), Counts(3, 1), 9)[1]
+def test_outcome(how: TrainerExit, counts: Counts, outcome: str, after: Counts) -> None:
+    assert (decide_outcome(how, counts, 10, retry=3)[0], decide_outcome(how, counts, 10, retry=3)[2]) == (
+        outcome,
+        after,
     )
-    assert "slurm.requeues = 1 are used up" in judge(end(75, "SIGUSR2"), Counts(1), 1)[1]
+
+
+def test_outcomes_have_reasons() -> None:
+    assert "was killed by SIGKILL (" in decide_outcome(end(-9), Counts(), 10)[1]
     assert (
-        "saved at env step 200, back into the queue (1 of at most 9 times)" in judge(end(75, "SIGUSR2"), Counts(), 9)[1]
+        "no progress: 2 jobs in a row ended at env step 100"
+        in decide_outcome(end(75, "SIGUSR2", ended=100), Counts(3, 1), 9)[1]
+    )
+    assert "no requeues are left (slurm.requeues = 1)" in decide_outcome(end(75, "SIGUSR2"), Counts(1), 1)[1]
+    assert (
+        "saved at env step 200, back in the queue (requeue 1 of at most 9)"
+        in decide_outcome(end(75, "SIGUSR2"), Counts(), 9)[1]
     )
 
 
 @pytest.mark.parametrize(
-    ("state", "told", "now"),
+    ("state", "job", "now"),
     [
         ("queued", "PENDING", "queued"),
         ("stopped", "PENDING", "queued"),
@@ -89,8 +96,8 @@ def test_verdicts_say_why() -> None:
         ("queued", None, "queued"),
     ],
 )
-def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None, now: str) -> None:
-    assert combined_state(state, JobState(told) if told else None) == now
+def test_state_combines_folder_and_slurm(state: str, job: str | None, now: str) -> None:
+    assert combined_state(state, JobState(job) if job else None) == now
 
 
 # ------------------------------------------------------------------------------------------------ the agent itself
@@ -98,15 +105,15 @@ def test_a_run_is_seen_through_its_folder_and_slurm(state: str, told: str | None
 
 @pytest.fixture
 def stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A small run with a job folder, as an agent finds it; it has far to go."""
+    """A small stopped run with a job folder, as an agent finds it."""
     monkeypatch.setenv("TILTYARD_HEARTBEAT", "1")
-    Path("patient.py").write_text(
+    Path("slow.py").write_text(
         "import os, time\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
-        "class Patient(CartPoleEnv):\n    def __init__(self, render_mode=None):\n"
-        "        super().__init__(render_mode=render_mode)\n        time.sleep(float(os.environ.get('PATIENCE', '0')))\n"
+        "class SlowStart(CartPoleEnv):\n    def __init__(self, render_mode=None):\n"
+        "        super().__init__(render_mode=render_mode)\n        time.sleep(float(os.environ.get('START_SECONDS', '0')))\n"
     )
     settings = {
-        "env": "patient.py:Patient",
+        "env": "slow.py:SlowStart",
         "engine": {"kind": "serial", "envs": 2},
         "algo": {"rollout": 16, "minibatch": 32, "epochs": 1},
         "stop": {"env_steps": 64},
@@ -120,8 +127,8 @@ def stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def agent(run: Run, *overrides: str, lead: float = 60.0, retry: int = 1, **variables: str) -> subprocess.Popen[str]:
-    told = {**task(Profile(launcher="slurm", name="c"), overrides, False), "lead": lead, "retry": retry}
-    (run.folder / FOLDER / "task.json").write_text(json.dumps(told))
+    settings = {**task(Profile(launcher="slurm", name="c"), overrides, False), "lead": lead, "retry": retry}
+    (run.folder / FOLDER / "task.json").write_text(json.dumps(settings))
     return subprocess.Popen(
         [sys.executable, "-m", "tiltyard.slurm.node_agent", str(run.folder)],
         env={**os.environ, "SLURM_JOB_ID": "5", **variables},
@@ -135,8 +142,8 @@ def verdict(run: Run) -> str:
     return (run.folder / FOLDER / "verdict").read_text()
 
 
-def attempt(run: Run, number: int) -> None:
-    """Wait until that attempt has saved something."""
+def wait_for_attempt(run: Run, number: int) -> None:
+    """Wait until that attempt has saved a checkpoint."""
     log = run.folder / "events.jsonl"
 
     def saved() -> bool:
@@ -147,12 +154,12 @@ def attempt(run: Run, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_killed_is_started_again_and_changes_are_made_once(stopped: Run) -> None:
+def test_killed_trainer_is_restarted_and_overrides_apply_once(stopped: Run) -> None:
     child = agent(stopped, "stop.env_steps=1e9", "notes=$(touch never) 'a' ; b", SLURM_RESTART_COUNT="3")
-    attempt(stopped, 2)
+    wait_for_attempt(stopped, 2)
     assert stopped.experiment().notes == "$(touch never) 'a' ; b"
     os.kill(stopped.status()["pid"], signal.SIGKILL)
-    attempt(stopped, 3)
+    wait_for_attempt(stopped, 3)
     assert stopped.state == "running"
     child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=100)
@@ -167,7 +174,7 @@ def test_a_trainer_that_is_killed_is_started_again_and_changes_are_made_once(sto
 
 
 @pytest.mark.slow
-def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> None:
+def test_agent_saves_before_the_limit_without_a_signal(stopped: Run) -> None:
     started = time.time()
     child = agent(stopped, "stop.env_steps=1e9", SLURM_JOB_END_TIME=str(int(started) + 50), lead=60.0)
     output, _ = child.communicate(timeout=100)
@@ -175,13 +182,13 @@ def test_the_clock_is_watched_for_a_signal_that_never_comes(stopped: Run) -> Non
     assert child.returncode == 0 and verdict(stopped) == "5 0 requeue\n", output
     assert stopped.status()["state"] == "queued"
     sentences = [event["sentence"] for event in read_events(stopped)]
-    assert "no signal came before the time limit; the agent asks for the last save itself" in sentences
-    assert any("back into the queue (1 of at most 100 times)" in sentence for sentence in sentences)
+    assert "no signal came before the time limit; the agent requests the last save itself" in sentences
+    assert any("back in the queue (requeue 1 of at most 100)" in sentence for sentence in sentences)
 
 
-def test_a_run_that_comes_no_further_is_given_up(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last job came no further, and this one is told of its limit before it has learned anything."""
-    monkeypatch.setenv("TIMEOUT", "1.5")
+def test_run_without_progress_fails(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last job made no progress, and this one gets SIGUSR2 before it has learned anything."""
+    monkeypatch.setenv("START_SECONDS", "1.5")
     (stopped.folder / FOLDER / "counts.json").write_text('{"requeues": 1, "still": 1}')
     child = agent(stopped, "stop.env_steps=1e9")
     wait_for(lambda: "job 5 started" in stopped.events_file.read_text(), "the agent's start")
@@ -192,21 +199,21 @@ def test_a_run_that_comes_no_further_is_given_up(stopped: Run, monkeypatch: pyte
     assert stopped.status()["reason"].startswith("no progress: 2 jobs in a row ended at env step 64")
 
 
-def test_a_run_that_somebody_wants_stopped_does_not_begin(stopped: Run) -> None:
+def test_run_with_a_stop_request_does_not_begin(stopped: Run) -> None:
     (stopped.folder / FOLDER / "stop").touch()
     child = agent(stopped, "stop.env_steps=1e9")
     assert child.communicate(timeout=100) and child.returncode == 75
     assert (verdict(stopped), stopped.status()["attempt"]) == ("5 0 stopped\n", 1)
 
 
-def test_what_cannot_start_fails_and_is_never_requeued(stopped: Run) -> None:
+def test_trainer_that_cannot_start_fails_and_is_not_requeued(stopped: Run) -> None:
     child = agent(stopped, "algo.lr=nonsense")
     output, _ = child.communicate(timeout=100)
     assert child.returncode == 2 and verdict(stopped) == "5 0 failed\n", output
-    assert stopped.status()["reason"] == "the trainer ended with exit code 2; see logs/job-5.out"
+    assert stopped.status()["reason"] == "the trainer exited with code 2; see logs/job-5.out"
 
 
-def test_without_slurm_the_folder_alone_has_to_do(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_the_folder_decides_the_state(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiltyard.run.status import write_status
 
     monkeypatch.setenv("PATH", "/nowhere")
@@ -214,5 +221,5 @@ def test_without_slurm_the_folder_alone_has_to_do(stopped: Run, monkeypatch: pyt
     write_status(stopped, state="queued", job={"launcher": "slurm", "id": "5"})
     assert poll_job(stopped) == (
         "queued",
-        "job 5, of which nothing is known here: Slurm does not answer on this machine",
+        "job 5, state unknown: Slurm does not answer on this machine",
     )

@@ -1,6 +1,6 @@
-"""The job script is a pure function of run and profile: compared with golden files, checked by bash, and hard to fool.
+"""The job script: compared with golden files, checked by bash, safe with any name.
 
-`python -m tests.slurm.test_script` writes the golden files anew.
+`python -m tests.slurm.test_script` regenerates the golden files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import Profile, Resources, Samplers, Slurm
 from tiltyard.errors import UseError
-from tiltyard.slurm.script import Array, Job, head, script, setup_lines, step, tick_command
+from tiltyard.slurm.script import Array, Job, header_lines, script, setup_lines, step_lines, tick_command, with_nodes
 from tiltyard.slurm.submit import check
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -72,43 +72,43 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_script_is_the_golden_one(name: str) -> None:
+def test_script_equals_golden_file(name: str) -> None:
     assert script(JOBS[name]) == (GOLDEN / f"{name}.sh").read_text()
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_script_is_short_and_bash_understands_it(name: str) -> None:
+def test_script_is_short_and_valid_bash(name: str) -> None:
     text = script(JOBS[name])
     assert text.count("\n") < 80
     assert max(map(len, text.splitlines())) <= 160
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_no_secret_is_in_the_script() -> None:
+def test_script_contains_no_secret() -> None:
     text = script(JOBS["container"])
     assert "0123456789abcdef" not in text and f". {RUN}/job/secrets.sh" in text
     text = script(JOBS["array"])
     assert "0123456789abcdef" not in text and f". {JOBS['array'].folder}/secrets.sh" in text
 
 
-def test_a_turn_is_taken_outside_of_containers() -> None:
-    """With the interpreter of whoever submitted it: Slurm's commands are not in an image."""
+def test_ticks_run_outside_containers() -> None:
+    """With the submitting interpreter: an image does not have Slurm's commands."""
     inside = Profile(launcher="slurm", slurm=Slurm(container="apptainer exec x.sif", python="/usr/bin/python3"))
     assert tick_command(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.tick ")
     assert tick_command(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
 
 
-def test_a_task_finds_its_trial_whatever_folders_are_called(tmp_path: Path) -> None:
-    """The part before srun, run by bash, as two tasks of one array; then one of an array that nobody wants any more."""
+def test_array_task_finds_its_trial_under_any_folder_name(tmp_path: Path) -> None:
+    """Bash runs the part before srun as two tasks of one array, then as a task of an abandoned array."""
     sweep = tmp_path / NASTY / "runs" / "n" / "sweep-0001"
     folder = sweep / "slurm" / "array-0001"
     folder.mkdir(parents=True)
     (folder / "trials").write_text("0003-calm-crow\n0009-brisk-otter\n")
     (folder / "secrets.sh").write_text("")
-    told = Job("n", folder, Profile(launcher="slurm", environment={"TOLD": NASTY}), array=Array(2, 1))
-    text = script(told)
+    array = Job("n", folder, Profile(launcher="slurm", environment={"NOTE": NASTY}), array=Array(2, 1))
+    text = script(array)
     before = text[: text.index("while of=")]
-    shown = f'{before}printf "%s|%s|%s|%s" "$run" "$TOLD" "$TILTYARD_RUNS" "$id"'
+    shown = f'{before}printf "%s|%s|%s|%s" "$run" "$NOTE" "$TILTYARD_RUNS" "$id"'
     for task, trial in enumerate(("0003-calm-crow", "0009-brisk-otter")):
         (sweep / trial / "logs").mkdir(parents=True)
         env = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": f"{task}", "SLURM_JOB_END_TIME": "1"}
@@ -122,15 +122,15 @@ def test_a_task_finds_its_trial_whatever_folders_are_called(tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
-def test_whatever_is_named_runs_nothing_and_arrives(tmp_path: Path) -> None:
-    """The part before srun, run by bash: the run's folder and the variables are what they were."""
+def test_names_and_variables_are_never_evaluated(tmp_path: Path) -> None:
+    """Bash runs the part before srun: the run folder and the variables arrive unchanged."""
     folder = tmp_path / NASTY / "runs" / "n" / "0001-x-y"
     (folder / "logs").mkdir(parents=True)
-    nasty = job(folder=folder, environment={"TOLD": NASTY}, resources=Resources(cpus=1))
+    nasty = job(folder=folder, environment={"NOTE": NASTY}, resources=Resources(cpus=1))
     text = script(nasty)
     before = text[: text.index("# One agent")]
     env = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "5", "SLURM_JOB_END_TIME": "1"}
-    shown = f'{before}printf "%s|%s|%s" "$run" "$TOLD" "$TILTYARD_RUNS"'
+    shown = f'{before}printf "%s|%s|%s" "$run" "$NOTE" "$TILTYARD_RUNS"'
     subprocess.run(["bash"], input=shown, text=True, env=env, check=True, cwd=tmp_path)
     written = (folder / "logs" / "job-5.out").read_text()  # a path that no #SBATCH line can hold
     assert written.split("|") == [str(folder), NASTY, str(folder.parent.parent)]
@@ -138,32 +138,32 @@ def test_whatever_is_named_runs_nothing_and_arrives(tmp_path: Path) -> None:
 
 
 def test_parts_for_short_jobs() -> None:
-    profile = JOBS["samplers"].profile
-    lines = head(profile, "doctor", "/x/%N.out", time="2:00", nodes=2, requeue=False)
+    profile = with_nodes(JOBS["samplers"].profile, 2)
+    lines = header_lines(profile, "doctor", "/x/%N.out", time="2:00", requeue=False)
     assert "#SBATCH --time=2:00" in lines and "#SBATCH --nodes=2" in lines and "#SBATCH --no-requeue" in lines
     assert not any("hetjob" in line or "--signal" in line for line in lines)
     assert "export PYTHONUNBUFFERED=1" in setup_lines(profile)
-    assert step(profile, ["-m", "x"], "'a b'", python="py", nodes=2) == [
+    assert step_lines(profile, ["-m", "x"], "'a b'", python="py") == [
         "srun --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --kill-on-bad-exit=0 \\",
         "  py -m x 'a b'",
     ]
 
 
-def test_ld_preload_is_unset_and_that_is_said(tmp_path: Path) -> None:
-    def told(name: str) -> str:
+def test_ld_preload_is_unset_with_a_message(tmp_path: Path) -> None:
+    def output(name: str) -> str:
         lines = "\n".join(line for line in setup_lines(JOBS[name].profile) if "LD_PRELOAD" in line)
         command = ["bash", "-c", f'{lines}\necho "left: ${{LD_PRELOAD:-nothing}}"']
         done = subprocess.run(command, env={"LD_PRELOAD": "/nowhere.so"}, capture_output=True, text=True)
         return done.stdout
 
-    assert "LD_PRELOAD=/nowhere.so of this site is unset" in told("one_node")
-    assert "left: nothing" in told("one_node") and told("gpu") == "left: /nowhere.so\n"
+    assert "LD_PRELOAD=/nowhere.so is unset" in output("one_node")
+    assert "left: nothing" in output("one_node") and output("gpu") == "left: /nowhere.so\n"
 
 
-def test_several_nodes_are_for_the_engine_that_can_use_them() -> None:
+def test_several_nodes_need_an_engine_that_uses_them() -> None:
     serial = Experiment.model_validate({"env": {"id": "CartPole-v1"}, "engine": {"kind": "serial"}})
     for name in ("many_nodes", "samplers"):
-        with pytest.raises(UseError, match=r"asks for several nodes, and engine.kind = serial uses one"):
+        with pytest.raises(UseError, match=r"requests several nodes, but engine.kind = serial uses one"):
             check(JOBS[name].profile, serial)
     check(JOBS["gpu"].profile, serial)
 

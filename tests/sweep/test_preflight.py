@@ -120,7 +120,7 @@ def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
     assert sweep.launcher == "local"
     there = preflight.begin(preflight.prepare(plan({"algo.lr": [1e-3]}), profile="there"))
     assert (there.launcher, there.facts()["profile"]) == ("slurm", "there")
-    for name, words in (("wide", "asks for several nodes"), ("mixed", "heterogeneous job, which Slurm has no arrays")):
+    for name, words in (("wide", "requests several nodes"), ("mixed", "heterogeneous job, which Slurm has no arrays")):
         with pytest.raises(UseError, match=words):
             preflight.prepare(plan({"algo.lr": [1e-3]}), profile=name)
     with pytest.raises(UseError, match="trials_per_gpu divides the GPUs of this machine"):

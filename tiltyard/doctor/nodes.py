@@ -24,7 +24,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.slurm.commands import cancel, sbatch
 from tiltyard.slurm.job_state import Backoff, JobState, query_jobs
-from tiltyard.slurm.script import head, secret_environment, setup_lines, step
+from tiltyard.slurm.script import header_lines, secret_environment, setup_lines, step_lines
 from tiltyard.slurm.shell import hostnames
 
 LIMIT = "5"  # minutes
@@ -86,11 +86,11 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
     (folder / SECRETS).write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items()))
     quoted, wait = shlex.quote(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
     lines = [
-        *head(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
+        *header_lines(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
         f"exec >{quoted}/{OUTPUT} 2>&1",
         *setup_lines(profile, f"{quoted}/{SECRETS}"),
         f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
-        *step(profile, ["-m", "tiltyard.doctor.node_probe"], f"{quoted} {count} {wait:g}"),
+        *step_lines(profile, ["-m", "tiltyard.doctor.node_probe"], f"{quoted} {count} {wait:g}"),
     ]
     (folder / SCRIPT).write_text("\n".join(lines) + "\n")
 

@@ -1,18 +1,18 @@
-"""Runs as jobs of a cluster: submitted, looked after on the nodes, followed and stopped.
+"""Runs as Slurm jobs: submit them, run them on the nodes, follow them and stop them.
 
 RUN/job/
-  script.sh         what was submitted; works by hand too: sbatch RUN/job/script.sh
-  task.json         what the node agent has to know of the profile, and changed settings for its first attempt
-  secrets.sh        variables of the profile whose names say secret, readable by the user alone
-  verdict           by the agent: JOB RESTART WORD; the script acts on it, outside of any container
-  counts.json       requeues so far, and jobs in a row that came no further
-  submitted-again   by the script, where requeue is forbidden: the id of the job that goes on
-  stop              somebody typed `tiltyard stop`, or a sweep ends the run early
+  script.sh         the submitted script; also works by hand: sbatch RUN/job/script.sh
+  task.json         the profile's settings for the node agent, and overrides for the first attempt
+  secrets.sh        the profile's secret environment variables, readable only by the user
+  verdict           written by the agent: JOB RESTART OUTCOME; the script acts on it, outside any container
+  counts.json       requeues so far, and jobs in a row without progress
+  submitted-again   written by the script where requeueing is forbidden: the id of the job that continues the run
+  stop              `tiltyard stop` was typed, or a sweep stops the trial early
 
-Trials of a sweep are tasks of one job, SWEEP/slurm/array-0001/, which has the script and the secrets instead:
-  trials            the folders' names, a line each: task 0 is the first
-  number            the job's, as soon as it is submitted
-  forgotten         it was never submitted, and never will be
+The trials of a sweep are tasks of an array job. Its folder, SWEEP/slurm/array-0001/, holds script and secrets, and:
+  trials            one folder name per line; line 1 is task 0
+  number            the array's job id, written on submission
+  forgotten         the array was never submitted and never will be
 """
 
 FOLDER = "job"
@@ -26,4 +26,4 @@ RESUBMITTED = "submitted-again"
 TRIALS = "trials"
 JOB_NUMBER = "number"
 NEVER_SUBMITTED = "forgotten"
-JOB_VARIABLE = "TILTYARD_JOB"  # in a trial's job: its folder in the sweep's
+JOB_VARIABLE = "TILTYARD_JOB"  # in a trial's job: the job's folder, relative to the sweep

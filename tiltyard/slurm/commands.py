@@ -1,4 +1,4 @@
-"""A queue's commands: how any is called, and Slurm's that change something. What is asked of Slurm is in queue.py."""
+"""Running a queue's commands, and the Slurm commands that change something. Queries are in job_state.py."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from tiltyard.errors import TiltyardError
 
-TIMEOUT = 120.0  # seconds that sbatch may take: a busy controller makes it wait and try again
+TIMEOUT = 120.0  # seconds for sbatch, which retries while the controller is busy
 
 
 def run_command(
     command: Sequence[str], *, timeout: float | None = None, new_session: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of the queue's and return what it said. Raises OSError and subprocess.SubprocessError.
+    """Run a queue command and return its output. Raises OSError and subprocess.SubprocessError.
 
-    `apart` keeps the terminal's Ctrl-C from it.
+    With `new_session`, Ctrl-C in the terminal does not reach the command.
     """
     return subprocess.run(
         command,
@@ -35,34 +35,32 @@ def run_command(
 
 
 def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
-    """Submit a script and return the job's id. Whatever goes wrong, nothing called `name` is left in the queue."""
+    """Submit a script and return the job id. After an error no job called `name` is left in the queue."""
     try:
         with _cancelled_unless_done(name):
-            # A Ctrl-C is for us, who then take back what was submitted.
+            # Ctrl-C must reach only this process, which then cancels the job.
             done = run_command(["sbatch", "--parsable", *options, str(path)], new_session=True)
             if done.returncode == 0:
                 return _job_id(done.stdout, path)
     except FileNotFoundError as error:
         raise TiltyardError(
-            "there is no sbatch here, which submits jobs to Slurm", f"log in where it is; the script is {path}"
+            "sbatch not found; it is needed to submit jobs to Slurm", f"run this on a login node; the script is {path}"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise TiltyardError(
-            f"sbatch gave no answer for {TIMEOUT:.0f} s: Slurm's controller is down or busy",
+            f"sbatch did not answer within {TIMEOUT:.0f} s; the Slurm controller may be down or busy",
             f"try again later; the script is {path}",
         ) from error
-    said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").removeprefix(
-        "sbatch: error: "
-    )
-    lines = said.splitlines()
+    output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+    lines = output.removeprefix("sbatch: error: ").splitlines()
     raise TiltyardError(f"Slurm refused the job: {lines[0]}", f"the script is {path}", "\n".join(lines[1:]))
 
 
-def _job_id(said: str, path: Path) -> str:
-    """What `sbatch --parsable` prints last, after what a site may have to say."""
-    found = re.match(r"\d+(?=;|$)", (said.strip().splitlines() or [""])[-1].strip())
+def _job_id(output: str, path: Path) -> str:
+    """The last line of `sbatch --parsable`; a site may print messages before it."""
+    found = re.match(r"\d+(?=;|$)", (output.strip().splitlines() or [""])[-1].strip())
     if found is None:
-        raise TiltyardError(f"sbatch printed no job id: {said.strip() or 'nothing'}", f"the script is {path}")
+        raise TiltyardError(f"sbatch printed no job id: {output.strip() or 'nothing'}", f"the script is {path}")
     return found[0]
 
 
@@ -79,7 +77,7 @@ def _cancelled_unless_done(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without those of a job that it may be part of, which sbatch and srun would obey."""
+    """This process's environment without the variables of a surrounding job, which sbatch and srun would obey."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -88,8 +86,8 @@ def environment() -> dict[str, str]:
 
 
 def cancel(*jobs: str, signal: str | None = None) -> None:
-    """End jobs; with a signal, send that to what runs on their nodes and leave the rest to them."""
+    """Cancel jobs; with a signal, only send it to their processes."""
     done = run_command(["scancel", *([f"--signal={signal}"] if signal else []), *jobs])
     if done.returncode != 0 and not signal:
-        said = f"job {', '.join(jobs)} could not be cancelled: {done.stderr.strip()}"
-        raise TiltyardError(said, f"try by hand: scancel {' '.join(jobs)}")
+        reason = f"cannot cancel job {', '.join(jobs)}: {done.stderr.strip()}"
+        raise TiltyardError(reason, f"run: scancel {' '.join(jobs)}")

@@ -1,16 +1,16 @@
-"""What Slurm says of jobs, and what that makes of their runs: one question for many jobs, asked seldom.
+"""The state of jobs in Slurm, and what it means for their runs. One query covers many jobs.
 
-squeue knows jobs that wait, run or ended a while ago; sacct, where a site has it, knows older ones. Where there is no
-Slurm, or it gives no answer, a run is what its folder says.
+squeue knows jobs that are pending, running or ended recently; sacct, where a site has it, knows older ones. Without an
+answer from Slurm, a run's state is the one in its folder.
 
-    folder says              Slurm says       seen as
-    finished, failed         anything         the same
-    any other                waits            queued
-    created, queued, lost    runs             running: it is starting, or starting again
-    stopped                  runs             stopped: the job is about to end
-    created, queued, lost    ended, unknown   lost: the job is gone and said nothing
+    in the folder            in Slurm         combined
+    finished, failed         any              the same
+    any other                pending          queued
+    created, queued, lost    running          running: it is starting or restarting
+    stopped                  running          stopped: the job is about to end
+    created, queued, lost    ended, unknown   lost: the job ended without a word in the folder
 
-A job is named by its number, a task of an array by two: 123_4.
+A job id is a number; an array task's id is two: 123_4.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER, JOB_NUMBER, RESUBMITTED
 from tiltyard.slurm.commands import run_command
 
-TIMEOUT = 20.0  # seconds for an answer: somebody waits for a listing
-WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+TIMEOUT = 20.0  # seconds per query; a user is waiting for a listing
+PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 UNKNOWN = "UNKNOWN"
 _ID = re.compile(r"\d+(_\d+)?")
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job: its state in Slurm's own word, why it waits, where it runs."""
+    """A job in Slurm: Slurm's name of its state, why it is pending, its nodes."""
 
     state: str
     reason: str = ""
@@ -45,35 +45,41 @@ class JobState:
 
     @property
     def pending(self) -> bool:
-        return self.state in WAITS
+        return self.state in PENDING
 
     @property
     def running(self) -> bool:
-        return self.state in RUNS
+        return self.state in RUNNING
+
+    @property
+    def active(self) -> bool:
+        return self.pending or self.running
 
     def describe(self, job: str) -> str:
-        """job 5 waits: Resources; job 5 runs on node1; job 5 ended: TIMEOUT."""
+        """job 5 is pending: Resources; job 5 is running on node1; job 5 ended: TIMEOUT."""
         if self.pending:
-            why = self.reason if self.reason not in ("", "None") else "Slurm has not looked at it yet"
-            return f"job {job} waits: {why}"
+            why = self.reason if self.reason not in ("", "None") else "not scheduled yet"
+            return f"job {job} is pending: {why}"
         if self.running:
-            return f"job {job} runs on {self.nodes}" if self.nodes else f"job {job} runs"
-        return (
-            f"job {job} is not known to Slurm any more" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
-        )
+            return f"job {job} is running on {self.nodes}" if self.nodes else f"job {job} is running"
+        return f"job {job} is no longer known to Slurm" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
+
+
+def no_answer(job: str) -> str:
+    return f"Slurm does not answer about job {job}"
 
 
 def job_of(run: Run, status: dict[str, Any] | None = None) -> str | None:
-    """The id of the job that the run was last submitted as; None for a run that never was, or not to Slurm."""
+    """The id of the run's last job; None for a run that was never submitted to Slurm."""
     job = (run.status() if status is None else status).get("job")
     if not isinstance(job, dict) or job.get("launcher", "slurm") != "slurm":
         return None
-    again = _word(run, FOLDER, RESUBMITTED)  # by the job itself, where requeue is forbidden
+    again = _word(run, FOLDER, RESUBMITTED)  # written by the job where requeueing is forbidden
     if _ID.fullmatch(again):
         return again
     if job.get("id"):
         return str(job["id"])
-    array = _word(run, "..", str(job.get("array")), JOB_NUMBER)  # known as soon as it is submitted
+    array = _word(run, "..", str(job.get("array")), JOB_NUMBER)
     return f"{array}_{job['index']}" if array.isdecimal() else None
 
 
@@ -85,18 +91,18 @@ def _word(run: Run, *path: str) -> str:
 
 
 def current_job(environment: Mapping[str, str] = os.environ) -> str:
-    """The id of the job that this process is part of; empty outside of jobs."""
+    """The id of the job that this process belongs to; empty outside a job."""
     array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "")
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState] | None:
-    """What Slurm says of each job, in one question; None where there is no Slurm, or no answer."""
+    """The state of each job, in one query; None if there is no Slurm or no answer."""
     wanted = sorted({job for job in jobs if _ID.fullmatch(job)})
     if not wanted:
         return {}
-    asked = ",".join(dict.fromkeys(job.partition("_")[0] for job in wanted))
-    lines = _lines(["squeue", "--noheader", "--array", "--states=all", f"--jobs={asked}", "--format=%A|%i|%T|%N|%r"])
+    ids = _array_ids(wanted)
+    lines = _lines(["squeue", "--noheader", "--array", "--states=all", f"--jobs={ids}", "--format=%A|%i|%T|%N|%r"])
     if lines is None:
         return None
     found = {}
@@ -104,17 +110,21 @@ def query_jobs(jobs: Iterable[str]) -> dict[str, JobState] | None:
         number, name, state, nodes, reason = line.split("|", 4)
         found[name if "_" in name else number] = JobState(state, reason, nodes)
     older = [job for job in wanted if job not in found]
-    return {**{job: JobState(UNKNOWN) for job in older}, **_accounted(older), **found}
+    return {**{job: JobState(UNKNOWN) for job in older}, **_query_sacct(older), **found}
 
 
-def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Of jobs that the controller has forgotten; nothing where the site keeps no accounts. The last line counts."""
+def _array_ids(jobs: Sequence[str]) -> str:
+    return ",".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+
+
+def _query_sacct(jobs: Sequence[str]) -> dict[str, JobState]:
+    """Jobs that the controller no longer knows; empty without accounting. A job's last line counts."""
     if not jobs:
         return {}
     fields = "--format=JobID,JobIDRaw,State,NodeList"
-    asked = ["sacct", "--noheader", "--parsable2", "--duplicates", "--allocations", fields]
+    command = ["sacct", "--noheader", "--parsable2", "--duplicates", "--allocations", fields]
     found = {}
-    for line in _lines([*asked, f"--jobs={','.join(dict.fromkeys(job.partition('_')[0] for job in jobs))}"]) or []:
+    for line in _lines([*command, f"--jobs={_array_ids(jobs)}"]) or []:
         name, number, state, nodes = line.split("|", 3)
         job = name if "_" in name else number
         if job in jobs:
@@ -123,14 +133,14 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def job_id_by_name(name: str) -> str | None:
-    """The id of this user's job or array of that name; empty when there is none, None when nobody answers."""
-    asked = [f"--user={getpass.getuser()}", f"--name={name}", "--states=all", "--array", "--format=%F|"]
-    lines = _lines(["squeue", "--noheader", *asked])
+    """The id of this user's job or array of that name; empty if there is none, None if Slurm does not answer."""
+    options = [f"--user={getpass.getuser()}", f"--name={name}", "--states=all", "--array", "--format=%F|"]
+    lines = _lines(["squeue", "--noheader", *options])
     return None if lines is None else next((line.rstrip("|") for line in lines), "")
 
 
 def raw_job_id(job: str) -> str:
-    """The plain number that a task of an array has as well, which some commands want; the id itself for others."""
+    """An array task's plain number, which some commands need; other ids as they are."""
     lines = _lines(["squeue", "--noheader", f"--jobs={job}", "--format=%A|"]) if "_" in job else None
     return lines[0].rstrip("|") if lines else job
 
@@ -145,43 +155,45 @@ def _lines(command: list[str]) -> list[str] | None:
     return [line.strip() for line in done.stdout.splitlines() if "|" in line]
 
 
-def combined_state(state: str, told: JobState | None) -> str:
-    """The run's state by its folder and by Slurm together: see the table above. `told` is None where nobody knows."""
-    if told is None or state in ("finished", "failed", "broken"):
+def combined_state(state: str, job: JobState | None) -> str:
+    """The run's state from its folder and from Slurm, as in the table above; `job` is None if Slurm did not answer."""
+    if job is None or state in ("finished", "failed", "broken"):
         return state
-    if told.pending:
+    if job.pending:
         return "queued"
-    if told.running:
+    if job.running:
         return "stopped" if state == "stopped" else "running"
     return "lost" if state in ("created", "queued", "lost") else state
 
 
 def poll_job(run: Run) -> tuple[str, str]:
-    """The run's state, and a sentence about its job; empty for a run that has none."""
+    """The run's combined state, and a sentence about its job; empty without a job."""
     job = job_of(run)
     if job is None:
         return run.state, ""
     answers = query_jobs([job])  # before the state is read: a job writes it before it ends
     if answers is None:
-        return run.state, f"job {job}, of which nothing is known here: Slurm does not answer on this machine"
+        return run.state, f"job {job}, state unknown: Slurm does not answer on this machine"
     return combined_state(run.state, answers[job]), answers[job].describe(job)
 
 
 def refuse_queued(run: Run) -> None:
-    """UseError when the run's job waits or runs: whoever goes on with the run, or deletes it, stops that first."""
+    """UseError if the run's job is pending or running: it must be stopped before the run is resumed or deleted."""
     try:
         job = job_of(run) if run.state not in ("finished", "failed") else None
-    except UseError:  # half a folder, which is nobody's job
+    except UseError:  # an incomplete run folder has no job
         return
-    if job is None or job == current_job():  # that job is us
+    if job is None or job == current_job():  # this process belongs to that job
         return
-    told = (query_jobs([job]) or {}).get(job)
-    if told is not None and (told.pending or told.running):
-        raise UseError(f"run {run.id} is in Slurm's hands: {told.describe(job)}", f"first: tiltyard stop {run.typed}")
+    state = (query_jobs([job]) or {}).get(job)
+    if state is not None and state.active:
+        raise UseError(
+            f"run {run.id} has an active Slurm job: {state.describe(job)}", f"stop it first: tiltyard stop {run.typed}"
+        )
 
 
 class Backoff:
-    """Seconds between questions: the longer nothing changes, the longer the pause."""
+    """Seconds between queries: they grow until something changes."""
 
     FIRST, LONGEST, GROWTH = 1.0, 30.0, 1.4
 
@@ -192,6 +204,5 @@ class Backoff:
         self._pause = self.FIRST
 
     def next_pause(self) -> float:
-        """The next pause."""
         now, self._pause = self._pause, min(self.LONGEST, self._pause * self.GROWTH)
         return now

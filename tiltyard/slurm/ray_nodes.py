@@ -1,13 +1,13 @@
-"""One Ray over the nodes of a job: the first node's agent starts its head, the others join it, all end together.
+"""One Ray over all nodes of a job: the first node's agent starts the head, the others join it, all end together.
 
-RUN/job/ray-JOB-RESTART/      readable by the user alone; a requeued job never reads what an earlier start has left
-  token         what every process of this Ray has to know
-  head.json     where the head listens, and which versions it has: written when it answers
-  NODE.json     by a node's agent: that it has joined, or why it has not
-  end           by the first node's agent, when the training is over
+RUN/job/ray-JOB-RESTART/      readable only by the user; a requeued job has another folder
+  token         the secret that every process of this Ray needs
+  head.json     address and versions of the head, written when it answers
+  NODE.json     written by a node's agent: it has joined, or why it has not
+  end           written by the first node's agent when training is over
 
-There are no sleeps for luck and no fixed ports: a port is picked by binding it. `ray stop` is never called, because it
-would end every Ray of the user on that machine; an agent ends what it has started, and nothing else.
+Ports are picked by binding them. `ray stop` is never called, because it would end every Ray of the user on the machine;
+an agent ends only the processes that it has started.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 
 from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.ray_cluster import (
+    DETECT_LOSS,
     QUIET,
     SMALLEST_STORE,
-    SOON,
     STORE,
     keep_logs,
     short_folder,
@@ -46,170 +46,43 @@ from tiltyard.processes.resources import free_memory, own_address, usable_cores
 from tiltyard.run import atomic
 from tiltyard.slurm import FOLDER
 
-POLL_SECONDS = 0.2  # seconds between looks at the folder
-ANSWER = 120.0  # seconds for a head to answer on its port
-FAREWELL = 10.0  # seconds for Ray to end when asked to
-TRIES = 3  # ports that are tried
-SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}  # runners on every node, rather than one node after another
+POLL_SECONDS = 0.2
+START_TIMEOUT = 120.0  # seconds for a head to answer on its port
+STOP_TIMEOUT = 10.0  # seconds for Ray to end after SIGTERM
+PORT_TRIES = 3
+SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}  # runners spread over all nodes instead of filling one by one
 
 
-class RayNode:
-    """This node's share of the Ray of a job."""
+class RayProcess:
+    """Ray's processes on this node: started, checked and ended, with a temporary folder that is removed afterwards."""
 
-    def __init__(self, run: Path, task: Mapping[str, Any]) -> None:
-        self.task = task
-        job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID", "0")
-        self.name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self.place = run / FOLDER / f"ray-{job}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-        self.output = run / "logs" / "ray" / f"{self.name}.out"
-        self.kept = run / "logs" / "ray" / self.name
+    def __init__(self, name: str, output: Path, token: Path) -> None:
+        self.name, self.output, self.token = name, output, token
         self.temp: Path | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self.offered = usable_cores()
-        self.said: list[str] = []  # for the run's events
-        self.ended = False
 
-    # -- the first node
-
-    def lead(self, learners: int) -> dict[str, str]:
-        """Start the head; returns the variables by which the trainer finds this Ray. In a heterogeneous job the first
-        group learns: no runner is put there."""
-        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write_token()
-        learning = learners if learners > 1 else 0  # in processes of their own; a single one is in the trainer's
-        taken = max(1, learners)
-        if self.task["samplers"]:
-            self.offered = taken = learning
-        for tries_left in reversed(range(TRIES)):
-            address, port = own_address(), _free_port()
-            self._start("--head", f"--port={port}", "--include-dashboard=false", address=address)
-            if self._answers(address, port):
-                break
-            self.stop()
-            if not tries_left:
-                raise TiltyardError(
-                    f"Ray's head did not start on {self.name}: {_tail(self.output)}", f"its output is in {self.output}"
-                )
-        nodes = [name for name in os.environ.get("TILTYARD_NODES", "").split(",") if name]
-        told = {
-            "address": f"{address}:{port}",
-            "nodes": nodes or [self.name],
-            "cpus": self.offered + int(self.task["cpus_elsewhere"]) - taken,
-            "wait": self.task["wait"],
-            "folder": str(self.place),
-            "logs": str(self.output.parent),
-        }
-        atomic.write_json(self.place / "head.json", {**told, **_versions()})
-        self._tell("joined")
-        return {**self._variables(), ALLOCATION: json.dumps(told)}
-
-    def lost(self, timeout: float = 0.0) -> str:
-        """Why the head has ended by itself; nothing where it still runs after so many seconds."""
-        assert self.process is not None
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f"Ray's head on {self.name} has ended by itself (its output is in logs/ray/{self.output.name})"
-
-    def poll_events(self, told: set[str]) -> Iterator[str]:
-        """Sentences that other nodes' agents have for the run's events, each once."""
-        for path in sorted(self.place.glob("*.json")):
-            with contextlib.suppress(OSError, ValueError):
-                for sentence in atomic.read_json(path).get("said", []):
-                    if sentence not in told:
-                        told.add(sentence)
-                        yield str(sentence)
-
-    def end(self) -> None:
-        """Let the other nodes go, and end this one's share."""
-        with contextlib.suppress(OSError):
-            (self.place / "end").touch()
-        self.stop()
-        (self.place / "token").unlink(missing_ok=True)
-
-    # -- the other nodes
-
-    def serve(self) -> None:
-        """Join the head and stay until the first node says that it is over. A raylet that dies is started again."""
-        signal.signal(signal.SIGTERM, self._note)
-        head = self._head()
-        if head is None:
-            return
-        ours, theirs = _versions(), {name: head[name] for name in _versions()}
-        if ours != theirs:
-            both = ", ".join(f"{name} {ours[name]} here and {theirs[name]} there" for name in ours)
-            self._tell("failed", f"{self.name} cannot join Ray, versions differ: {both}")
-            self._until_over(lambda: False)
-            return
-        tries = int(self.task["retry"])
-        while True:
-            self._start(f"--address={head['address']}", address=own_address())
-            self._tell("joined")
-            assert self.process is not None
-            if self._until_over(lambda: self.process is not None and self.process.poll() is not None):
-                break
-            self.stop()
-            if tries == 0:
-                self._tell("failed", f"{self.name} lost its part of Ray: {_tail(self.output)}")
-                self._until_over(lambda: False)
-                break
-            tries -= 1
-            number = int(self.task["retry"]) - tries
-            self._tell("lost", f"{self.name} lost its part of Ray, which is started again ({number})")
-        self.stop()
-
-    def _head(self) -> dict[str, Any] | None:
-        """What the first node has to say; None when it is over before it said anything."""
-        deadline = time.monotonic() + float(self.task["wait"])
-        while not (self.place / "head.json").exists():
-            if self.ended or (self.place / "end").exists():
-                return None
-            if time.monotonic() > deadline:
-                raise TiltyardError(
-                    f"{self.name} heard nothing of the first node for {self.task['wait']:g} s", f"see {self.place}"
-                )
-            time.sleep(POLL_SECONDS)
-        found: dict[str, Any] = atomic.read_json(self.place / "head.json")
-        return found
-
-    def _until_over(self, failed: Callable[[], bool]) -> bool:
-        """Wait for the end; False when `failed` comes first."""
-        while not (self.ended or (self.place / "end").exists()):
-            if failed():
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.ended = True  # Slurm tells every process of a job, those of Ray too
-
-    # -- Ray's own processes
-
-    def _start(self, *words: str, address: str) -> None:
+    def start(self, *options: str, address: str, cpus: int) -> None:
         self.temp = short_folder(_short_temp())
         store = max(SMALLEST_STORE, int(min(STORE * 2**30, (free_memory() or 2**34) / 8)))
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
         command += [
             "--block",
             "--disable-usage-stats",
             f"--node-ip-address={address}",
             f"--node-name={self.name}",
             f"--temp-dir={self.temp}",
-            f"--num-cpus={self.offered}",
+            f"--num-cpus={cpus}",
             f"--object-store-memory={store}",
-            f"--ray-client-server-port={_free_port()}",
+            *([f"--ray-client-server-port={_free_port()}"] if "--head" in options else []),
             f"--dashboard-agent-listen-port={_free_port()}",
             "--min-worker-port=0",
             "--max-worker-port=0",
             *([f"--num-gpus={count}"] if (count := _gpus()) is not None else []),
         ]
-        if "--head" not in words:
-            command = [word for word in command if not word.startswith("--ray-client-server-port")]
         parent = os.getpid()
 
         def prepare() -> None:
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the time limit is the trainer's to know of
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # only the trainer handles the time limit
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             die_with(parent)
 
@@ -225,14 +98,32 @@ class RayNode:
                 start_new_session=True,
             )
 
+    def exited(self, timeout: float = 0.0) -> bool:
+        """Whether the process has exited, or does so within the timeout."""
+        assert self.process is not None
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def answers(self, address: str, port: int) -> bool:
+        """Wait until the port accepts connections; False if the process exits or START_TIMEOUT passes first."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.process is not None and self.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
     def stop(self) -> None:
-        """End this node's share of Ray with everything it has started, keep its logs, remove its folder."""
+        """End Ray on this node with all its child processes, keep its logs, remove its temporary folder."""
         if self.process is not None and self.temp is not None:
             started = {each.pid for each in proc.tree(self.process.pid)}
             if self.process.poll() is None:
                 self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(FAREWELL)
+                self.process.wait(STOP_TIMEOUT)
             for pid in started | {each.pid for each in proc.tree(self.process.pid)}:
                 if _of_ray(pid, self.temp):
                     with contextlib.suppress(ProcessLookupError):
@@ -240,37 +131,165 @@ class RayNode:
             self.process.wait()
             self.process = None
         if self.temp is not None:
-            keep_logs(self.temp, self.kept)
+            keep_logs(self.temp, self.output.with_suffix(""))
             shutil.rmtree(self.temp.parent, ignore_errors=True)
             self.temp = None
 
-    def _answers(self, address: str, port: int) -> bool:
-        deadline = time.monotonic() + ANSWER
-        while self.process is not None and self.process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
-                return True
+    def variables(self) -> dict[str, str]:
+        """The environment by which other processes find this Ray."""
+        return {**token_variables(self.token), **DETECT_LOSS, **QUIET, **SPREAD}
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return {**kept, **self.variables(), "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+
+    def last_lines(self, count: int = 5) -> str:
+        try:
+            text = self.output.read_text(errors="replace").strip()
+        except OSError:
+            text = ""
+        return " / ".join(text.splitlines()[-count:]) or "it wrote nothing"
+
+
+class RayNode:
+    """This node's part of a job's Ray: `lead` on the first node, `serve` on the others."""
+
+    def __init__(self, run: Path, task: Mapping[str, Any]) -> None:
+        self.task = task
+        job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID", "0")
+        self.name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.folder = run / FOLDER / f"ray-{job}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+        self.process = RayProcess(self.name, run / "logs" / "ray" / f"{self.name}.out", self.folder / "token")
+        self.events: list[str] = []  # sentences for the run's events
+        self.terminated = False
+
+    # -- the first node
+
+    def lead(self, learners: int) -> dict[str, str]:
+        """Start the head; returns the variables by which the trainer finds this Ray.
+
+        In a heterogeneous job the first group only learns: it offers no CPUs to runners.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write_token()
+        remote_learners = learners if learners > 1 else 0  # a single learner runs in the trainer's process
+        cpus, taken = usable_cores(), max(1, learners)
+        if self.task["samplers"]:
+            cpus = taken = remote_learners
+        for tries_left in reversed(range(PORT_TRIES)):
+            address, port = own_address(), _free_port()
+            self.process.start("--head", f"--port={port}", "--include-dashboard=false", address=address, cpus=cpus)
+            if self.process.answers(address, port):
+                break
+            self.process.stop()
+            if not tries_left:
+                raise TiltyardError(
+                    f"Ray's head did not start on {self.name}: {self.process.last_lines()}",
+                    f"its output is in {self.process.output}",
+                )
+        nodes = [name for name in os.environ.get("TILTYARD_NODES", "").split(",") if name]
+        allocation = {
+            "address": f"{address}:{port}",
+            "nodes": nodes or [self.name],
+            "cpus": cpus + int(self.task["cpus_elsewhere"]) - taken,
+            "wait": self.task["wait"],
+            "folder": str(self.folder),
+            "logs": str(self.process.output.parent),
+        }
+        atomic.write_json(self.folder / "head.json", {**allocation, **_versions()})
+        self._publish("joined")
+        return {**self.process.variables(), ALLOCATION: json.dumps(allocation)}
+
+    def lost(self, timeout: float = 0.0) -> str:
+        """A sentence if the head has exited, or does so within the timeout; else empty."""
+        if not self.process.exited(timeout):
+            return ""
+        return f"Ray's head on {self.name} exited (its output is in logs/ray/{self.process.output.name})"
+
+    def poll_events(self, reported: set[str]) -> Iterator[str]:
+        """New sentences from other nodes' agents for the run's events; adds them to `reported`."""
+        for path in sorted(self.folder.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                for sentence in atomic.read_json(path).get("said", []):
+                    if sentence not in reported:
+                        reported.add(sentence)
+                        yield str(sentence)
+
+    def end(self) -> None:
+        """Let the other nodes' agents exit, and end Ray on this node."""
+        with contextlib.suppress(OSError):
+            (self.folder / "end").touch()
+        self.process.stop()
+        (self.folder / "token").unlink(missing_ok=True)
+
+    # -- the other nodes
+
+    def serve(self) -> None:
+        """Join the head and stay until the first node ends the job's Ray. Ray is restarted here if it dies."""
+        signal.signal(signal.SIGTERM, self._handle_sigterm)
+        head = self._wait_for_head()
+        if head is None:
+            return
+        ours, theirs = _versions(), {name: head[name] for name in _versions()}
+        if ours != theirs:
+            both = ", ".join(f"{name} {ours[name]} here, {theirs[name]} there" for name in ours)
+            self._publish("failed", f"{self.name} cannot join Ray: versions differ from the head's: {both}")
+            self._wait_for_end(lambda: False)
+            return
+        tries = int(self.task["retry"])
+        while True:
+            self.process.start(f"--address={head['address']}", address=own_address(), cpus=usable_cores())
+            self._publish("joined")
+            if self._wait_for_end(self.process.exited):
+                break
+            self.process.stop()
+            if tries == 0:
+                self._publish("failed", f"Ray died on {self.name}: {self.process.last_lines()}")
+                self._wait_for_end(lambda: False)
+                break
+            tries -= 1
+            number = int(self.task["retry"]) - tries
+            self._publish("lost", f"Ray died on {self.name}; restarting it ({number})")
+        self.process.stop()
+
+    def _wait_for_head(self) -> dict[str, Any] | None:
+        """The contents of head.json; None if the job's Ray ended first."""
+        deadline = time.monotonic() + float(self.task["wait"])
+        while not (self.folder / "head.json").exists():
+            if self.terminated or (self.folder / "end").exists():
+                return None
+            if time.monotonic() > deadline:
+                raise TiltyardError(
+                    f"the first node did not start Ray within {self.task['wait']:g} s (slurm.wait), seen from "
+                    f"{self.name}",
+                    f"see {self.folder}",
+                )
             time.sleep(POLL_SECONDS)
-        return False
+        found: dict[str, Any] = atomic.read_json(self.folder / "head.json")
+        return found
 
-    # -- words
+    def _wait_for_end(self, failed: Callable[[], bool]) -> bool:
+        """Wait until the job's Ray is ended; False if `failed` becomes true first."""
+        while not (self.terminated or (self.folder / "end").exists()):
+            if failed():
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
-    def _tell(self, state: str, sentence: str = "") -> None:
-        self.said += [sentence] if sentence else []
-        atomic.write_json(self.place / f"{self.name}.json", {"node": self.name, "state": state, "said": self.said})
+    def _handle_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.terminated = True  # Slurm signals every process of a job, including Ray's
+
+    def _publish(self, state: str, sentence: str = "") -> None:
+        """Write this node's state and events for the first node and the trainer."""
+        self.events += [sentence] if sentence else []
+        atomic.write_json(self.folder / f"{self.name}.json", {"node": self.name, "state": state, "said": self.events})
 
     def _write_token(self) -> None:
-        path = self.place / "token"
+        path = self.folder / "token"
         if not path.exists():
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32))
-
-    def _variables(self) -> dict[str, str]:
-        return {**token_variables(self.place / "token"), **SOON, **QUIET, **SPREAD}
-
-    def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return {**kept, **self._variables(), "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 
 
 # ------------------------------------------------------------------------------------------------ this machine
@@ -291,7 +310,7 @@ def _free_port() -> int:
 
 
 def _short_temp() -> str | None:
-    """A folder of this node whose name leaves room for those of Ray's sockets."""
+    """A temporary folder of this node whose path is short enough for Ray's socket names."""
     for name in ("SLURM_TMPDIR", "TMPDIR"):
         place = os.environ.get(name, "")
         if place and len(place) <= 24 and os.access(place, os.W_OK):
@@ -300,7 +319,7 @@ def _short_temp() -> str | None:
 
 
 def _gpus() -> int | None:
-    """GPUs of this job on this node; None where nothing is said of them."""
+    """GPUs of this job on this node; None if no variable names them."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return len([each for each in shown.split(",") if each and each != "NoDevFiles"])
@@ -309,16 +328,9 @@ def _gpus() -> int | None:
 
 
 def _of_ray(pid: int, temp: Path) -> bool:
-    """Whether the process is still one of this Ray's, and not another that was given its number."""
+    """Whether the pid still belongs to this Ray and was not reused."""
     found = proc.read(pid)
     if found is None:
         return False
-    told = " ".join([found.command, *(f"{name}={value}" for name, value in proc.environment(pid).items())])
-    return "ray" in told and str(temp) in told
-
-
-def _tail(path: Path, lines: int = 5) -> str:
-    try:
-        return " / ".join(path.read_text(errors="replace").strip().splitlines()[-lines:]) or "it wrote nothing"
-    except OSError:
-        return "it wrote nothing"
+    text = " ".join([found.command, *(f"{name}={value}" for name, value in proc.environment(pid).items())])
+    return "ray" in text and str(temp) in text

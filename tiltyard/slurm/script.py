@@ -1,10 +1,10 @@
-"""The script of a Slurm job, as text: a pure function of run and profile.
+"""The script of a Slurm job as text: a pure function of run and profile.
 
-    script(job)   what `sbatch` gets: #SBATCH lines, the profile's set-up, one agent per node, and what follows
-    head, set_up, step      its parts, for short jobs that are no runs
+    script(job)                          #SBATCH lines, the profile's setup, one agent per node, requeue or exit
+    header_lines, setup_lines, step_lines   its parts, also used by doctor jobs
 
-The script of an array is the same with the run looked up by the task's number, and a turn of its sweep at the end.
-Everything that a user named goes through a file or is quoted; nothing of it is ever run by a shell.
+In an array's script the task number selects the run, and a tick of the sweep follows each trial.
+Every name from a user is quoted or read from a file; the shell never evaluates it.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, NEVER_SUBMITTED, SC
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 
 
-RUN_AGAIN = 10  # exit code of a sweep's turn: the task's own trial is due again, in the same job
+RUN_AGAIN = 10  # exit code of a sweep tick: run this task's trial again in the same job
 
 
 @dataclass(frozen=True)
 class Array:
-    """A job with a task for each of several runs: those named in a file, in its folder in their sweep's folder."""
+    """An array job with one task per trial; the file `trials` in its folder lists them."""
 
     tasks: int
     at_once: int
     pause: float = 0.0
-    """seconds between the starts of two of them"""
+    """seconds between the starts of two tasks"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, or the folder of an array, and the profile that it is submitted with."""
+    """A run, or an array of trials, with its profile. `folder` is the run's or the array's."""
 
     name: str
     folder: Path
     profile: Profile
     python: str = sys.executable
     excluded: tuple[str, ...] = ()
-    """nodes that are left out beside those of the profile"""
+    """nodes to exclude besides the profile's"""
     array: Array | None = None
 
 
 def script(job: Job) -> str:
-    """The whole script of a run's job, or of an array."""
-    return "\n".join([*_beginning(job), *_middle(job), *_end(job)]) + "\n"
+    """The whole script of a run's job or of an array."""
+    return "\n".join([*_preamble(job), *_run_agents(job), *_requeue(job)]) + "\n"
 
 
-def _beginning(job: Job) -> list[str]:
-    """What is asked for, the profile's set-up, and then which run it is: a set-up may have variables of any name."""
+def _preamble(job: Job) -> list[str]:
+    """#SBATCH lines and setup, then the script's own variables: a setup may use any variable names."""
     profile, folder, array = job.profile, job.folder, job.array
-    named = _can_be_escaped(str(folder))
+    can_escape = _can_be_escaped(str(folder))
     output = str(folder).replace("%", "%%") + ("/%a.out" if array else "/logs/job-%j.out")
-    told = f"{_one_line(job.name)}, profile {_one_line(profile.name)}"
+    title = f"{_one_line(job.name)}, profile {_one_line(profile.name)}"
     if array is None:
         root, quoted = root_of(folder), shlex.quote(str(folder))
-        logged = [] if named else [f'exec >>{quoted}/logs/job-"$SLURM_JOB_ID".out 2>&1']
-        said, found = f"# Run {told}. It may be submitted by hand, too.", [f"run={quoted}", *_ID]
+        redirect = [] if can_escape else [f'exec >>{quoted}/logs/job-"$SLURM_JOB_ID".out 2>&1']
+        comment, variables = f"# Run {title}. It can also be submitted by hand.", [f"run={quoted}", *_ID]
     else:
-        root, found, logged = folder.parents[3], _task(folder), _log_of_task(folder)
-        said = f"# Trials {told}. One may be submitted by hand, too: sbatch --array=TASK {SCRIPT}"
+        root, variables, redirect = folder.parents[3], _task_variables(folder), _task_log(folder)
+        comment = f"# Trials {title}. One can also be submitted by hand: sbatch --array=TASK {SCRIPT}"
     return [
-        *head(profile, job.name, output if named else "/dev/null", excluded=job.excluded, array=array),
+        *header_lines(profile, job.name, output if can_escape else "/dev/null", excluded=job.excluded, array=array),
         "",
-        said,
-        *logged,
+        comment,
+        *redirect,
         *setup_lines(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
         f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
         "",
-        *found,
+        *variables,
     ]
 
 
@@ -87,7 +87,7 @@ _ID = (
 _LINE = '"$((SLURM_ARRAY_TASK_ID + 1))p"'
 
 
-def _log_of_task(folder: Path) -> list[str]:
+def _task_log(folder: Path) -> list[str]:
     log = '"$trial/logs/job-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
     return [
         f"trial=$(sed -n {_LINE} {shlex.quote(str(folder / TRIALS))})",
@@ -95,8 +95,8 @@ def _log_of_task(folder: Path) -> list[str]:
     ]
 
 
-def _task(folder: Path) -> list[str]:
-    """Which trial a task is. The array's number is written by its tasks too: whoever submitted it may be gone."""
+def _task_variables(folder: Path) -> list[str]:
+    """Find the task's trial. Tasks write the array's job id too, in case the submitting process died before it did."""
     return [
         f"array={shlex.quote(str(folder))} sweep={shlex.quote(str(folder.parents[1]))}",
         f'run=$sweep/$(sed -n {_LINE} "$array/{TRIALS}")',
@@ -108,24 +108,24 @@ def _task(folder: Path) -> list[str]:
     ]
 
 
-# A node that hangs would hold the others until the time limit: what is left a minute after the verdict is ended.
+# A hung node would hold the others until the time limit, so agents are killed a minute after the verdict.
 _GUARD = '(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!'
 
 
-def _middle(job: Job) -> list[str]:
-    """One start of the agents, and what the first of them decided; of an array again, as long as there are turns."""
-    array, several = job.array, bool(_names_of_nodes(job.profile))
+def _run_agents(job: Job) -> list[str]:
+    """Start the agents and read the first one's verdict; in an array, loop while a tick wants the trial again."""
+    array, several = job.array, bool(_node_names(job.profile))
     return [
-        "# The time limit, for an agent that was not told of it in time.",
+        "# The time limit, for agents that Slurm does not signal in time.",
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"',
         "export SLURM_JOB_END_TIME",
-        *_names_of_nodes(job.profile),
+        *_node_names(job.profile),
         *([f'{{ flock 9; sleep {array.pause:g}; }} 9>"$sweep/slurm/pause"'] if array and array.pause else []),
         "",
         *([] if array is None else ["while of=; do"]),
-        "# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.",
+        "# One agent on every node. Signals are for the agents; this shell ignores them and waits.",
         *(['rm -f "$run/job/verdict"'] if several else []),
-        *step(job.profile, ["-m", "tiltyard.slurm.node_agent"], '"$run"', python=job.python, background=True),
+        *step_lines(job.profile, ["-m", "tiltyard.slurm.node_agent"], '"$run"', python=job.python, background=True),
         "agents=$!",
         "trap 'scancel --signal=TERM \"$id\" 2>/dev/null' TERM INT  # srun itself would kill them at once",
         "trap : USR2",
@@ -133,22 +133,22 @@ def _middle(job: Job) -> list[str]:
         'while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done',
         *(['kill "$guard" 2>/dev/null'] if several else []),
         "",
-        "# What the agent of the first node decided, if it is about this very start of the job.",
+        "# The verdict of the first node's agent, if it belongs to this start of the job.",
         'read -r of restart verdict 2>/dev/null <"$run/job/verdict"',
         '[ "${of:-} ${restart:-}" = "$id ${SLURM_RESTART_COUNT:-0}" ] || verdict=none',
         'echo "job $id: ${verdict:-none} (exit code $code)"',
-        "# Ended while it saved: by the limit, or by somebody who does not want it back?",
+        "# Ended while saving: by the time limit, or by scancel?",
         '[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue',
-        *_what_next(job),
+        *_exit_or_tick(job),
     ]
 
 
-def _what_next(job: Job) -> list[str]:
+def _exit_or_tick(job: Job) -> list[str]:
     if job.array is None:
         return ['[ "${verdict:-none}" = requeue ] || exit "$code"']
     return [
         '[ "${verdict:-none}" = requeue ] && break',
-        "# What comes next in the sweep; perhaps more of the same.",
+        "# A tick of the sweep decides what comes next; it may be this trial again.",
         tick_command(job.profile, job.python),
         f'[ $? = {RUN_AGAIN} ] || exit "$code"',
         "done",
@@ -156,31 +156,31 @@ def _what_next(job: Job) -> list[str]:
 
 
 def tick_command(profile: Profile, python: str) -> str:
-    """A turn of the sweep in whose trial's job this is: outside of any container, where jobs can be submitted."""
+    """A tick of the trial's sweep, outside any container, where jobs can be submitted."""
     chosen = python if profile.slurm.container else profile.slurm.python or python
     return f'{shlex.quote(chosen)} -m tiltyard.sweep.tick "$sweep" --own "$run"'
 
 
-def _end(job: Job) -> list[str]:
-    """Back into the queue, by requeue or by the same script submitted again."""
+def _requeue(job: Job) -> list[str]:
+    """Requeue the job, or submit the same script again where requeueing is forbidden."""
     again, name = '"$run/job/script.sh"', "${again%%;*}"
     if job.array is not None:
         again, name = '--array="$task" "$array/script.sh"', "${again%%;*}_$task"
     return [
         'scontrol requeue "$id" && exit 0',
-        'echo "job $id may not be requeued; the same script is submitted again"',
+        'echo "job $id cannot be requeued; submitting the same script again"',
         *([] if job.array is None else ["task=$SLURM_ARRAY_TASK_ID"]),
         "again=$(conf=${SLURM_CONF-}",
         '  unset "${!SLURM_@}" "${!SBATCH_@}"',
         '  [ -z "$conf" ] || export SLURM_CONF="$conf"',
-        f'  sbatch --parsable {again}) || {{ echo "go on with: tiltyard resume $run"; exit 1; }}',
+        f'  sbatch --parsable {again}) || {{ echo "continue with: tiltyard resume $run"; exit 1; }}',
         f'echo "{name}" >"$run/job/submitted-again"',
-        f'echo "job {name} goes on with it"',
+        f'echo "job {name} continues the run"',
     ]
 
 
-def _names_of_nodes(profile: Profile) -> list[str]:
-    """For an agent that has to name one that is missing; Slurm's commands are only sure to be here."""
+def _node_names(profile: Profile) -> list[str]:
+    """The job's node names, for error messages of agents; only this script is sure to have Slurm's commands."""
     if profile.slurm.samplers is not None:
         listed = "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"
     elif profile.resources.nodes > 1:
@@ -190,38 +190,45 @@ def _names_of_nodes(profile: Profile) -> list[str]:
     return [f'export TILTYARD_NODES=$(scontrol show hostnames "{listed}" | paste -sd,)']
 
 
-def head(
+def header_lines(
     profile: Profile,
     name: str,
     output: str,
     *,
     time: str | None = None,
-    nodes: int | None = None,
     requeue: bool = True,
     excluded: Sequence[str] = (),
     array: Array | None = None,
 ) -> list[str]:
-    """The #! line and the #SBATCH lines. `output` is a pattern of sbatch; `time` and `nodes` replace the profile's."""
+    """The #! line and the #SBATCH lines. `output` is an sbatch file pattern; `time` replaces the profile's."""
     lines = [
         f"--job-name={_escaped(_one_line(name))}",
         f"--output={_escaped(output)}",
         "--open-mode=append",
         *([f"--array=0-{array.tasks - 1}%{array.at_once}"] if array is not None else []),
         *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
-        *asked_for(profile, time=time, nodes=nodes, excluded=excluded),
+        *resource_options(profile, time=time, excluded=excluded),
     ]
-    if profile.slurm.samplers is not None and nodes is None:
+    if profile.slurm.samplers is not None:
         samplers = profile.slurm.samplers
-        lines += ["hetjob", *_group(samplers, samplers.partition or profile.slurm.partition, samplers.constraint)]
+        lines += [
+            "hetjob",
+            *_group_options(samplers, samplers.partition or profile.slurm.partition, samplers.constraint),
+        ]
     return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)]
 
 
-def asked_for(
-    profile: Profile, *, time: str | None = None, nodes: int | None = None, excluded: Sequence[str] = ()
-) -> list[str]:
-    """What sbatch and srun have in common: the options that say what is asked for, `extra` as the site file has it."""
+def with_nodes(profile: Profile, count: int) -> Profile:
+    """The profile with `count` nodes and no samplers."""
+    resources = profile.resources.model_copy(update={"nodes": count})
+    return profile.model_copy(
+        update={"resources": resources, "slurm": profile.slurm.model_copy(update={"samplers": None})}
+    )
+
+
+def resource_options(profile: Profile, *, time: str | None = None, excluded: Sequence[str] = ()) -> list[str]:
+    """The resource options that sbatch and srun share; `slurm.extra` unchanged."""
     slurm, resources = profile.slurm, profile.resources
-    first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
     names = ",".join(word for word in (slurm.exclude, *excluded) if word)
     return [
         *_option("time", time or resources.time),
@@ -229,11 +236,11 @@ def asked_for(
         *_option("qos", slurm.qos),
         *_option("exclude", names),
         *slurm.extra,
-        *_group(first, slurm.partition, slurm.constraint),
+        *_group_options(resources, slurm.partition, slurm.constraint),
     ]
 
 
-def _group(nodes: Nodes, partition: str | None, constraint: str | None) -> list[str]:
+def _group_options(nodes: Nodes, partition: str | None, constraint: str | None) -> list[str]:
     return [
         *_option("partition", partition),
         *_option("constraint", constraint),
@@ -251,43 +258,36 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def setup_lines(profile: Profile, secrets: str | None = None) -> list[str]:
-    """The profile's own lines and variables. `secrets` names, quoted, the file with those that no script shows."""
+    """The profile's setup and variables. `secrets` is the quoted path of the file with the secret ones."""
     hidden = secret_environment(profile.environment)
     shown = {name: value for name, value in profile.environment.items() if name not in hidden}
     kept = profile.slurm.keep_ld_preload
-    said = 'echo "LD_PRELOAD=$LD_PRELOAD of this site is unset: it breaks Ray (slurm.keep_ld_preload: true keeps it)"'
+    warn = 'echo "LD_PRELOAD=$LD_PRELOAD is unset because it breaks Ray (slurm.keep_ld_preload: true keeps it)"'
     return [
         *profile.slurm.setup,
-        "set -uo pipefail",  # after the site's own scripts, many of which do not bear it
+        "set -uo pipefail",  # after the site's own scripts, many of which fail with it
         "export PYTHONUNBUFFERED=1",
         *(f"export {name}={shlex.quote(value)}" for name, value in shown.items()),
         *([f". {secrets}"] if hidden and secrets else []),
-        *([] if kept else [f'[ -z "${{LD_PRELOAD:-}}" ] || {{ {said}; unset LD_PRELOAD; }}']),
+        *([] if kept else [f'[ -z "${{LD_PRELOAD:-}}" ] || {{ {warn}; unset LD_PRELOAD; }}']),
     ]
 
 
-def step(
-    profile: Profile,
-    words: Sequence[str],
-    target: str,
-    *,
-    python: str = sys.executable,
-    background: bool = False,
-    nodes: int | None = None,
+def step_lines(
+    profile: Profile, words: Sequence[str], target: str, *, python: str = sys.executable, background: bool = False
 ) -> list[str]:
-    """One `srun` that starts Python with `words` once on every node; `target` is added as it stands, quoted already."""
+    """One `srun` that runs Python with `words` once on every node; `target` must be quoted already."""
     slurm, resources = profile.slurm, profile.resources
-    told = shlex.join([*shlex.split(slurm.container or ""), slurm.python or python, *words]) + f" {target}"
+    command = shlex.join([*shlex.split(slurm.container or ""), slurm.python or python, *words]) + f" {target}"
     shared = "--cpu-bind=none --kill-on-bad-exit=0"
     end = " &" if background else ""
-    if slurm.samplers is None or nodes is not None:
-        first = resources if nodes is None else resources.model_copy(update={"nodes": nodes})
-        return [f"srun {_tasks(first)} {shared} \\", f"  {told}{end}"]
+    if slurm.samplers is None:
+        return [f"srun {_tasks(resources)} {shared} \\", f"  {command}{end}"]
     return [
         f"srun --het-group=0 {_tasks(resources)} {shared} \\",
-        f"  {told} \\",
+        f"  {command} \\",
         f"  : --het-group=1 {_tasks(slurm.samplers)} {shared} \\",
-        f"  {told}{end}",
+        f"  {command}{end}",
     ]
 
 
@@ -296,17 +296,17 @@ def _tasks(nodes: Nodes) -> str:
 
 
 def secret_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are written to no script."""
+    """The variables that must not appear in a script."""
     return {name: value for name, value in environment.items() if looks_secret(name)}
 
 
 def _can_be_escaped(path: str) -> bool:
-    """Whether sbatch understands the path in an #SBATCH line: a backslash in it would switch off its %j."""
+    """Whether sbatch can read the path in an #SBATCH line: a backslash would disable its %j."""
     return path.isprintable() and "\\" not in path
 
 
 def _escaped(text: str) -> str:
-    """As sbatch reads it from an #SBATCH line, whose quotes are nearly a shell's."""
+    """Quote a value for an #SBATCH line, whose quoting is almost the shell's."""
     if _PLAIN.fullmatch(text):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

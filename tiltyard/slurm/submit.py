@@ -1,8 +1,4 @@
-"""A run as a Slurm job: its script written and submitted, and what the script finds in the run folder.
-
-check(...)    whether an experiment can use what the profile asks for
-submit(...)   the run's script written and submitted; its status says `queued`
-"""
+"""Submit a run to Slurm: write its job folder and script, call sbatch, set the run's state to `queued`."""
 
 from __future__ import annotations
 
@@ -25,11 +21,11 @@ from tiltyard.slurm.script import Job, script, secret_environment
 
 
 def check(profile: Profile, experiment: Experiment) -> None:
-    """UseError for an experiment that cannot use what the profile asks for."""
+    """UseError if the experiment cannot use the nodes that the profile requests."""
     several = profile.resources.nodes > 1 or profile.slurm.samplers is not None
     if several and experiment.engine.kind != "rllib":
         raise UseError(
-            f"profile {profile.name} asks for several nodes, and engine.kind = {experiment.engine.kind} uses one",
+            f"profile {profile.name} requests several nodes, but engine.kind = {experiment.engine.kind} uses one",
             "set engine.kind=rllib, or resources.nodes: 1 without slurm.samplers",
         )
 
@@ -37,9 +33,9 @@ def check(profile: Profile, experiment: Experiment) -> None:
 def submit(
     run: Run, profile: Profile, overrides: Sequence[str] = (), *, trust_code: bool = False, excluded: Sequence[str] = ()
 ) -> str:
-    """Write the run's script and submit it; returns the job's id.
+    """Write the run's script and submit it; returns the job id. `overrides` apply to the job's first attempt.
 
-    What Slurm refuses is a TiltyardError, and the run is failed. `overrides` are for its first attempt.
+    If Slurm refuses the job, the run is marked failed and TiltyardError is raised.
     """
     folder = run.folder / FOLDER
     with Lock.acquire(run):
@@ -54,36 +50,36 @@ def submit(
         submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": atomic.now()}
         whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(excluded)}
         write_status(run, state="queued", reason="", job=whole)
-        without = f", without {', '.join(excluded)}, found bad by the doctor" if excluded else ""
+        without = f", excluding {', '.join(excluded)} (found bad by tiltyard doctor)" if excluded else ""
         log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}{without}", job=number)
     return number
 
 
-def make_folder(run: Run, told: Mapping[str, object], kept: Sequence[str] = ()) -> None:
-    """The run's folder for a job to come, without what an earlier one left but for what is `kept`."""
+def make_folder(run: Run, task: Mapping[str, object], kept: Sequence[str] = ()) -> None:
+    """Make the run's job folder and remove an earlier job's files, except those `kept`."""
     folder = run.folder / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     (run.folder / "logs").mkdir(exist_ok=True)
     for stale in {STOP, RESUBMITTED, COUNTS, VERDICT}.difference(kept):
         (folder / stale).unlink(missing_ok=True)
-    atomic.write_json(folder / TASK, told)
+    atomic.write_json(folder / TASK, task)
 
 
 def write_script(folder: Path, job: Job) -> None:
-    """The script and the secrets that it reads."""
+    """Write the script and the secrets that it reads."""
     write_private(folder / SCRIPT, script(job), 0o700)
     write_secrets(folder, job.profile)
 
 
 def write_secrets(folder: Path, profile: Profile) -> None:
-    """The variables of the profile that no script shows, in a file for the user alone."""
+    """Write the profile's secret variables to a file that only the user can read."""
     hidden = secret_environment(profile.environment)
     secrets = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items())
     write_private(folder / SECRETS, secrets, 0o600)
 
 
 def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = False) -> dict[str, object]:
-    """What the node agent has to know. A sweep adds `program` and `judge` for its trials."""
+    """The contents of task.json, for the node agent. A sweep adds `program` and `judge` for its trials."""
     slurm, resources, samplers = profile.slurm, profile.resources, profile.slurm.samplers
     return {
         "profile": profile.name,
@@ -100,7 +96,7 @@ def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = Fal
 
 
 def write_private(path: Path, text: str, mode: int) -> None:
-    """A file that nobody else can read at any moment."""
+    """Write a file that other users can never read."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:

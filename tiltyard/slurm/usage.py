@@ -1,6 +1,6 @@
-"""What a run's processes use on one machine: `python -m tiltyard.slurm.usage JOB SECONDS` prints a line of JSON.
+"""CPU, memory and GPU use of a run's processes on one machine: `python -m tiltyard.slurm.usage JOB SECONDS`.
 
-With SECONDS above 0 it prints one every so many seconds, until nobody reads them. Standard library only.
+Prints one line of JSON, or one every SECONDS seconds until the pipe closes. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 from tiltyard.processes import proc
 from tiltyard.processes.proc import Process
 
-FIRST = 0.5  # seconds between the two looks that the first shares of CPU are taken from
+FIRST_INTERVAL = 0.5  # seconds over which the first CPU shares are measured
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 
 
 def of_job(job: str) -> list[Process]:
-    """The processes of this user that a job has started on this node, but for ourselves."""
+    """The job's processes on this node, except this one and its parent."""
     node = os.environ.get("SLURMD_NODENAME")
     mine = {os.getpid(), os.getppid()}
     return [
         each
         for each in proc.own_processes()
         if each.pid not in mine
-        and (told := proc.environment(each.pid)).get("SLURM_JOB_ID") == job
-        and told.get("SLURMD_NODENAME") == node
+        and (variables := proc.environment(each.pid)).get("SLURM_JOB_ID") == job
+        and variables.get("SLURMD_NODENAME") == node
     ]
 
 
-def snapshots(look: Callable[[], Iterable[Process]], every: float) -> Iterator[dict[str, Any]]:
-    """What the processes use, again and again; once with every = 0."""
-    before, then = {each.pid: each.cpu for each in look()}, time.monotonic()
-    pause = FIRST
+def snapshots(list_processes: Callable[[], Iterable[Process]], every: float) -> Iterator[dict[str, Any]]:
+    """Measure the processes every so many seconds; once if `every` is 0."""
+    before, then = {each.pid: each.cpu for each in list_processes()}, time.monotonic()
+    pause = FIRST_INTERVAL
     while True:
         time.sleep(pause)
-        found, now = sorted(look(), key=lambda each: each.pid), time.monotonic()
+        found, now = sorted(list_processes(), key=lambda each: each.pid), time.monotonic()
         yield {
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "processes": [_row(each, (each.cpu - before.get(each.pid, each.cpu)) / (now - then)) for each in found],
@@ -63,7 +63,7 @@ def _row(process: Process, share: float) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """As nvidia-smi tells them; none where it is not there."""
+    """GPUs as nvidia-smi lists them; empty without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
@@ -75,11 +75,11 @@ def gpus() -> list[dict[str, str]]:
 
 
 def main() -> int:
-    """Print until nobody reads."""
+    """Print snapshots until the reader is gone."""
     job, every = sys.argv[1], float(sys.argv[2])
     try:
-        for told in snapshots(lambda: of_job(job), every):
-            sys.stdout.write(json.dumps(told) + "\n")
+        for snapshot in snapshots(lambda: of_job(job), every):
+            sys.stdout.write(json.dumps(snapshot) + "\n")
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

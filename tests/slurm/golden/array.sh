@@ -10,13 +10,13 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
 
-# Trials cartpole/sweep-0001/array-0002-1f3a9c02, profile cluster. One may be submitted by hand, too: sbatch --array=TASK script.sh
+# Trials cartpole/sweep-0001/array-0002-1f3a9c02, profile cluster. One can also be submitted by hand: sbatch --array=TASK script.sh
 trial=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" /scratch/me/runs/cartpole/sweep-0001/slurm/array-0002/trials)
 exec >>/scratch/me/runs/cartpole/sweep-0001/"$trial/logs/job-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out" 2>&1
 set -uo pipefail
 export PYTHONUNBUFFERED=1
 . /scratch/me/runs/cartpole/sweep-0001/slurm/array-0002/secrets.sh
-[ -z "${LD_PRELOAD:-}" ] || { echo "LD_PRELOAD=$LD_PRELOAD of this site is unset: it breaks Ray (slurm.keep_ld_preload: true keeps it)"; unset LD_PRELOAD; }
+[ -z "${LD_PRELOAD:-}" ] || { echo "LD_PRELOAD=$LD_PRELOAD is unset because it breaks Ray (slurm.keep_ld_preload: true keeps it)"; unset LD_PRELOAD; }
 export TILTYARD_PROFILE=cluster TILTYARD_RUNS=/scratch/me/runs
 
 array=/scratch/me/runs/cartpole/sweep-0001/slurm/array-0002 sweep=/scratch/me/runs/cartpole/sweep-0001
@@ -27,13 +27,13 @@ id=${id:-$SLURM_JOB_ID}
 [ -s "$array/number" ] || echo "$SLURM_ARRAY_JOB_ID" >"$array/.$id"
 [ ! -e "$array/.$id" ] || mv "$array/.$id" "$array/number"
 export TILTYARD_JOB="slurm/${array##*/}"
-# The time limit, for an agent that was not told of it in time.
+# The time limit, for agents that Slurm does not signal in time.
 : "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"
 export SLURM_JOB_END_TIME
 { flock 9; sleep 2.5; } 9>"$sweep/slurm/pause"
 
 while of=; do
-# One agent on every node. Signals go to the agents; this shell only waits, whatever it is sent.
+# One agent on every node. Signals are for the agents; this shell ignores them and waits.
 srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task=4 --cpu-bind=none --kill-on-bad-exit=0 \
   /opt/venv/bin/python -m tiltyard.slurm.node_agent "$run" &
 agents=$!
@@ -41,23 +41,23 @@ trap 'scancel --signal=TERM "$id" 2>/dev/null' TERM INT  # srun itself would kil
 trap : USR2
 while wait "$agents"; code=$?; kill -0 "$agents" 2>/dev/null; do :; done
 
-# What the agent of the first node decided, if it is about this very start of the job.
+# The verdict of the first node's agent, if it belongs to this start of the job.
 read -r of restart verdict 2>/dev/null <"$run/job/verdict"
 [ "${of:-} ${restart:-}" = "$id ${SLURM_RESTART_COUNT:-0}" ] || verdict=none
 echo "job $id: ${verdict:-none} (exit code $code)"
-# Ended while it saved: by the limit, or by somebody who does not want it back?
+# Ended while saving: by the time limit, or by scancel?
 [ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue
 [ "${verdict:-none}" = requeue ] && break
-# What comes next in the sweep; perhaps more of the same.
+# A tick of the sweep decides what comes next; it may be this trial again.
 /opt/venv/bin/python -m tiltyard.sweep.tick "$sweep" --own "$run"
 [ $? = 10 ] || exit "$code"
 done
 scontrol requeue "$id" && exit 0
-echo "job $id may not be requeued; the same script is submitted again"
+echo "job $id cannot be requeued; submitting the same script again"
 task=$SLURM_ARRAY_TASK_ID
 again=$(conf=${SLURM_CONF-}
   unset "${!SLURM_@}" "${!SBATCH_@}"
   [ -z "$conf" ] || export SLURM_CONF="$conf"
-  sbatch --parsable --array="$task" "$array/script.sh") || { echo "go on with: tiltyard resume $run"; exit 1; }
+  sbatch --parsable --array="$task" "$array/script.sh") || { echo "continue with: tiltyard resume $run"; exit 1; }
 echo "${again%%;*}_$task" >"$run/job/submitted-again"
-echo "job ${again%%;*}_$task goes on with it"
+echo "job ${again%%;*}_$task continues the run"

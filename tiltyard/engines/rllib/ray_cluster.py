@@ -36,7 +36,7 @@ INSTALL = "pip install 'tiltyard[ray]'"
 STORE = 0.5  # GiB for what processes send each other, where nothing is said
 LONGEST_LOG = 2**20  # bytes of each of Ray's logs that are kept
 SMALLEST_STORE = 80 * 2**20  # bytes: Ray refuses less
-SOON = {  # a lost node is noticed after seconds instead of a minute
+DETECT_LOSS = {  # a lost node is noticed after seconds instead of a minute
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -91,7 +91,9 @@ class Cluster:
         self.engine, self.logs = engine, logs
         self._own: Any = None  # the emulated nodes
         self._place: Path | None = None
-        self._before = {name: os.environ.get(name) for name in ("RAY_ADDRESS", *token_variables(Path()), *SOON, *QUIET)}
+        self._before = {
+            name: os.environ.get(name) for name in ("RAY_ADDRESS", *token_variables(Path()), *DETECT_LOSS, *QUIET)
+        }
         self.job = allocation() if engine.address is None else None
         own = engine.address is None and self.job is None
         if own:
@@ -115,7 +117,7 @@ class Cluster:
         if own:
             self._place = short_folder(self.engine.temp_dir)
             os.environ.pop("RAY_ADDRESS", None)
-            os.environ.update({**SOON, **token_variables(_token_file())})
+            os.environ.update({**DETECT_LOSS, **token_variables(_token_file())})
             os.environ.pop("RAY_AUTH_TOKEN", None)
         import ray
 

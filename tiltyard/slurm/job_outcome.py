@@ -1,0 +1,86 @@
+"""What happens to a job after its trainer has exited: a pure function of the exit, the counts and the profile.
+
+trainer exit                   outcome
+0                              done
+75 after SIGUSR2 (limit near)  requeue; unless twice without progress, out of requeues, or `tiltyard stop`
+75 after SIGTERM               stopped: cancelled, or preempted; then Slurm itself requeues the job
+75 after both                  late: requeue if Slurm reports that the time limit ended the save
+any, Ray's head lost           requeue, `slurm.retry` times; then failed
+killed by a signal             again: restart the trainer inside the job, `slurm.retry` times; then failed
+anything else                  failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
+from tiltyard.processes.child import killed_by
+
+STILL = 2  # jobs in a row without a new checkpoint after which the run fails
+Outcome = Literal["done", "requeue", "late", "stopped", "failed", "again"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts that are kept from job to job."""
+
+    requeues: int = 0
+    still: int = 0
+    """jobs in a row without progress"""
+    heads: int = 0
+    """times that Ray's head was lost"""
+
+
+@dataclass(frozen=True)
+class TrainerExit:
+    """How a trainer exited, and which signals came before."""
+
+    code: int
+    asked: str | None
+    """SIGUSR2 or SIGTERM, the last signal that the trainer was sent"""
+    stop: bool
+    """whether `tiltyard stop` was typed"""
+    began: int | None
+    ended: int | None
+    """env steps of the newest checkpoint at the start and at the end of the job; None if unknown"""
+    tries_left: int
+    lost: str = ""
+    """how Ray's head was lost"""
+    near: bool = False
+    """whether the time limit was near before any other signal came"""
+
+
+def decide_outcome(end: TrainerExit, counts: Counts, requeues: int, retry: int = 0) -> tuple[Outcome, str, Counts]:
+    """The job's outcome, the reason as a sentence, and the new counts."""
+    if end.lost and (end.stop or end.asked == "SIGTERM"):  # Slurm ends Ray's processes along with the others
+        end = replace(end, code=EXIT_RESUMABLE)
+    elif end.lost:
+        if counts.heads >= retry:
+            return "failed", f"{end.lost}; no retries are left (slurm.retry = {retry})", counts
+        return "requeue", f"{end.lost}; the job is requeued", replace(counts, heads=counts.heads + 1)
+    near_limit, ended = end.near or end.asked == "SIGUSR2", end.asked == "SIGTERM"
+    if end.code == EXIT_DONE:
+        return "done", "", counts
+    if end.code > 0 and end.code != EXIT_RESUMABLE:
+        return "failed", f"the trainer exited with code {end.code}", counts
+    if end.stop or ((ended or end.code == EXIT_RESUMABLE) and not near_limit):
+        return "stopped", "", counts
+    if not near_limit:
+        how = f"the trainer {killed_by(-end.code, explained=True)}"
+        if end.tries_left > 0:
+            return "again", f"{how}; restarting it inside the job", counts
+        return "failed", f"{how}; no restarts are left (slurm.retry)", counts
+    still = end.ended is not None and end.ended <= (end.began or 0)
+    counts = replace(counts, still=counts.still + 1 if still else 0)
+    if counts.still >= STILL:
+        return "failed", f"no progress: {counts.still} jobs in a row ended at env step {end.ended:,}", counts
+    if counts.requeues >= requeues:
+        return "stopped", f"the time limit was reached, and no requeues are left (slurm.requeues = {requeues})", counts
+    counts = replace(counts, requeues=counts.requeues + 1)
+    times = f"(requeue {counts.requeues} of at most {requeues})"
+    if ended:
+        return "late", f"ended while saving near the time limit; requeued if the limit was the cause {times}", counts
+    at = "" if end.ended is None else f" at env step {end.ended:,}"
+    return "requeue", f"the time limit is near: saved{at}, back in the queue {times}", counts
