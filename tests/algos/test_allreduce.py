@@ -17,9 +17,10 @@ from tests.algos.test_ppo import act_out
 from tests.models.specs import CATEGORICAL, CONTINUOUS, env
 from tiltyard.algos.allreduce import LearnerGroup, ProcessGroup, SingleProcess
 from tiltyard.algos.ppo import Ppo
-from tiltyard.config.algos import A2c, KlAdaptive
+from tiltyard.config.algos import A2c
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model, Normalise
+from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import DivergedError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, EnvSpec, Rollout

@@ -8,9 +8,10 @@ from torch import distributions as td
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations
 from tiltyard.algos.advantages import gae
 from tiltyard.algos.ppo import Ppo
-from tiltyard.config.algos import A2c, KlAdaptive, Linear
+from tiltyard.config.algos import A2c
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model, Normalise
+from tiltyard.config.schedules import KlAdaptive, Linear
 from tiltyard.errors import DivergedError, UseError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import EnvSpec, Rollout

@@ -1,7 +1,7 @@
 import pytest
 
 from tiltyard.algos.schedules import ScheduledValue
-from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
+from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
 
 
 def test_a_number_stays():

@@ -62,7 +62,7 @@ def test_schema_and_reference(tmp_path):
         (["shwo", "x"], "hint: did you mean 'show'?"),
         (["schema", "x"], "error: config schema takes no 'x'"),
         (["show", "CartPole-v1", "--on", "cluster"], "error: there is no profile 'cluster'"),
-        (["show", "CartPole-v1", "algo.lrr=1"], "1. algo.lrr = 1: is no setting"),
+        (["show", "CartPole-v1", "algo.lrr=1"], "1. algo.lrr = 1: unknown setting"),
     ],
 )
 def test_wrong_use(tmp_path, words, sentence):

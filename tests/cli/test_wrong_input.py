@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Command
 from tiltyard import api
-from tiltyard.config.cross_checks import RLLIBS
+from tiltyard.config.cross_checks import RLLIB_SETTINGS
 from tiltyard.config.load import describe, load
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events
@@ -125,8 +125,8 @@ class Sum(torch.nn.Module):
         ("train CartPole-v1 algo.lr=fast", "must be a number or a schedule"),
         ("train CartPole-v1 engine.envs=2.5", "must be a whole number"),
         ("train CartPole-v1 algo.minibatch=999999", "is more than the batch of 1024"),
-        ("train CartPole-v1 model.memory.kind=lstm algo.rollout=100", "is no multiple of model.memory.bptt = 16"),
-        ("train CartPole-v1 stop.env_steps=null", "the run would never end"),
+        ("train CartPole-v1 model.memory.kind=lstm algo.rollout=100", "must be a multiple of model.memory.bptt = 16"),
+        ("train CartPole-v1 stop.env_steps=null", "or the run never ends"),
         ("train CartPole-v1 algo.id=a3c", "a2c"),
         ("train CartPole-v1 framework=tf", "PyTorch"),
         ("train CartPole-v1 --seeds 4-0", "growing"),
@@ -167,7 +167,7 @@ def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
 def test_run_names_that_are_no_folder_names(refused: Refused, tmp_path: Path, name: str) -> None:
     output = refused("train", "CartPole-v1", f"name={name}")
     assert "1 problem" in output or "override" in output
-    assert "\n" not in name or f"name = {name!r}: a run's name" in output
+    assert "\n" not in name or f"name = {name!r}: must be 1 to 80" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == []
 
 
@@ -228,7 +228,7 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
             }[shape]
             around = [f"algo.lr={whole}"]
             plain = plain.replace("<schedule>", "algo.lr")
-        if plain.removeprefix("engine.") in RLLIBS:
+        if plain.removeprefix("engine.") in RLLIB_SETTINGS:
             around = ["engine.kind=rllib"]
         if plain.startswith("population."):
             around = ["policies={a: {}, b: {}}", "population.space={algo.lr: {log: [1e-5, 1e-2]}}"]

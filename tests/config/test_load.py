@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tiltyard.config.algos import A2c, Linear, Ppo
+from tiltyard.config.algos import A2c, Ppo
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import from_resolved, load, parse_override, presets, resolved_yaml
+from tiltyard.config.schedules import Linear
 from tiltyard.config.site import Profile
 from tiltyard.errors import ConfigError, UseError
 

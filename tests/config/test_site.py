@@ -122,7 +122,7 @@ def test_a_wrong_value_of_a_profile_names_the_profile(home):
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", profile=Profile(name="big", set={"engine.envs": 0, "engine.workrs": 3}))
     assert "engine.envs = 0: must be at least 1 (profile big)" in caught.value.details
-    assert "engine.workrs = 3: is no setting (profile big)" in caught.value.details
+    assert "engine.workrs = 3: unknown setting (profile big)" in caught.value.details
 
 
 CLUSTER = """

@@ -1,4 +1,4 @@
-"""Wrong settings: each is told with its dotted name, its value and what to do, all of them at once, in our own words."""
+"""Wrong settings: each is reported with its dotted name, its value and a hint, all at once and in our own words."""
 
 import re
 
@@ -9,14 +9,14 @@ from tiltyard.errors import ConfigError, UseError
 
 # (override, the problem as it is shown)
 WRONG = [
-    ("lr=3e-4", "lr = 0.0003: is no setting\n   hint: did you mean 'algo.lr'?"),
-    ("algo.lrr=3e-4", "algo.lrr = 0.0003: is no setting\n   hint: did you mean 'algo.lr'?"),
-    ("learning_rate=1", "learning_rate = 1: is no setting\n   hint: Tiltyard calls it algo.lr"),
-    ("stop.timesteps=1", "stop.timesteps = 1: is no setting\n   hint: Tiltyard calls it stop.env_steps"),
-    ("engine.num_envs=1", "engine.num_envs = 1: is no setting\n   hint: Tiltyard calls it engine.envs"),
-    ("stop.return_=1", "stop.return_ = 1: is no setting\n   hint: did you mean 'stop.return'?"),
-    ("model.memory.sise=1", "model.memory.sise = 1: is no setting\n   hint: did you mean 'model.memory.size'?"),
-    ("algo={id: a2c, clip: 0.1}", "algo.clip = 0.1: is no setting\n   hint: it is a setting of algo.id: ppo"),
+    ("lr=3e-4", "lr = 0.0003: unknown setting\n   hint: did you mean 'algo.lr'?"),
+    ("algo.lrr=3e-4", "algo.lrr = 0.0003: unknown setting\n   hint: did you mean 'algo.lr'?"),
+    ("learning_rate=1", "learning_rate = 1: unknown setting\n   hint: Tiltyard calls it algo.lr"),
+    ("stop.timesteps=1", "stop.timesteps = 1: unknown setting\n   hint: Tiltyard calls it stop.env_steps"),
+    ("engine.num_envs=1", "engine.num_envs = 1: unknown setting\n   hint: Tiltyard calls it engine.envs"),
+    ("stop.return_=1", "stop.return_ = 1: unknown setting\n   hint: did you mean 'stop.return'?"),
+    ("model.memory.sise=1", "model.memory.sise = 1: unknown setting\n   hint: did you mean 'model.memory.size'?"),
+    ("algo={id: a2c, clip: 0.1}", "algo.clip = 0.1: unknown setting\n   hint: it is a setting of algo.id: ppo"),
     (
         "algo.lr=fast",
         "algo.lr = 'fast': must be a number or a schedule\n   hint: write a number, or a mapping with kind:",
@@ -33,18 +33,18 @@ WRONG = [
     ),
     ("algo.lr={start: 1}", "algo.lr.kind: is missing: one of linear, piecewise, kl_adaptive"),
     ("algo.lr={kind: linear}", "algo.lr.start: is missing\n   hint: set algo.lr.start"),
-    ("algo.lr={kind: linear, start: 1, stop: 3}", "algo.lr.stop = 3: is no setting"),
+    ("algo.lr={kind: linear, start: 1, stop: 3}", "algo.lr.stop = 3: unknown setting"),
     ("algo.lr={kind: linear, start: -1}", "algo.lr.start = -1: must be at least 0"),
     ("algo.lr={kind: piecewise, points: [1]}", "algo.lr.points.0 = 1: must be a list\n   hint: write [[0, 3e-4]"),
     ("algo.lr={kind: piecewise, points: [[0, .nan]]}", "algo.lr.points.0.1 = nan: must be"),
-    ("algo.lr={kind: piecewise, points: [[5, 1], [0, 1]]}", "env steps must grow"),
-    ("algo.lr={kind: kl_adaptive, start: 1, max: 0.01}", "algo.lr.start = 1.0: lies outside [0.01, 0.01]"),
+    ("algo.lr={kind: piecewise, points: [[5, 1], [0, 1]]}", "env steps must increase"),
+    ("algo.lr={kind: kl_adaptive, start: 1, max: 0.01}", "algo.lr.start = 1.0: is outside [0.01, 0.01]"),
     ("algo.rollout=0", "algo.rollout = 0: must be at least 1"),
     ("algo.rollout=1.5", "algo.rollout = 1.5: must be a whole number"),
     ("algo.rollout='12'", "algo.rollout = '12': must be a whole number\n   hint: write it without quotes: 12"),
     ("algo.rollout=1,000", "algo.rollout = '1,000': must be a whole number\n   hint: write 1_000"),
     ("notes=a: b", "notes = {'a': 'b'}: must be text\n   hint: put text that holds ': ' in quotes"),
-    ("environment=X", "environment = 'X': is no setting\n   hint: Tiltyard calls it env"),
+    ("environment=X", "environment = 'X': unknown setting\n   hint: Tiltyard calls it env"),
     ("algo.rollout=true", "algo.rollout = true: must be a whole number"),
     ("algo.rollout=99999999", "algo.rollout = 99999999: must be at most 1,000,000"),
     ("stop.env_steps=1e300", "must be at most 1e15"),
@@ -70,7 +70,7 @@ WRONG = [
     ("env.id=", "env.id = null: must be text"),
     ("env.id=''", "env.id = '': must not be empty"),
     ("engine=lokal", "engine.kind = 'lokal': must be one of local, serial"),
-    ("engine.workers=3", "engine.envs = 8: cannot be shared evenly by engine.workers = 3"),
+    ("engine.workers=3", "engine.envs = 8: must be a multiple of engine.workers = 3"),
     ("engine.learners=0", "engine.learners = 0: must be at least 1"),
     ("engine.learners=65", "engine.learners = 65: must be at most 64"),
     ("engine.threads=5000", "engine.threads = 5000: is more than 1,024"),
@@ -84,32 +84,32 @@ WRONG = [
     ),
     ("version=2", "version = 2: was made by a newer Tiltyard"),
     ("version=0", "version = 0: must be 1"),
-    ("name=a/b", "name = 'a/b': a run's name has 1 to 80 letters"),
-    ("name=..", "name = '..': a run's name"),
-    ('name="a\\nb"', "name = 'a\\nb': a run's name"),
-    ("name=" + "x" * 81, "a run's name has 1 to 80"),
+    ("name=a/b", "name = 'a/b': must be 1 to 80 letters"),
+    ("name=..", "name = '..': must be 1 to 80"),
+    ('name="a\\nb"', "name = 'a\\nb': must be 1 to 80"),
+    ("name=" + "x" * 81, "must be 1 to 80"),
     ("name=3", "name = 3: must be text"),
-    ("algo=a3c", "algo.id = 'a3c': is not offered: use a2c"),
-    ("algo={id: A3C, workers: 3}", "algo.id = 'A3C': is not offered: use a2c"),
+    ("algo=a3c", "algo.id = 'a3c': not available; use a2c"),
+    ("algo={id: A3C, workers: 3}", "algo.id = 'A3C': not available; use a2c"),
     (
         "algo=td3",
-        "algo.id = 'td3': is not in this version\n   hint: known: ppo, a2c, impala, appo, dqn, sac, rllib:PPO",
+        "algo.id = 'td3': not in this version\n   hint: known: ppo, a2c, impala, appo, dqn, sac, rllib:PPO",
     ),
-    ("algo=tqc", "algo.id = 'tqc': is no algorithm of Tiltyard\n   hint: did you mean rllib:TQC?"),
-    ("algo=rllib:MARWIL", "algo.id = 'rllib:MARWIL': cannot be had: RLlib's MARWIL learns from recorded data"),
-    ("algo=rainbow", "algo.id = 'rainbow': is not in this version"),
-    ("algo=ppoo", "algo.id = 'ppoo': is no algorithm of Tiltyard\n   hint: did you mean 'ppo'?"),
-    ("algo=PPO", "algo.id = 'PPO': is no algorithm of Tiltyard"),
+    ("algo=tqc", "algo.id = 'tqc': unknown algorithm\n   hint: did you mean rllib:TQC?"),
+    ("algo=rllib:MARWIL", "algo.id = 'rllib:MARWIL': not supported: RLlib's MARWIL learns from recorded data"),
+    ("algo=rainbow", "algo.id = 'rainbow': not in this version"),
+    ("algo=ppoo", "algo.id = 'ppoo': unknown algorithm\n   hint: did you mean 'ppo'?"),
+    ("algo=PPO", "algo.id = 'PPO': unknown algorithm"),
     ("algo.id=3", "algo.id = 3: must be one of ppo, a2c"),
     (
         "framework=tf",
-        "framework = 'tf': is no setting: Tiltyard's models are PyTorch modules\n   hint: leave framework out",
+        "framework = 'tf': unknown setting; Tiltyard's models are PyTorch modules\n   hint: leave framework out",
     ),
-    ("model.framework=torch", "model.framework = 'torch': is no setting: Tiltyard's models are PyTorch modules"),
+    ("model.framework=torch", "model.framework = 'torch': unknown setting; Tiltyard's models are PyTorch modules"),
     ("algo.minibatch=5000", "algo.minibatch = 5000: is more than the batch of 1024 (algo.rollout 128 x engine.envs 8)"),
-    ("stop.env_steps=null", "stop: has no condition: the run would never end"),
-    ("save.seconds=null", "save: has no interval"),
-    ("model.memory={kind: lstm, bptt: 7}", "algo.rollout = 128: is no multiple of model.memory.bptt = 7"),
+    ("stop.env_steps=null", "stop: needs at least one condition, or the run never ends"),
+    ("save.seconds=null", "save: needs an interval"),
+    ("model.memory={kind: lstm, bptt: 7}", "algo.rollout = 128: must be a multiple of model.memory.bptt = 7"),
     ("seed.x=1", "seed = {'x': 1}: must be a whole number"),
 ]
 
@@ -133,7 +133,7 @@ def assert_own_words(error: UseError) -> None:
     ), text
 
 
-def test_all_problems_are_told_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(
         "framework: tf\nenv: {id: CartPole-v1, frameskip: 0, option: {}}\nlr: 1\nmodel: {id: nets/none.py, hidden: 3}\n"

@@ -295,9 +295,9 @@ def test_batched_means_workers_and_auto_two_for_each_core() -> None:
 @pytest.mark.parametrize(
     ("settings", "output"),
     [
-        ("engine.kind=serial", "engine.inference = 'batched': needs workers, and engine.kind = serial has none"),
-        ("engine.workers=0", "engine.inference = 'batched': needs workers, and engine.workers = 0 has none"),
-        ("policies={a: {}, b: {}}", "engine.inference = 'batched': decides for one policy, and policies has 2"),
+        ("engine.kind=serial", "engine.inference = 'batched': needs workers, but engine.kind = serial has none"),
+        ("engine.workers=0", "engine.inference = 'batched': needs workers, but engine.workers = 0 has none"),
+        ("policies={a: {}, b: {}}", "engine.inference = 'batched': works with one policy, but policies has 2"),
         ("engine.inference=gpu", "must be one of auto, worker, batched"),
     ],
 )

@@ -10,7 +10,7 @@ import tiltyard as product
 from tests.engines.test_policies import MEMORY, TRAIN, same
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
-from tiltyard.config.population import Past
+from tiltyard.config.policies import Past
 from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.engines.policies.opponent_pool import draw_version, read_versions
 from tiltyard.engines.serial import SerialEngine
@@ -29,13 +29,13 @@ PAST = {"main": {}, "past": {"past": {"of": "main", "every": 64, "keep": 3}}}
 @pytest.mark.parametrize(
     ("policies", "output"),
     [
-        ("{past: {past: {of: main}}, main: {}}", "policies.past.past: the first of policies must learn"),
-        ("{main: {}, past: {past: {of: mian}}}", "policies.past.past.of = 'mian': is none of the policies that learn"),
-        ("{main: {}, past: {past: {of: past}}}", "policies.past.past.of = 'past': is none of"),
-        ("{main: {}, past: {past: {of: main}, from: x}}", "policies.past.from: is one policy, policies.past.past are"),
+        ("{past: {past: {of: main}}, main: {}}", "policies.past.past: the first policy must learn"),
+        ("{main: {}, past: {past: {of: mian}}}", "policies.past.past.of = 'mian': must be a policy that learns"),
+        ("{main: {}, past: {past: {of: past}}}", "policies.past.past.of = 'past': must be a policy that learns"),
+        ("{main: {}, past: {past: {of: main}, from: x}}", "policies.past.from: cannot be combined with policies.past.past"),
         (
             "{main: {}, past: {past: {of: main}, algo: {lr: 1}}}",
-            "past is frozen by policies.past.past and never learns",
+            "past does not learn, because policies.past.past is set",
         ),
         ("{main: {}, past: {past: {of: main, keep: 0}}}", "policies.past.past.keep = 0"),
     ],
@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused(policies: str, output: str) -> None:
     assert output in refused.value.details
     with pytest.raises(ConfigError) as refused:
         load("pennies", ["policies={main: {}, past: {past: {of: main}}}", "engine.kind=rllib"])
-    assert "the runners of engine.kind = rllib are given none" in refused.value.details
+    assert "is not supported by engine.kind = rllib, whose runners cannot load" in refused.value.details
 
 
 def test_a_version_is_drawn_by_the_seed_and_fades() -> None:

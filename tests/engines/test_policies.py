@@ -11,8 +11,8 @@ import tiltyard as product
 from tests.conftest import Command
 from tests.engines.test_serial import build
 from tests.learning.test_games import equilibrium
-from tiltyard.config.algos import Changes
 from tiltyard.config.load import load
+from tiltyard.config.policies import Changes
 from tiltyard.data.episodes import read_episodes
 from tiltyard.engines import make_engine
 from tiltyard.engines.local.engine import LocalEngine
@@ -108,15 +108,15 @@ def test_who_is_measured_plays_in_every_episode() -> None:
         (["match={even: main}"], "no pattern fits agent 'odd'"),
         (["match={'*': main, odd: main}"], "match.odd: decides for nobody"),
         ([TWO], "policies.rival: plays no agent"),
-        ([TWO, "match={even: main, odd: rivla}"], "match.odd = 'rivla': is none of the policies\n   hint: did you mean"),
+        ([TWO, "match={even: main, odd: rivla}"], "match.odd = 'rivla': unknown policy\n   hint: did you mean"),
         ([TWO, "match={even: main, odd: {}}"], "match.odd = {}: is an empty pool"),
         ([TWO, "match={even: main, odd: {rival: 0}}"], "match.odd.rival = 0: must be more than 0"),
-        (["policies={old: {from: x}, main: {}}"], "policies.old.from = 'x': the first of policies must learn"),
+        (["policies={old: {from: x}, main: {}}"], "policies.old.from = 'x': the first policy must learn"),
         (["policies={main: {}, b: {from: x, algo: {lr: 1}}}"], "policies.b.algo.lr = 1.0: b is frozen"),
-        (["policies={main: {algo: {epochs: 3}}}"], "policies.main.algo.epochs = 3: is no setting"),
+        (["policies={main: {algo: {epochs: 3}}}"], "policies.main.algo.epochs = 3: unknown setting"),
         (["policies={main: {algo: {gamma: 3}}}"], "policies.main.algo.gamma = 3: must be at most 1"),
         (["algo=a2c", "policies={main: {algo: {clip: 0.1}}}"], "policies.main.algo.clip = 0.1: algo.id = a2c has no clip"),
-        (["policies={../up: {}}"], "policies.../up: is no name for a policy"),
+        (["policies={../up: {}}"], "policies.../up: a policy's name must be"),
         (["policies={main: {}, b: {from: nowhere}}"], "policies.b.from = 'nowhere': there is no run 'nowhere'"),
     ],
 )  # fmt: skip

@@ -70,14 +70,14 @@ def told(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("settings", "output"),
     [
-        ({"policies": {"a": {}}}, "population: needs at least two policies that learn, and policies has 1"),
+        ({"policies": {"a": {}}}, "population: needs at least two policies that learn, but policies has 1"),
         ({"population": {}}, "population.space: is empty"),
-        ({"population": {"space": {"algo.epochs": [1, 2]}}}, "algo.epochs cannot change while training"),
+        ({"population": {"space": {"algo.epochs": [1, 2]}}}, "algo.epochs cannot change during training"),
         ({"population": {"space": {"algo.lr": {"log": [0, 1]}}}}, "population.space.algo.lr = .* has a logarithm"),
         ({"population": {"space": {"algo.gamma": [0.9, 2]}}}, "reaches 2: gamma must be at most 1"),
-        ({"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}}, "nothing that each policy has"),
+        ({"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}}, "must be a metric that each policy has"),
         ({"population": {"space": {"algo.lr": [1, 2]}, "replace": 0.7}}, "population.replace = 0.7"),
-        ({"engine": {"kind": "rllib"}}, "population: .* engine.kind = rllib keeps its learners apart"),
+        ({"engine": {"kind": "rllib"}}, "population: is not supported by engine.kind = rllib"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], output: str) -> None:

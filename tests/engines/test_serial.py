@@ -69,7 +69,7 @@ def test_a_policy_is_adopted_with_its_optimiser_and_changed_settings() -> None:
     assert all(np.array_equal(given.weights[name], frozen[name]) for name in frozen), "a snapshot is a copy"
     with pytest.raises(UseError, match="no policy 'other'"):
         giver.snapshot("other")
-    with pytest.raises(UseError, match="cannot change while training"):
+    with pytest.raises(UseError, match="cannot change during training"):
         giver.adopt("main", None, {"epochs": 3})
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiltyard.algos.pb2 import Bandit
-from tiltyard.config.population import PopulationRules
+from tiltyard.config.policies import PopulationRules
 from tiltyard.config.search_space import Choices, Dimension, dimension
 from tiltyard.errors import UseError
 

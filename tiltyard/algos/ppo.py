@@ -88,7 +88,7 @@ class Ppo:
         self.bptt = bptt if net.recurrent else 1
         if self.algo.rollout % self.bptt:
             raise UseError(
-                f"algo.rollout = {self.algo.rollout} is no multiple of model.memory.bptt = {self.bptt}",
+                f"algo.rollout = {self.algo.rollout} must be a multiple of model.memory.bptt = {self.bptt}",
                 f"set algo.rollout={max(1, self.algo.rollout // self.bptt) * self.bptt}",
             )
         self.adam = Adam(net, self.algo.adam_eps)
@@ -302,7 +302,7 @@ class Ppo:
         """Set some of CHANGEABLE to numbers, over their schedules."""
         for name, number in changes.items():
             if name not in self.values:
-                raise UseError(f"algo.{name} cannot change while training", did_you_mean(name, self.values))
+                raise UseError(f"algo.{name} cannot change during training", did_you_mean(name, self.values))
             if not math.isfinite(number) or number < 0:
                 raise UseError(f"algo.{name} cannot become {number}", "give a finite number that is not negative")
         for name, number in changes.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tiltyard.config.algos import KlAdaptive, Linear, Piecewise
+from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
 from tiltyard.types import Tree
 
 

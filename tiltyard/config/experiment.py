@@ -1,11 +1,9 @@
-"""Every setting of an experiment, its default and its meaning; nothing about files, layers or where it runs.
+"""Every setting of an experiment with its default and its meaning; nothing about files, layers or where it runs.
 
-The string after a field is its help, its text in the reference page and its description in the JSON schema.
-Numbers have bounds here; what needs two settings to judge is in combinations.py. Sections:
+The string after a field is its help text, also on the reference page and in the JSON schema. Checks that need two
+settings are in cross_checks.py; settings of algorithms and of several policies are in algos.py and policies.py.
 
-    env -> model -> algo -> engine      what is learned, by what, how, in which processes
-    policies, match, population         when it is more than one policy: which, who plays whom, who copies whom
-    stop, eval, save, track             when it ends, how it is measured, kept and watched
+    env -> model -> algo -> engine    policies, match, population    stop, eval, save, track
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tiltyard.config.algos import ONLY_RLLIB, Algo, Changes, Ppo, family
+from tiltyard.config.algos import Algo, Ppo, family
 from tiltyard.config.fields import (
     Count,
     CountOrZero,
@@ -31,7 +29,8 @@ from tiltyard.config.fields import (
     Width,
     bare_id,
 )
-from tiltyard.config.population import Past, Population
+from tiltyard.config.policies import Past, PolicySettings, Population
+from tiltyard.config.rllib_algos import ONLY_RLLIB
 
 SCHEMA: Literal[1] = 1
 
@@ -39,193 +38,175 @@ SCHEMA: Literal[1] = 1
 
 
 class Env(Settings):
-    """The environment and what is done to its steps before anybody sees them."""
+    """The environment, and how its observations, rewards and episodes are processed."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, `envpool:NAME`, built-in name (identity, basic, memory, delay,
-    timeout, CarPass-v0, pennies, visitors), `package.module:Class` or `path/file.py:Class`; also a parallel env of
-    PettingZoo's."""
+    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, `envpool:NAME`, a built-in name (identity, basic, memory, delay,
+    timeout, CarPass-v0, pennies, visitors), `package.module:Class` or `path/file.py:Class`. PettingZoo parallel envs
+    work too."""
     options: Options = {}
-    """Keyword arguments of the constructor, checked against its signature."""
+    """Keyword arguments of the env's constructor, checked against its signature."""
     wrappers: list[PluginRef] = []
-    """Gymnasium wrappers, innermost first: built-in name or import string, each with options."""
+    """Gymnasium wrappers, innermost first: a built-in name or an import string, each with options."""
     frameskip: Whole = Field(default=1, ge=1, le=1000)
-    """Calls of the env's step per env step: the action is repeated and the rewards are added. Envs that skip frames
-    themselves (atari:, doom:, Atari of envpool:) have an option for that."""
+    """Calls of the env's step() per env step: the action is repeated and the rewards are summed. Envs that skip frames
+    themselves (atari:, doom:, Atari in envpool:) have their own option for that."""
     frame_stack: Whole = Field(default=1, ge=1, le=64)
-    """How many last observations are given together (images: along channels, vectors: end to end)."""
+    """Number of latest observations that are stacked (images along channels, vectors end to end)."""
     time_limit: Count | None = None
-    """Env steps after which an episode is truncated; the env's own limit when left out."""
+    """Env steps after which an episode is truncated. Default: the env's own limit."""
     reward_scale: Finite = 1.0
-    """Rewards are multiplied by this before learning; reported returns are not."""
+    """Factor for rewards before learning; reported returns are not scaled."""
     reward_clip: Positive | None = None
-    """Rewards are clipped to [-x, x] before learning, after scaling; reported returns are not."""
+    """Clip rewards to [-x, x] before learning, after scaling; reported returns are not clipped."""
     strict: bool = True
-    """Refuse an env whose observations do not have the dtype that its space declares, or that prints to stdout in
-    reset() or step(); false casts them, and sends what is printed to stderr."""
+    """Refuse an env whose observations do not have the dtype of its observation space, or that prints to stdout in
+    reset() or step(). With false, observations are cast and printed text goes to stderr."""
     restore_mode: Literal["auto", "state", "rerun", "fresh"] = "auto"
-    """How running episodes continue after a resume: from the env's own state, by re-running their actions, or as new
-    episodes."""
+    """How running episodes continue after a resume: from the env's own saved state, by re-running their actions, or not
+    at all (fresh: new episodes begin). Auto takes the first that works."""
     native: bool = True
-    """Step all rows in one call where the env has a vectorised version (CartPole, Atari, EnvPool)."""
+    """Step all copies in one call if the env has a vectorised version (CartPole, Atari, EnvPool)."""
     isolate: Literal["none", "process", "thread"] = "none"
-    """Give each copy of the env a process or a thread of its own, in training and evaluation: for simulators of which a
-    process or thread takes only one, and to step slow envs side by side. Not stepped in one call then."""
+    """Run each copy of the env in its own process or thread, in training and evaluation: for simulators that allow one
+    instance per process or thread, and to step slow envs in parallel. Turns `native` off."""
     decorrelate: CountOrZero = 0
-    """Cut the first training episode of each copy after a number of env steps drawn from 1 to this, so that copies that
-    begin together do not end together; what was cut is not counted as an episode. 0 cuts nothing."""
+    """Cut the first training episode of each copy after 1 to this many env steps, drawn at random, so that the copies'
+    episodes do not end together. Cut episodes are not counted. 0 cuts none."""
     start_timeout: Positive = 60.0
-    """Seconds that making the env and its first steps may take."""
+    """Seconds allowed for creating the env and for its first steps."""
     step_timeout: Positive = 60.0
-    """Seconds after which a worker whose env does not come back from a step is replaced."""
+    """Seconds after which a worker is replaced whose env does not return from step()."""
     reset_timeout: Positive = 300.0
-    """Seconds after which a worker whose env does not come back from a reset is replaced."""
+    """Seconds after which a worker is replaced whose env does not return from reset()."""
 
     def episode_digest(self) -> str:
-        """Of the settings that make an episode what it is; the others change only how it is learned from or checked.
+        """Hash of the settings that define an episode; the others only affect learning and checks.
 
-        A digest, because options may hold secrets; without defaults, because later versions have more settings.
+        A hash, because options may hold secrets; without defaults, because later versions have more settings.
         """
-        told = {"id", "options", "wrappers", "frameskip", "frame_stack", "time_limit"}
-        return sha256(self.model_dump_json(include=told, exclude_defaults=True).encode()).hexdigest()
+        defining = {"id", "options", "wrappers", "frameskip", "frame_stack", "time_limit"}
+        return sha256(self.model_dump_json(include=defining, exclude_defaults=True).encode()).hexdigest()
 
 
 class Memory(Settings):
     """The recurrent core between encoders and heads."""
 
     kind: Literal["none", "lstm", "gru"] = "none"
-    """Kind of the recurrent core."""
+    """Type of recurrent layer."""
     size: Whole = Field(default=128, ge=1, le=16384)
-    """Units of the core."""
+    """Units of the recurrent layer."""
     bptt: Whole = Field(default=16, ge=1, le=4096)
-    """Steps that gradients flow back in time; `algo.rollout` must be a multiple of it."""
+    """Env steps of backpropagation through time; `algo.rollout` must be a multiple of it."""
 
 
 class Normalise(Settings):
-    """Running statistics kept with the weights."""
+    """Normalisation by running statistics, which are saved with the weights."""
 
     obs: bool = False
-    """Observations that are not images are brought to mean 0 and variance 1."""
+    """Normalise observations that are not images to mean 0 and variance 1."""
     images: bool = False
-    """Images are, each pixel by itself: what moves stands out from what never changes."""
+    """Normalise each pixel of images by its own mean and variance, so that moving objects stand out."""
     returns: bool = False
-    """The critic learns returns brought to mean 0 and variance 1."""
+    """Normalise the critic's targets to mean 0 and variance 1."""
 
 
 class Model(Settings):
-    """The network: encoders, an optional memory, a critic and a head for the action space."""
+    """The network: encoders, an optional recurrent layer, a critic and a head for the action space."""
 
     id: str = Field(default="actor_critic", min_length=1, max_length=500)
-    """The built-in `actor_critic`, or a model of yours: `nets/custom.py` (class CustomModel), `file.py:Class` or
+    """The built-in `actor_critic` or your own model: `nets/custom.py` (class CustomModel), `file.py:Class` or
     `package.module:Class`."""
     options: Options = {}
-    """Keyword arguments of your model's constructor; the built-in model is set by the settings below."""
+    """Keyword arguments of your own model's constructor; the built-in model uses the settings below."""
     encoder: PluginRef = Plugin(id="auto")
     """Encoder for every observation: auto, mlp, simple, nature, impala, resnet, text, or an import string."""
     encoders: dict[str, PluginRef] = {}
-    """Encoders for single observations by name, over `encoder`."""
+    """Encoders for individual observations, by name; they override `encoder`."""
     hidden: list[Width] = Field(default=[64, 64], max_length=64)
-    """Widths of the layers after (or, for vectors, instead of) the encoders."""
+    """Widths of the fully connected layers after the encoders (for vectors, instead of an encoder)."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu", "leaky_relu"] = "tanh"
-    """Non-linearity between layers."""
+    """Activation function between layers."""
     memory: Memory = Memory()
     critic: Literal["separate", "shared"] = "separate"
-    """Whether the critic has encoders, memory and layers of its own or a head on the actor's."""
+    """separate: the critic has its own encoders, memory and layers. shared: it is a second head of the actor."""
     previous: bool = False
-    """Give the previous action and reward as observations too."""
+    """Add the previous action and reward to the observations."""
     normalise: Normalise = Normalise()
     log_std: Annotated[float, Field(ge=-20, le=2)] = 0.0
-    """Initial logarithm of the standard deviation of continuous actions."""
+    """Initial log standard deviation of continuous actions."""
     init: str | None = None
-    """Run or checkpoint whose weights to start from: those that fit are taken, the others are listed."""
-
-
-class PolicySettings(Settings):
-    """One of several policies. It learns, unless it comes from elsewhere."""
-
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
-    algo: Changes = Changes()
-    """Numbers of `algo` that are others for this policy: lr, clip, entropy, kl, gamma, gae_lambda, value_coef."""
-    from_: Annotated[str | None, Field(alias="from", min_length=1, max_length=4096)] = None
-    """Frozen: the policy of that run's newest checkpoint (RUN), of the one at an env step (RUN@STEP, RUN@best) or of a
-    checkpoint's folder. A copy is kept with the run, and it never learns."""
-    past: Past | None = None
-
-    @property
-    def learns(self) -> bool:
-        """Whether it is neither frozen nor a pool of past versions."""
-        return self.from_ is None and self.past is None
+    """Run or checkpoint to load initial weights from: weights that fit are loaded, the others are listed."""
 
 
 class Engine(Settings):
-    """What happens inside the processes that learn. `local` is one machine, as fast as it goes; `serial` is the plain
-    reference: envs, inference and update in one process, one after another; `rllib` is Ray RLlib on one machine or many
-    (extra `ray`)."""
+    """The processes that sample and learn. `local`: one machine, as fast as possible. `serial`: the simple reference,
+    which steps envs, chooses actions and learns in one process, one after another. `rllib`: Ray RLlib on one machine
+    or many (extra `ray`)."""
 
     kind: Literal["local", "serial", "rllib"] = "local"
-    """Which engine. Algorithms that only RLlib has choose `rllib` by themselves."""
+    """Which engine. Algorithms that only RLlib has select `rllib` automatically."""
     envs: Whole = Field(default=8, ge=1, le=100_000)
-    """Copies of the env stepped together, over all workers or runners, however many agents each of them has."""
+    """Total copies of the env over all workers or runners; an env with several agents counts once."""
     workers: CountOrZero | Literal["auto"] = "auto"
-    """Processes that step envs and act in them, each with its share of the envs; 0 does it in the learner's process.
-    Auto decides by the machine and the env. The serial engine steps as many groups one after another."""
+    """Processes that step envs and choose actions, each with an equal share of the envs; 0 uses the learner's process.
+    Auto decides by machine and env. The serial engine steps that many groups of envs one after another."""
     mode: Literal["sync", "async"] = "sync"
-    """sync: all workers act with the newest weights, then all is learned from. async: workers act on while the learner
-    learns, with weights that are a little older."""
+    """sync: sampling and learning alternate, and workers always use the newest weights. async: workers sample while the
+    learner learns, with slightly older weights."""
     inference: Literal["auto", "worker", "batched"] = "auto"
-    """Who chooses actions. worker: each worker, with its own copy of the policy on its core. batched: one process, the
-    actor, with a copy on `device`, for all workers that wait, in one batch. Auto: batched where the device is no CPU,
-    there are workers and there is one policy."""
+    """Which process chooses actions. worker: each worker, with its own copy of the policy on the CPU. batched: one
+    actor process, with a copy on `device`, serves all waiting workers in one batch. Auto: batched with a GPU, workers
+    and a single policy; else worker."""
     max_lag: Count = 20
-    """Asynchronous: samples of weights that are more than this many updates old are thrown away, and counted."""
+    """Async mode: samples from weights more than this many updates old are discarded and counted."""
     threads: Count | Literal["auto"] = "auto"
-    """Threads that torch may use for learning, each learner. Auto decides by the cores that are really free."""
+    """Torch threads of each learner. Auto decides by the cores that are free."""
     learners: Whole = Field(default=1, ge=1, le=64)
-    """Processes that learn: each works through its part of every minibatch, and all take the same gradient step. One
-    GPU each with `device: cuda`."""
+    """Learner processes: each computes gradients for its part of every minibatch, and all take the same gradient step.
+    With `device: cuda`, each uses its own GPU."""
     affinity: bool = False
-    """Pin each worker to one of the usable cores, in turn; the learner may use all of them."""
+    """Pin each worker to one core, round-robin; the learner may use all cores."""
     tune: bool = False
-    """Before a run is made, measure for some seconds as `tiltyard tune` does, choose workers, envs, rollout, minibatch
-    and (unless it is set) mode for this machine, and write those numbers into the run's settings."""
+    """Before the run is created, benchmark for some seconds as `tiltyard tune` does, choose workers, envs, rollout,
+    minibatch and (unless it is set) mode for this machine, and write them into the run's settings."""
     restarts: CountOrZero = 1000
-    """Workers that died or hung and may be replaced before the run is given up."""
+    """How many crashed or hung workers may be replaced before the run fails."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where the network lives; auto takes a GPU when there is one."""
+    """Device of the network; auto uses a GPU if there is one."""
     runners: CountOrZero | Literal["auto"] = "auto"
-    """rllib: processes that step envs and act in them, on any node; 0 does it in the driver's process. Auto takes the
-    CPUs that are left beside the learners, at most one for each env."""
+    """rllib: processes that step envs and choose actions, on any node; 0 uses the driver's process. Auto uses the CPUs
+    that the learners leave, at most one per env."""
     envs_per_runner: Count | None = None
-    """rllib: copies of the env in each runner, instead of `envs` shared out."""
+    """rllib: copies of the env in each runner; replaces `envs`."""
     cpus: Count | None = None
-    """rllib: CPUs that Ray may use, on each of `nodes`; those of this machine when left out."""
+    """rllib: CPUs that Ray may use on each of `nodes`. Default: those of this machine."""
     gpus: NotNegative | None = None
-    """rllib: GPUs for each learner, fractions too; 1 with `device: cuda` when left out."""
+    """rllib: GPUs per learner; fractions are allowed. Default: 1 with `device: cuda`."""
     object_store: Positive | None = None
-    """rllib: GiB of shared memory for what processes send each other, on each node."""
+    """rllib: GiB of shared memory for Ray's object store, on each node."""
     temp_dir: str | None = Field(default=None, min_length=1, max_length=60)
-    """rllib: a folder for Ray's sockets and logs, short because sockets have short names; one of the system's temporary
-    ones when left out."""
+    """rllib: folder for Ray's sockets and logs; must be short because socket paths are limited. Default: a system
+    temporary folder."""
     address: str | None = Field(default=None, min_length=1, max_length=200)
-    """rllib: a Ray cluster that is already running (HOST:PORT, or `auto`) instead of one of the run's own."""
+    """rllib: address of a running Ray cluster (HOST:PORT or `auto`) to use instead of starting one."""
     nodes: Whole = Field(default=1, ge=1, le=64)
-    """rllib: Ray nodes. More than one without an allocation are emulated on this machine."""
+    """rllib: number of Ray nodes. Without a job allocation, several nodes are emulated on this machine."""
 
 
 class Stop(Settings):
-    """When the run is done: the first condition met wins and is named in the status."""
+    """When the run is done. The first condition that is met ends the run and is named in its status."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     env_steps: Count | None = 1_000_000
-    """Decisions taken, over all rows."""
+    """Env steps (decisions), summed over all copies of the env."""
     frames: Count | None = None
-    """Simulator frames: env steps times frameskip, that of the env itself included."""
+    """Simulator frames: env steps times frameskip, including the env's own frameskip."""
     seconds: Positive | None = None
     """Seconds of training, counted across resumes."""
     updates: Count | None = None
-    """Passes of the learner over a batch."""
+    """Updates: passes of the learner over a batch."""
     return_: Annotated[Finite | None, Field(alias="return")] = None
     """Mean return of an evaluation."""
     train_return: Finite | None = None
@@ -233,24 +214,24 @@ class Stop(Settings):
 
 
 class Eval(Settings):
-    """Evaluations during training: fixed seeds of their own, never training's random streams."""
+    """Evaluations during training. They use fixed seeds and never training's random streams."""
 
     every: CountOrZero = 50_000
     """Env steps between evaluations; 0 evaluates only at the end."""
     episodes: Whole = Field(default=10, ge=1, le=1_000_000)
     """Episodes per evaluation."""
     greedy: bool = True
-    """Take the likeliest action instead of drawing one."""
+    """Take the most likely action instead of sampling one."""
     at_end: bool = True
     """Evaluate once more when the run is done."""
     envs: Whole = Field(default=8, ge=1, le=10_000)
     """Copies of the env stepped together in an evaluation."""
     seed: CountOrZero = 1_000_003
-    """Root of the episodes' seeds, the same for every run so that runs are comparable."""
+    """Root of the episodes' seeds; the same for every run, so that runs are comparable."""
     video: bool = False
-    """Film the first episode of each evaluation into videos/."""
+    """Record the first episode of each evaluation as a video in videos/."""
     time_limit: Count | None = 100_000
-    """Env steps after which an episode without an end of its own is cut."""
+    """Env steps after which an evaluation episode is cut if the env does not end it."""
 
 
 class Save(Settings):
@@ -263,41 +244,41 @@ class Save(Settings):
     updates: Count | None = None
     """Updates between checkpoints."""
     last: Whole = Field(default=2, ge=1, le=100_000)
-    """How many of the newest to keep."""
+    """Number of newest checkpoints to keep."""
     best: Whole = Field(default=1, ge=0, le=100_000)
-    """How many of the best to keep."""
+    """Number of best checkpoints to keep."""
     metric: str = Field(default="eval/return", min_length=1, max_length=200)
-    """Metric that says which is best; the newest value recorded when the checkpoint is written."""
+    """Metric that ranks checkpoints: its newest value when the checkpoint is written."""
     mode: Literal["max", "min"] = "max"
-    """Whether more of the metric is better, or less."""
+    """Whether a higher (max) or lower (min) metric is better."""
     milestones: list[Count] = Field(default=[], max_length=10_000)
-    """Env steps at which a checkpoint is written and kept for good."""
+    """Env steps at which a checkpoint is written and kept forever."""
 
 
 class Wandb(Settings):
-    """Weights & Biases mirror (extra `wandb`)."""
+    """Weights & Biases tracker (extra `wandb`)."""
 
     mode: Literal["off", "offline", "online"] = "off"
-    """Off, written to the run folder for a later `wandb sync`, or sent at once."""
+    """off; offline: written to the run folder for a later `wandb sync`; online: sent while training."""
     entity: str | None = None
-    """User or team."""
+    """W&B user or team."""
     project: str = "tiltyard"
-    """Project."""
+    """W&B project."""
     group: str | None = None
-    """Group; the env's id when left out."""
+    """W&B group. Default: the env's id."""
     job_type: str = "train"
-    """Job type."""
+    """W&B job type."""
     tags: list[str] = []
-    """Tags beside the experiment's own."""
+    """W&B tags, added to the experiment's own."""
 
 
 class Track(Settings):
-    """Records and their mirrors. metrics.jsonl is always written and is the truth."""
+    """Metric records and trackers. metrics.jsonl is always written; trackers get a copy of it."""
 
     every: Count = 1
     """Updates between records."""
     tensorboard: bool = True
-    """Mirror the records as TensorBoard events in tb/."""
+    """Write TensorBoard events to tb/ in the run folder."""
     wandb: Annotated[Wandb, BeforeValidator(lambda v: {"mode": v} if isinstance(v, str) else v)] = Wandb()
 
 
@@ -306,9 +287,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
 
 def _run_name(value: Any) -> Any:
     if isinstance(value, str) and (not NAME.fullmatch(value) or ".." in value):
-        raise ValueError("a run's name has 1 to 80 letters, digits and . _ + -, and starts with a letter or digit")
+        raise ValueError("must be 1 to 80 letters, digits and . _ + -, starting with a letter or digit")
     if isinstance(value, str) and re.fullmatch(r"sweep-\d+", value):
-        raise ValueError("a run's name is not that of a sweep's folder")
+        raise ValueError("must not look like the folder of a sweep")
     return value
 
 
@@ -321,34 +302,34 @@ Pool = Annotated[dict[str, Positive], BeforeValidator(_pool, json_schema_input_t
 
 
 class Experiment(Settings):
-    """What is learned and how. Where it runs is a site profile and no part of this."""
+    """What is learned and how. Where it runs is set by a site profile."""
 
     version: Literal[1] = SCHEMA
-    """Schema of this description."""
+    """Version of this file's schema."""
     name: Annotated[str | None, BeforeValidator(_run_name)] = None
-    """Folder of the runs below the runs root; made from the env's id when left out."""
+    """Folder for the runs, below the runs root. Default: derived from the env's id."""
     seed: Whole = Field(default=0, ge=0, le=2**63 - 1)
     """Root of every random stream of the run."""
     notes: str = Field(default="", max_length=10_000)
-    """Free text, shown and searched by `tiltyard ls`."""
+    """Free text; `tiltyard ls` shows it and searches in it."""
     tags: list[Annotated[str, Field(min_length=1, max_length=80)]] = Field(default=[], max_length=100)
     """Words to filter `tiltyard ls` by."""
     use: list[str] = Field(default=[], max_length=20)
-    """Presets below this file's own values: names of built-in presets or paths of YAML files."""
+    """Presets, which this file's own values override: names of built-in presets or paths of YAML files."""
     resume: str = Field(default="auto", min_length=1, max_length=4096)
-    """What a new run starts from: auto and never from nothing, a path from that checkpoint. Whatever this says,
-    `tiltyard resume RUN` goes on from its own newest valid checkpoint; with `resume=never` it starts over, once."""
+    """Where a new run starts: `auto` and `never` start from scratch, a path starts from that checkpoint. `tiltyard
+    resume RUN` always continues from the run's newest valid checkpoint; with `resume=never` it starts over once."""
     env: Annotated[Env, BeforeValidator(bare_id)]
     model: Annotated[Model, BeforeValidator(bare_id)] = Model()
     algo: Annotated[Annotated[Algo, Field(discriminator="id")], BeforeValidator(bare_id)] = Ppo()
     policies: dict[str, PolicySettings] = Field(default={}, max_length=1000)
-    """Several policies by name, with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
-    numbers, `{from: RUN@STEP}` is frozen, `{past: {of: main}}` is main as it was earlier. The first must learn, and is
-    what evaluations measure. None named: one policy, `main`."""
+    """Several policies by name, all with the same model and algo: `{}` learns, `{algo: {lr: 1e-4}}` learns with other
+    numbers, `{from: RUN@STEP}` is frozen, `{past: {of: main}}` is a pool of earlier versions of main. The first must
+    learn; evaluations measure it. Default: one policy, `main`."""
     match: dict[str, Pool] = Field(default={}, max_length=1000)
-    """Which policy plays which agent of the env, by the agent's name or a pattern (`player_*`; the first that fits):
-    `main`, or a pool with weights, `{main: 0.2, rival: 0.8}`, drawn anew for every episode. None named: the first
-    policy plays everybody; in a population, everybody is drawn from all that learn."""
+    """Which policy plays which agent of the env, by the agent's name or a pattern (`player_*`; the first match counts):
+    `main`, or a pool with weights, `{main: 0.2, rival: 0.8}`, drawn again for every episode. Default: the first policy
+    plays all agents; in a population, agents are drawn from all policies that learn."""
     population: Population | None = None
     engine: Engine = Engine()
     stop: Stop = Stop()
@@ -358,8 +339,8 @@ class Experiment(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _engine_that_has_it(cls, values: Any) -> Any:
-        """An algorithm that only RLlib has picks that engine where none is named."""
+    def _default_engine(cls, values: Any) -> Any:
+        """Select the rllib engine for an algorithm that only RLlib has, unless an engine is given."""
         if isinstance(values, dict):
             algo, engine = values.get("algo"), values.get("engine")
             word = algo.get("id") if isinstance(algo, dict) else getattr(algo, "id", algo)
@@ -371,7 +352,7 @@ class Experiment(Settings):
 
     @property
     def run_name(self) -> str:
-        """The name given, or one made from the env's id."""
+        """The given name, or one derived from the env's id."""
         if self.name:
             return self.name
         stem = self.env.id.replace("\\", "/").rsplit("/", 1)[-1]
@@ -380,32 +361,32 @@ class Experiment(Settings):
 
     @property
     def policy_settings(self) -> dict[str, PolicySettings]:
-        """Every policy by name, in order: those named, or `main` alone."""
+        """Every policy by name, in order; `main` alone if none is given."""
         return self.policies or {"main": PolicySettings()}
 
     @property
     def learning(self) -> list[str]:
-        """Names of the policies that learn; the first is the one that is measured."""
-        return [name for name, member in self.policy_settings.items() if member.learns]
+        """Names of the policies that learn; evaluations measure the first."""
+        return [name for name, policy in self.policy_settings.items() if policy.learns]
 
     @property
     def past(self) -> dict[str, Past]:
         """The pools of past versions, by name."""
-        return {name: member.past for name, member in self.policy_settings.items() if member.past is not None}
+        return {name: policy.past for name, policy in self.policy_settings.items() if policy.past is not None}
 
     def algo_of(self, policy: str) -> Algo:
-        """`algo` with the numbers that are others for one policy."""
+        """`algo` with the numbers that this policy overrides."""
         changes = self.policy_settings[policy].algo.given()
         return self.algo.model_copy(update=changes) if changes else self.algo
 
     @property
     def squashed(self) -> bool:
-        """Whether actions are drawn before they are squashed into their bounds, each with a spread of its own."""
+        """Whether the policy is a tanh-squashed Gaussian with a state-dependent standard deviation (sac)."""
         return family(self.algo) == "sac"
 
     @property
     def envs(self) -> int:
-        """Copies of the env over all processes."""
+        """Copies of the env, summed over all processes."""
         engine = self.engine
         if engine.envs_per_runner is not None and isinstance(engine.runners, int):
             return max(1, engine.runners) * engine.envs_per_runner
@@ -413,5 +394,5 @@ class Experiment(Settings):
 
     @property
     def batch(self) -> int:
-        """Env steps per update; with several agents in an env, the fewest: at least one of them acts at any time."""
+        """Env steps per update. With several agents per env this is the minimum: at least one acts at any time."""
         return self.algo.rollout * self.envs

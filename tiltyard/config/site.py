@@ -268,7 +268,9 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
             if isinstance(profile, dict):
                 if "name" in profile:
                     problems.append(
-                        Problem(f"profiles.{name}.name", short(profile["name"]), "is no setting", "the key is the name")
+                        Problem(
+                            f"profiles.{name}.name", short(profile["name"]), "unknown setting", "the key is the name"
+                        )
                     )
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field
 from tiltyard.config.experiment import NAME
 from tiltyard.config.fields import Count, CountOrZero, NotNegative, Settings, Whole
 from tiltyard.config.merge import plain
-from tiltyard.config.population import PopulationRules
+from tiltyard.config.policies import PopulationRules
 from tiltyard.config.site import check_names
 from tiltyard.config.validation import validate
 from tiltyard.config.yaml import read_yaml

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tiltyard.config.algos import NAMED, NOT_NAMED, ONLY_RLLIB
 from tiltyard.config.experiment import SCHEMA, Experiment
 from tiltyard.config.fields import Settings
 from tiltyard.config.merge import Free, Section, fields, inside
+from tiltyard.config.rllib_algos import NAMED, NOT_NAMED, ONLY_RLLIB
 from tiltyard.errors import Problem, did_you_mean
 from tiltyard.plugins.resolve import short
 
@@ -71,7 +71,7 @@ def special_answers(values: dict[str, Any]) -> Found:
         place = values.get(path[0]) if path else values
         if isinstance(place, dict) and "framework" in place:
             setting, given = ".".join((*path, "framework")), short(place.pop("framework"))
-            message = "is no setting: Tiltyard's models are PyTorch modules"
+            message = "unknown setting; Tiltyard's models are PyTorch modules"
             found.append(((*path, "framework"), Problem(setting, given, message, "leave framework out")))
     algo = values.get("algo")
     word = algo.get("id") if isinstance(algo, dict) else None
@@ -89,16 +89,16 @@ def special_answers(values: dict[str, Any]) -> Found:
 def _algorithm(word: str) -> tuple[str, str]:
     """What to say to the name of an algorithm that is not here."""
     if word.lower() == "a3c":
-        return "is not offered: use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
+        return "not available; use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
     bare = word.lower().removeprefix("rllib:")
     name = next((each for each in (*NAMED, *NOT_NAMED) if each.lower().removeprefix("rllib:") == bare), "")
     if name in NAMED:
-        return "is no algorithm of Tiltyard", f"did you mean {name}?"
+        return "unknown algorithm", f"did you mean {name}?"
     if name in NOT_NAMED:
-        return f"cannot be had: RLlib's {name} {NOT_NAMED[name]}", f"known: {', '.join(_KNOWN)}"
+        return f"not supported: RLlib's {name} {NOT_NAMED[name]}", f"known: {', '.join(_KNOWN)}"
     if word.lower() in _NOT_YET:
-        return "is not in this version", f"known: {', '.join(_KNOWN)}"
-    return "is no algorithm of Tiltyard", did_you_mean(word, _KNOWN)
+        return "not in this version", f"known: {', '.join(_KNOWN)}"
+    return "unknown algorithm", did_you_mean(word, _KNOWN)
 
 
 def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:
@@ -147,7 +147,7 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
         if branch == "schedule" and not isinstance(value, Mapping):
             return
     if kind == "extra_forbidden":
-        yield path, Problem(setting, short(value), "is no setting", _unknown_hint(model, path, values))
+        yield path, Problem(setting, short(value), "unknown setting", _unknown_hint(model, path, values))
     elif kind == "missing":
         yield path, Problem(setting, "", "is missing", _missing_hint(setting))
     elif kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(section, Section) and section.tag:

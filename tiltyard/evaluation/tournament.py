@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from tiltyard.algos.rng import Generators
-from tiltyard.config.experiment import Experiment, PolicySettings
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.policies import PolicySettings
 from tiltyard.engines.policies.frozen import source_of
 from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor

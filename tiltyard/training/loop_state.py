@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, PolicySettings, Save
+from tiltyard.config.experiment import Experiment, Save
+from tiltyard.config.policies import PolicySettings
 from tiltyard.types import Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of

@@ -28,8 +28,8 @@ from tiltyard.algos.pbt import (
     rules_of,
     schedule,
 )
-from tiltyard.config.algos import KlAdaptive
-from tiltyard.config.population import Population
+from tiltyard.config.policies import Population
+from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run.checkpoint import newest_valid, read_tree
 from tiltyard.run.events import log_event

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.population import Past
+from tiltyard.config.policies import Past
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import read_tree, write_tree
 from tiltyard.types import Arrays, EnvSpec

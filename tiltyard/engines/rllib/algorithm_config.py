@@ -14,8 +14,9 @@ from ray.rllib.algorithms.tqc import TQCConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from tiltyard.config.algos import Appo, Dqn, Impala, Named, Ppo, Sac, family
-from tiltyard.config.algos import Replay as ReplaySettings
+from tiltyard.config.algos import Ppo, family
+from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, Sac
+from tiltyard.config.rllib_algos import Replay as ReplaySettings
 from tiltyard.engines.collector import LEARN, stream_seed
 from tiltyard.engines.rllib import learners, rl_modules
 from tiltyard.engines.rllib.env_runner import NoEnv, Runner

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
-from tiltyard.config.algos import Named
+from tiltyard.config.rllib_algos import Named
 from tiltyard.engines.rllib.algorithm_config import CONFIGS, configured, rllibs_name
 from tiltyard.engines.rllib.worker_spec import WorkerSpec
 from tiltyard.errors import Problem, did_you_mean

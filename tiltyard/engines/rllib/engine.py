@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from tiltyard.algos.rng import Generators
-from tiltyard.config.algos import Named
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.rllib_algos import Named
 from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.rllib.ray_cluster import Cluster, require_ray
 from tiltyard.engines.rllib.settings_map import envs_each, needs, problems, runners

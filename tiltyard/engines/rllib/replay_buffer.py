@@ -18,7 +18,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import PrioritizedEpisodeReplayBuffer
 
-from tiltyard.config.algos import Replay as Settings
+from tiltyard.config.rllib_algos import Replay as Settings
 from tiltyard.types import Arrays, Tree
 
 TINY = 1e-6  # what nothing surprised about is replayed at times too

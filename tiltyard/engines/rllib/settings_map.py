@@ -9,21 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tiltyard.config.algos import (
-    Algo,
-    Appo,
-    Dqn,
-    Impala,
-    KlAdaptive,
-    Linear,
-    Named,
-    Piecewise,
-    Ppo,
-    Sac,
-    Scheduled,
-    family,
-)
+from tiltyard.config.algos import Algo, Ppo, family
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, Sac
+from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise, Scheduled
 from tiltyard.engines.rllib.allocation import allocation
 from tiltyard.engines.rllib.ray_cluster import Needs
 from tiltyard.errors import Problem
