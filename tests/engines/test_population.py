@@ -75,7 +75,10 @@ def told(run: Run) -> list[dict[str, Any]]:
         ({"population": {"space": {"algo.epochs": [1, 2]}}}, "algo.epochs cannot change during training"),
         ({"population": {"space": {"algo.lr": {"log": [0, 1]}}}}, "population.space.algo.lr = .* has a logarithm"),
         ({"population": {"space": {"algo.gamma": [0.9, 2]}}}, "reaches 2: gamma must be at most 1"),
-        ({"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}}, "must be a metric that each policy has"),
+        (
+            {"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}},
+            "must be a metric that each policy has",
+        ),
         ({"population": {"space": {"algo.lr": [1, 2]}, "replace": 0.7}}, "population.replace = 0.7"),
         ({"engine": {"kind": "rllib"}}, "population: is not supported by engine.kind = rllib"),
     ],
@@ -222,7 +225,7 @@ def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
     for _ in range(30):
         engine.step()
         engine.adopt("b", engine.snapshot("a"), {})
-        learner, before = engine.policies.learners["b"], engine.policies.learners["b"].env_steps
+        learner, before = engine.cast.learners["b"], engine.cast.learners["b"].env_steps
         report = engine.step()
         rollout = engine.rollout
         assert rollout.policy is not None
