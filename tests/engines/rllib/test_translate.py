@@ -2,8 +2,8 @@ import pytest
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
-from tiltyard.engines.rllib.algorithm_options import option_problems
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
+from tiltyard.engines.rllib.algorithm_options import option_problems
 from tiltyard.engines.rllib.ray_cluster import Needs
 from tiltyard.engines.rllib.settings_map import (
     REFUSED,
