@@ -5,6 +5,7 @@
 #   make test    lint and all tests             make test-long   the same, with ten times the repetitions
 #   make bench   Tiltyard beside its peers, hours; less: make bench ARGS="--tasks cartpole --blocks 3"
 #   make docs    write the generated pages of docs/reference anew
+#   make dist    build the packages in ./dist and try the wheel in a fresh environment (docs/releasing.md)
 #   make lint    ruff and mypy                  make clean       remove what the others made, except $(VENV) and runs/
 
 PYTHON  ?= python3
@@ -19,7 +20,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 .DEFAULT_GOAL := check
-.PHONY: venv lint check test test-long docs demo bench clean
+.PHONY: venv lint check test test-long docs dist demo bench clean
 
 venv: $(STAMP)
 
@@ -54,6 +55,13 @@ test-long: lint $(SLURM)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+
+# Built without build/ and *.egg-info of earlier builds, which would bring deleted files back.
+dist: $(STAMP)
+	rm -rf build dist tiltyard.egg-info
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	.ci/try-wheel "$(PYTHON)" dist/*.whl
 
 # A peer that cannot be installed here is left out, and the tables say so.
 bench: $(STAMP)

@@ -82,7 +82,8 @@ class Adam:
         self.steps += 1
         if scale != 1.0:
             self.gradient.mul_(scale)
-        # The kernel of torch.optim.Adam(fused=True), called without that class, which costs more than the step itself.
+        # The kernel of torch.optim.Adam(fused=True), without that class, which costs more than the step itself. It is
+        # private: pyproject.toml limits torch to versions in which the tests have compared it with torch.optim.Adam.
         torch._fused_adam_(
             [self.vector],
             [self.gradient],
@@ -132,10 +133,12 @@ class Backup:
         return [self._adam.vector, self._adam.first, self._adam.second, *self._net.buffers()]
 
     def save(self) -> None:
-        """A copy of some megabytes at most, in one call."""
-        torch._foreach_copy_(self._kept, self._live())
+        """A copy of some megabytes at most."""
+        for kept, live in zip(self._kept, self._live(), strict=True):
+            kept.copy_(live)
         self._steps = self._adam.steps
 
     def restore(self) -> None:
-        torch._foreach_copy_(self._live(), self._kept)
+        for live, kept in zip(self._live(), self._kept, strict=True):
+            live.copy_(kept)
         self._adam.steps = self._steps
