@@ -242,10 +242,6 @@ def _step(walk: EnvStepper, timed: Sequence[_Timed], seconds: float, parent: Par
         parent.send({"tick": [mark, walk.env_steps, walk.frames, resets]})
 
 
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), _perform)
-
-
 DRAWN = 256  # env steps whose actions are drawn beforehand
 
 
@@ -331,3 +327,7 @@ class EnvStepper:
     def _attributed(self, error: BaseException, row: int, doing: str) -> Exception:
         where = f"env {self.group.env.id}, row {self.group.first_row + row}, env step {self.env_steps}"
         return attributed(error, where, doing)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), _perform)
