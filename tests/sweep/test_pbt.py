@@ -157,12 +157,12 @@ def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, m
         self.fixed = tree["setting"] if isinstance(tree["setting"], float) else None
 
     monkeypatch.setattr(ScheduledValue, "load", restore)
-    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the restored engine has 0.01"):
+    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, but the restored engine has 0.01"):
         api.resume(run, live=False)
     assert "0.02" in run.status()["reason"]
 
     monkeypatch.setattr("tiltyard.training.loop.check_restored", lambda *_: None)
-    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, and the first update used 0.01"):
+    with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, but the first update used 0.01"):
         api.resume(run, live=False)
 
 

@@ -26,7 +26,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, Segment
 from tiltyard.track.screen import Screen
 from tiltyard.track.trackers import Trackers
-from tiltyard.training import clocks, failure, pbt, settings_check
+from tiltyard.training import clocks, failure
 from tiltyard.training.attempt import (
     Attempt,
     AttemptSetup,
@@ -39,6 +39,8 @@ from tiltyard.training.attempt import (
     start_attempt,
     write_progress,
 )
+from tiltyard.training.pbt import PbtSelection
+from tiltyard.training.settings_check import check_learned, check_restored
 from tiltyard.training.signals import StopSignals
 from tiltyard.types import Progress, Report
 
@@ -81,7 +83,8 @@ def train_run(run: Run, setup: AttemptSetup, *, screen: Screen) -> Outcome:
             resources.callback(engine.close)
             evaluator = Evaluator(experiment, spec, run.base)
             state, progress = restore(run, setup, engine, number, screen, start)
-            settings_check.check_restored(experiment, setup.segment.settings, engine)
+            if setup.segment.settings:
+                check_restored(experiment, setup.segment.settings, engine)
             trackers = Trackers(run.folder, experiment, state.recorded_to(progress.env_steps))
             resources.callback(lambda: screen.say(*trackers.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
@@ -107,12 +110,12 @@ def _loop(attempt: Attempt, segment: Segment, lock: Lock, signals: StopSignals) 
     reason = clocks.stop_reason(experiment.stop, first, state)
     complete = _catch_up(attempt, reason, lock, signals, watch)
     reason = clocks.stop_reason(experiment.stop, first, state)
-    selection = pbt.selection_of(attempt)
+    selection = PbtSelection(attempt, experiment.population) if experiment.population else None
     while reason is None and complete and not signals.received and not clocks.should_pause(segment, attempt.progress):
         before = attempt.progress
         report = _step(attempt, lock)
-        if before == first:
-            settings_check.check_learned(experiment, segment.settings, attempt.engine, report.metrics)
+        if segment.settings and before == first:
+            check_learned(experiment, segment.settings, attempt.engine, report.metrics)
         progress = attempt.progress = report.progress
         metrics = state.add(report)
         if selection is not None:

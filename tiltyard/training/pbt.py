@@ -161,12 +161,6 @@ def _text(settings: Settings) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in settings.items())
 
 
-def selection_of(attempt: Attempt) -> PbtSelection | None:
-    """The selection of an experiment with a population; None without one."""
-    population = attempt.experiment.population
-    return None if population is None else PbtSelection(attempt, population)
-
-
 @dataclass
 class PbtState:
     """What selection remembers from decision to decision, by policy name; members are numbered as in `names`."""
