@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.algos.advantages import clipped_gae, gae, next_values, vtrace
+from tiltyard.algos.advantages import Steps, clipped_gae, gae, next_values, vtrace
 
 
 def column(*numbers, dtype=np.float32):
@@ -13,7 +13,7 @@ def test_gae_by_hand():
     # Step 1 is terminal, so nothing of step 2 reaches back; the last step looks at the bootstrap.
     reward, value = column(1, 2, 3), column(0.5, 1, 2)
     ended, cut = column(0, 1, 0, dtype=bool), column(0, 0, 0, dtype=bool)
-    advantage, returns = gae(reward, value, column(0, 0, 10), ended, cut, 0.9, 0.8)
+    advantage, returns = gae(Steps(reward, value, column(0, 0, 10), ended, cut), 0.9, 0.8)
     second = 2 - 1
     first = 1 + 0.9 * 1 - 0.5 + 0.9 * 0.8 * second
     third = 3 + 0.9 * 10 - 2
@@ -25,9 +25,9 @@ def test_truncation_bootstraps_and_termination_does_not():
     reward, value, bootstrap = column(1, 1), column(0, 5), column(7, 3)
     no = np.zeros((2, 1), bool)
     end = column(1, 0, dtype=bool)
-    cut, _ = gae(reward, value, bootstrap, no, end, 0.5, 1.0)
-    over, _ = gae(reward, value, bootstrap, end, no, 0.5, 1.0)
-    goes_on, _ = gae(reward, value, bootstrap, no, no, 0.5, 1.0)
+    cut, _ = gae(Steps(reward, value, bootstrap, no, end), 0.5, 1.0)
+    over, _ = gae(Steps(reward, value, bootstrap, end, no), 0.5, 1.0)
+    goes_on, _ = gae(Steps(reward, value, bootstrap, no, no), 0.5, 1.0)
     assert cut[0, 0] == 1 + 0.5 * 7  # the bootstrap of the cut, not value[1] of the next episode
     assert over[0, 0] == 1
     assert goes_on[0, 0] == 1 + 0.5 * (1 + 0.5 * 3)
@@ -47,7 +47,7 @@ def random_case(rng):
 
 def brute_force(case, ratio, gamma, lam, rho_clip, weigh):
     """Advantages by the definition: for each step a sum over all later ones of its episode. weigh(t, k) is the trace."""
-    follows = next_values(case["value"], case["bootstrap"], case["terminated"], case["truncated"])
+    follows = next_values(Steps(**case))
     steps, rows = case["reward"].shape
     out = np.zeros((steps, rows))
     for b in range(rows):
@@ -67,7 +67,7 @@ def test_all_agree_with_brute_force():
         ratio = rng.lognormal(0, 0.7, case["reward"].shape).astype(np.float32)
         gamma, lam, clip = 0.97, 0.8, float(rng.choice([0.9, 1.3]))
         expected = brute_force(case, ratio, gamma, lam, clip, lambda r, t, k: lam ** (k - t))  # noqa: B023
-        advantage, returns = gae(**case, gamma=gamma, lam=lam)
+        advantage, returns = gae(Steps(**case), gamma=gamma, lam=lam)
         np.testing.assert_allclose(advantage, expected, atol=1e-5)
         np.testing.assert_allclose(returns, expected + case["value"], atol=1e-5)
 
@@ -75,31 +75,32 @@ def test_all_agree_with_brute_force():
             case, ratio, gamma, lam, clip,
             lambda r, t, k: lam ** (k - t) * np.prod(np.minimum(r[t + 1 : k + 1], clip)),  # noqa: B023
         )  # fmt: skip
-        advantage, _ = clipped_gae(**case, ratio=ratio, gamma=gamma, lam=lam, clip=clip)
+        advantage, _ = clipped_gae(Steps(**case), ratio=ratio, gamma=gamma, lam=lam, clip=clip)
         np.testing.assert_allclose(advantage, expected, atol=1e-4)
 
         expected = brute_force(
             case, ratio, gamma, lam, clip,
             lambda r, t, k: lam ** (k - t) * np.prod(np.minimum(r[t:k], 1.0)) * min(r[k], clip),  # noqa: B023
         )  # fmt: skip
-        _, corrected = vtrace(**case, ratio=ratio, gamma=gamma, lam=lam, clip=clip)
+        _, corrected = vtrace(Steps(**case), ratio=ratio, gamma=gamma, lam=lam, clip=clip)
         np.testing.assert_allclose(corrected - case["value"], expected, atol=1e-4)
 
 
 def test_on_policy_the_corrected_forms_are_gae():
     case = random_case(np.random.default_rng(5))
     ones = np.ones_like(case["reward"])
-    plain, returns = gae(**case, gamma=0.9, lam=0.7)
-    np.testing.assert_allclose(clipped_gae(**case, ratio=ones, gamma=0.9, lam=0.7, clip=1.0)[0], plain, atol=1e-6)
-    np.testing.assert_allclose(vtrace(**case, ratio=ones, gamma=0.9, lam=0.7, clip=1.0)[1], returns, atol=1e-6)
+    plain, returns = gae(Steps(**case), gamma=0.9, lam=0.7)
+    np.testing.assert_allclose(
+        clipped_gae(Steps(**case), ratio=ones, gamma=0.9, lam=0.7, clip=1.0)[0], plain, atol=1e-6
+    )
+    np.testing.assert_allclose(vtrace(Steps(**case), ratio=ones, gamma=0.9, lam=0.7, clip=1.0)[1], returns, atol=1e-6)
 
 
 def test_vtrace_advantage_looks_one_step_ahead_at_corrected_values():
     no = np.zeros((3, 1), bool)
     case = {"reward": column(1, 2, 3), "value": column(0, 1, 2), "bootstrap": column(0, 0, 4)}
-    advantage, corrected = vtrace(
-        **case, terminated=no, truncated=no, ratio=column(0.5, 2, 1), gamma=0.9, lam=1.0, clip=1.0
-    )
+    steps = Steps(**case, terminated=no, truncated=no)
+    advantage, corrected = vtrace(steps, ratio=column(0.5, 2, 1), gamma=0.9, lam=1.0, clip=1.0)
     after = [corrected[1, 0], corrected[2, 0], 4]
     expected = [r + 0.9 * a - v for r, a, v in zip((1, 2, 3), after, (0, 1, 2), strict=True)]
     np.testing.assert_allclose(advantage[:, 0], expected, rtol=1e-6)
@@ -108,5 +109,5 @@ def test_vtrace_advantage_looks_one_step_ahead_at_corrected_values():
 @pytest.mark.parametrize("lam", [0.0, 1.0])
 def test_the_ends_of_lambda(lam):
     no = np.zeros((3, 1), bool)
-    advantage, _ = gae(column(1, 1, 1), column(0, 0, 0), column(0, 0, 0), no, no, 0.5, lam)
+    advantage, _ = gae(Steps(column(1, 1, 1), column(0, 0, 0), column(0, 0, 0), no, no), 0.5, lam)
     assert advantage[:, 0].tolist() == ([1, 1, 1] if lam == 0 else [1.75, 1.5, 1])

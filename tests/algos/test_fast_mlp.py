@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.models.specs import CATEGORICAL, env, observations, vector
-from tiltyard.algos.fast_mlp import ALONE
+from tiltyard.algos.fast_mlp import SINGLE_THREAD
 from tiltyard.algos.flat_adam import Adam
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.fields import Plugin
@@ -29,7 +29,7 @@ PLAIN = {
 @pytest.mark.parametrize("rows", [1, 300])
 def test_the_short_way_gives_what_the_modules_give(spec, model, rows):
     """300 rows are past what numpy multiplies: both ways to multiply are taken."""
-    assert 300 * 64 * 64 > ALONE > 64 * 64
+    assert 300 * 64 * 64 > SINGLE_THREAD > 64 * 64
     net = PolicyNet(spec, model, (), seed=1)
     assert net.dense is not None and net.dense.layers() is not None
     obs = observations(spec, rows)

@@ -6,7 +6,8 @@ import torch
 from torch import distributions as td
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations
-from tiltyard.algos.advantages import gae
+from tiltyard.algos.advantages import Steps, gae
+from tiltyard.algos.minibatches import make_chunks, shuffled
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import A2c
 from tiltyard.config.algos import Ppo as Settings
@@ -93,18 +94,19 @@ def torch_log_prob(parts, params, log_std, action):
     return log_prob, entropy
 
 
+def steps_of(rollout):
+    return Steps(rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated)
+
+
+def chunks_of(ppo, rollout):
+    nothing = np.zeros((16, ROWS))
+    return make_chunks(ppo.net, ppo.bptt, rollout, (rollout.log_prob, nothing, nothing, nothing))
+
+
 def textbook_loss(net, algo, rollout):
     """PPO's loss over one rollout as papers write it, in torch: what the gradient by hand must be the gradient of."""
     params, value = net.unroll(rollout.obs, state0_of(net, rollout), torch.from_numpy(rollout.first))
-    advantage, returns = gae(
-        rollout.reward,
-        rollout.value,
-        rollout.bootstrap,
-        rollout.terminated,
-        rollout.truncated,
-        algo.gamma,
-        algo.gae_lambda,
-    )
+    advantage, returns = gae(steps_of(rollout), algo.gamma, algo.gae_lambda)
     valid = torch.from_numpy(rollout.valid)
     advantage, target = torch.from_numpy(advantage)[valid], torch.from_numpy(returns)[valid]
     advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
@@ -174,9 +176,7 @@ def test_the_first_gradient_is_the_policy_gradient(parts):
     settings = Settings(rollout=16, minibatch=64, epochs=1, normalise_advantage=False, value_coef=0.0)
     ppo, net, _ = learner(settings, spec=spec)
     rollout = act_out(net, spec, 16)
-    advantage, _ = gae(
-        rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated, 0.99, 0.95
-    )
+    advantage, _ = gae(steps_of(rollout), 0.99, 0.95)
     params, _ = net.unroll(rollout.obs, {}, torch.from_numpy(rollout.first))
     log_prob = torch_log_prob(parts, params, net.log_std, torch.from_numpy(rollout.action))[0]
     objective = -(log_prob * torch.from_numpy(advantage)).mean()
@@ -318,8 +318,8 @@ def test_rows_without_a_decision_teach_nothing(kind):
 
 def test_every_sample_is_used_once_per_epoch_in_minibatches_of_about_the_size_set():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=24, epochs=1))
-    chunks = ppo._chunks(act_out(net, spec, 16), np.zeros((16, ROWS)), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
-    parts = [part.tolist() for part in ppo._minibatches(chunks)]
+    chunks = chunks_of(ppo, act_out(net, spec, 16))
+    parts = [part.tolist() for part in shuffled(chunks, 24, ppo.shuffling)]
     assert sorted(len(part) for part in parts) == [21, 21, 22]
     order = [at for part in parts for at in part]
     assert sorted(order) == list(range(64))
@@ -330,7 +330,7 @@ def test_chunks_keep_steps_in_order_and_start_from_the_memory_kept():
     model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=1), model=model, bptt=4)
     rollout = act_out(net, spec, 16, bptt=4)
-    chunks = ppo._chunks(rollout, np.zeros((16, ROWS)), np.zeros((16, ROWS)), np.zeros((16, ROWS)))
+    chunks = chunks_of(ppo, rollout)
     picked = chunks.take(np.array([2 * ROWS + 3]))  # chunk 2 of row 3
     np.testing.assert_array_equal(picked.obs["obs"][:, 0], rollout.obs["obs"][8:12, 3])
     np.testing.assert_array_equal(picked.numbers[0, :, 0], rollout.log_prob[8:12, 3])

@@ -1,18 +1,18 @@
-"""Advantages and returns: pure functions on [T, B] numpy arrays. They know rewards and values, not policies.
+"""Advantages and returns of a rollout: pure functions on [T, B] numpy arrays.
 
-What follows step t is worth:
+The value of what follows step t, by which every estimate bootstraps:
 
     terminated[t]            0             the episode is over
-    truncated[t]             bootstrap[t]  it would have gone on: the value of its last observation
+    truncated[t]             bootstrap[t]  value of the episode's last observation
     t = T - 1                bootstrap[t]  the rollout ends, the episode does not
     otherwise                value[t + 1]
 
-and nothing flows backwards across an end of either kind. Each gives (advantage, return), both float32 [T, B].
+Nothing flows back across an end of either kind. Each estimate returns (advantage, return), both float32 [T, B].
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,25 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def next_values(value: Array, bootstrap: Array, terminated: Array, truncated: Array) -> Array:
-    """[T, B]: what follows each step is worth, by the table above."""
-    follows = np.concatenate([value[1:], bootstrap[-1:]])
-    follows = np.where(truncated, bootstrap, follows)
-    return np.where(terminated, 0.0, follows).astype(np.float32)
+class Steps(NamedTuple):
+    """What an estimate needs of a rollout, each [T, B]; values in units of reward."""
+
+    reward: Array
+    value: Array
+    bootstrap: Array
+    terminated: Array
+    truncated: Array
+
+
+def next_values(steps: Steps) -> Array:
+    """The value of what follows each step, by the table above."""
+    follows = np.concatenate([steps.value[1:], steps.bootstrap[-1:]])
+    follows = np.where(steps.truncated, steps.bootstrap, follows)
+    return np.where(steps.terminated, 0.0, follows).astype(np.float32)
 
 
 def _backwards(delta: Array, keep: Array) -> Array:
-    """x[t] = delta[t] + keep[t] * x[t + 1], in float64 so that long rollouts add up exactly enough."""
+    """x[t] = delta[t] + keep[t] * x[t + 1], in float64 for long rollouts."""
     out = np.empty(delta.shape, np.float64)
     running = np.zeros(delta.shape[1], np.float64)
     for t in range(len(delta) - 1, -1, -1):
@@ -37,60 +47,39 @@ def _backwards(delta: Array, keep: Array) -> Array:
     return out
 
 
-def gae(
-    reward: Array, value: Array, bootstrap: Array, terminated: Array, truncated: Array, gamma: float, lam: float
-) -> tuple[Array, Array]:
+def gae(steps: Steps, gamma: float, lam: float) -> tuple[Array, Array]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16)."""
-    delta = reward + gamma * next_values(value, bootstrap, terminated, truncated) - value
-    advantage = _backwards(delta, gamma * lam * ~(terminated | truncated))
-    return advantage.astype(np.float32), (advantage + value).astype(np.float32)
+    delta = steps.reward + gamma * next_values(steps) - steps.value
+    advantage = _backwards(delta, gamma * lam * ~(steps.terminated | steps.truncated))
+    return advantage.astype(np.float32), (advantage + steps.value).astype(np.float32)
 
 
-def clipped_gae(
-    reward: Array,
-    value: Array,
-    bootstrap: Array,
-    terminated: Array,
-    truncated: Array,
-    ratio: Array,
-    gamma: float,
-    lam: float,
-    clip: float,
-) -> tuple[Array, Array]:
-    """GAE for samples of an older policy: each later error counts by its clipped importance ratio.
+def clipped_gae(steps: Steps, ratio: Array, gamma: float, lam: float, clip: float) -> tuple[Array, Array]:
+    """GAE for samples of an older policy: later errors are weighted by their clipped importance ratio.
 
-    ratio[t] = pi(a[t]) / mu(a[t]). The error of step t itself is not weighted: PPO's own ratio does that.
+    ratio[t] = pi(a[t]) / mu(a[t]). The error of step t itself is not weighted: PPO's ratio does that.
     """
-    delta = reward + gamma * next_values(value, bootstrap, terminated, truncated) - value
+    delta = steps.reward + gamma * next_values(steps) - steps.value
     capped = np.minimum(ratio, clip)
     # A[t] = delta[t] + gamma lam capped[t + 1] A[t + 1]; at t = T - 1 nothing follows.
     after = np.concatenate([capped[1:], np.zeros_like(capped[:1])])
-    advantage = _backwards(delta, gamma * lam * after * ~(terminated | truncated))
-    return advantage.astype(np.float32), (advantage + value).astype(np.float32)
+    advantage = _backwards(delta, gamma * lam * after * ~(steps.terminated | steps.truncated))
+    return advantage.astype(np.float32), (advantage + steps.value).astype(np.float32)
 
 
-def vtrace(
-    reward: Array,
-    value: Array,
-    bootstrap: Array,
-    terminated: Array,
-    truncated: Array,
-    ratio: Array,
-    gamma: float,
-    lam: float,
-    clip: float,
-) -> tuple[Array, Array]:
+def vtrace(steps: Steps, ratio: Array, gamma: float, lam: float, clip: float) -> tuple[Array, Array]:
     """V-trace (Espeholt et al. 2018, eq. 1): returns corrected towards the current policy.
 
-    The traces are cut at min(1, ratio) times `lam`, the errors at `clip`. The advantage of step t is
-    reward + gamma * corrected value of what follows - value, unweighted: PPO's own ratio does that.
+    Traces are cut at min(1, ratio) times `lam`, errors at `clip`. The advantage of step t is
+    reward + gamma * corrected next value - value, unweighted: PPO's ratio does that.
     """
-    follows = next_values(value, bootstrap, terminated, truncated)
+    reward, value = steps.reward, steps.value
+    follows = next_values(steps)
     rho = np.minimum(ratio, clip)
     trace = lam * np.minimum(ratio, 1.0)
-    going = ~(terminated | truncated)
-    corrected = value + _backwards(rho * (reward + gamma * follows - value), gamma * trace * going)
-    within = going.copy()
+    continues = ~(steps.terminated | steps.truncated)
+    corrected = value + _backwards(rho * (reward + gamma * follows - value), gamma * trace * continues)
+    within = continues.copy()
     within[-1] = False  # the step after the last is not in the rollout: its value is the bootstrap
     after = np.where(within, np.concatenate([corrected[1:], corrected[-1:]]), follows)
     advantage = reward + gamma * after - value

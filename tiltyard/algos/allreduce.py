@@ -1,10 +1,9 @@
-"""Several learners of one policy: each works through its part of every minibatch, and all take the same gradient step.
+"""Sums over several learners of one policy: each takes its part of every minibatch, all take the same gradient step.
 
     learner 0    its part of the minibatch -> gradient --\\
-    learner 1    its part of the minibatch -> gradient ---+-- sum -> clip -> Adam, in each of them alike
+    learner 1    its part of the minibatch -> gradient ---+-- sum -> clip -> Adam, the same in each
 
-Owns who has which part and how a sum over all of them comes about; not what is summed, nor the processes. What is
-drawn or decided for everybody, the shuffling or `kl_stop`, each of them works out from the same numbers.
+The processes belong to engines.local. Shuffling and `kl_stop` need no message: all compute them from equal numbers.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from tiltyard.errors import TiltyardError
 
 Array = NDArray[Any]
 
-TIMEOUT = timedelta(minutes=5)  # between the first and the last to come to a sum: their work is equally long
+TIMEOUT = timedelta(minutes=5)  # between the first and the last learner to reach a sum
 
 
 class PeerLostError(TiltyardError):
-    """Another learner is gone or does not answer; why is known to whoever started it."""
+    """Another learner exited or does not answer; the process that started it knows why."""
 
 
 class LearnerGroup(Protocol):
-    """The learners of a policy, as one of them sees them."""
+    """The learners of one policy, seen from one of them."""
 
     size: int
 
     def share(self, count: int) -> slice:
-        """Which of `count` things in a row are this learner's."""
+        """This learner's part of `count` items."""
 
     def sum_(self, tensor: Tensor) -> None:
-        """Put the sum over all learners in place of each one's tensor. The same bits everywhere."""
+        """Replace the tensor of each learner by the sum over all, bit-identical everywhere."""
 
     def total(self, array: Array) -> Array:
-        """The sum over all learners of each one's array."""
+        """The sum of an array over all learners."""
 
 
 class SingleProcess:
-    """One learner: everything is its own, and the sum is what it has."""
+    """One learner: all items are its part, every sum is its own value."""
 
     size = 1
 
@@ -63,51 +62,47 @@ class SingleProcess:
 
 
 class ProcessGroup:
-    """One of several in processes of their own, which talk over loopback (gloo), or from GPU to GPU (nccl).
+    """One of several learner processes, connected over loopback (gloo) or between GPUs (nccl).
 
-    They meet through a file in `folder`, which all of them can write and which is of no use once all are there.
-    `look` is called while a GPU is waited for, and raises when that has become pointless: nccl does not notice that
-    a process has died, gloo does.
+    They find each other through a file in `folder`. `poll` is called while waiting for a GPU and raises when another
+    learner has died: gloo notices that itself, nccl does not.
     """
 
     def __init__(
-        self, folder: Path, rank: int, size: int, device: torch.device, look: Callable[[], None] = lambda: None
+        self, folder: Path, rank: int, size: int, device: torch.device, poll: Callable[[], None] = lambda: None
     ) -> None:
         self.rank, self.size = rank, size
-        self._device, self._look = device, look
+        self._device, self._poll = device, poll
         store = distributed.FileStore(str(folder / "meeting"), size)  # type: ignore[attr-defined]
         store.set_timeout(TIMEOUT)
         self._group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
 
     def share(self, count: int) -> slice:
-        """Parts differ by one at most; with fewer things than learners some have none."""
+        """Sizes differ by at most one; with fewer items than learners some are empty."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def sum_(self, tensor: Tensor) -> None:
         try:
             work = self._group.allreduce([tensor])
             while self._device.type == "cuda" and not work.is_completed():
-                self._look()
+                self._poll()
                 time.sleep(0)
             work.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"the learners lost each other: {error}", "see the messages above") from error
+            raise PeerLostError(
+                f"the connection between the learners was lost: {error}", "see the messages above"
+            ) from error
 
     def total(self, array: Array) -> Array:
         tensor = torch.tensor(array, device=self._device)
         self.sum_(tensor)
         return np.asarray(tensor.cpu().numpy())
 
-    def leave(self) -> None:
-        """Wait for nobody any more."""
-        if self._device.type == "cuda":
-            self._group.abort()
-
 
 def _gloo(store: Any, rank: int, size: int) -> Any:
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = TIMEOUT
-    # Nobody from outside this machine is let in.
+    # Only loopback: no connection from other machines.
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return distributed.ProcessGroupGloo(store, rank, size, options)
 

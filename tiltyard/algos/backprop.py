@@ -1,7 +1,6 @@
-"""From observations to what the net puts out, and from the loss's gradient there to that of every weight.
+"""Forward and backward pass of a policy net: plain MLPs with `fast_mlp`, everything else with autograd.
 
-Owns the choice between the two ways: plain dense nets by hand (`models.dense`), everything else by autograd. Not the
-loss, and not what is done with the gradient, which ends up in Adam's vector.
+The gradient goes into Adam's vector; the loss is computed elsewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class Backprop:
         gradients = dict(zip(adam.parameters, adam.gradient_parts(), strict=True))
         self._by_log_std = gradients.get(net.log_std)
         self._graph: tuple[Tensor, Tensor] | None = None
-        # Frozen parameters have no place in Adam's vector; autograd knows what to leave out for them.
+        # Frozen parameters are not in Adam's vector; only autograd can leave them out.
         plain = net.dense is not None and net.dense.layers() is not None and len(gradients) == len([*net.parameters()])
         self.dense = Learning(net.dense, net.dense.views(gradients)) if net.dense is not None and plain else None
 
     def forward(self, obs: dict[str, Tensor], state0: dict[str, Tensor], first: Array) -> tuple[Array, Array]:
-        """Prepared observations [T, B, ...] -> parameters [T, B, outputs] and value [T, B], normalised."""
+        """Prepared observations [T, B, ...] -> parameters [T, B, outputs] and normalised value [T, B]."""
         if self.dense is not None and self._net.dense is not None:
             params, value = self.dense.forward(self._net.dense.encoded({name: x[0] for name, x in obs.items()}))
             return params[None], value[None]

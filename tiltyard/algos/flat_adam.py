@@ -1,13 +1,10 @@
-"""Adam on one vector: all parameters of a net laid end to end, so that a gradient step is a dozen operations.
+"""Adam on one vector that holds all parameters of a net, so that a gradient step is a dozen operations.
 
-Owns the vector, its gradient and the two moments; not learning rates or what is minimised. Each parameter of the net
-becomes a view into the vector (load weights in place, move devices before):
-
-    vector   |-- a.weight --|- a.bias -|.|---- b.weight ----|...
+    vector   |-- a.weight --|- a.bias -|.|---- b.weight ----|...      each parameter of the net is a view into it
     moments  |-- a.weight --|- a.bias -|.|---- b.weight ----|...      saved by parameter name
 
-Each parameter begins at a full cache line, as it would by itself, with zeros before it where needed: a matrix library
-may sum in another order where a matrix begins elsewhere, and a worker's own copy of the net must give the same numbers.
+Load weights in place, and choose the device before. Each parameter starts at a cache line, padded with zeros: elsewhere
+a matrix library may sum in another order, and a worker's copy of the net must give the same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Adam:
         self.steps = 0
         line = CACHE_LINE // self.parameters[0].element_size()
         self._gaps = [self.parameters[0].new_zeros(-parameter.numel() % line) for parameter in self.parameters]
-        self.vector = torch.cat(self._spaced([parameter.detach() for parameter in self.parameters]))
+        self.vector = torch.cat(self._padded([parameter.detach() for parameter in self.parameters]))
         self._count = torch.zeros((), device=self.vector.device)  # `steps` for the kernel
         for parameter, part in zip(self.parameters, self._parts(self.vector), strict=True):
             parameter.data = part
@@ -46,8 +43,8 @@ class Adam:
         self.first = torch.zeros_like(self.vector)
         self.second = torch.zeros_like(self.vector)
 
-    def _spaced(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """What makes a vector of parts with the parameters' shapes, laid end to end."""
+    def _padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parts and gaps to concatenate into a vector."""
         pieces = []
         for part, gap in zip(parts, self._gaps, strict=True):
             pieces.append(part.reshape(-1))
@@ -64,13 +61,12 @@ class Adam:
         ]
 
     def differentiate(self, outputs: Sequence[Tensor], by_outputs: Sequence[Tensor]) -> None:
-        """Put the gradient of a loss into the vector, given what the loss changes by with each of these outputs of the
-        net. Parameters that took no part get zeros."""
+        """Compute the gradient by autograd, given that by the net's outputs; unused parameters get zeros."""
         parts = torch.autograd.grad(outputs, self.parameters, by_outputs, allow_unused=True, materialize_grads=True)
-        torch.cat(self._spaced(parts), out=self.gradient)
+        torch.cat(self._padded(parts), out=self.gradient)
 
     def norm(self) -> float:
-        """Length of the gradient."""
+        """Norm of the gradient."""
         return float(torch.linalg.vector_norm(self.gradient))
 
     def gradient_parts(self) -> list[Tensor]:
@@ -78,12 +74,12 @@ class Adam:
         return self._parts(self.gradient)
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Move against `scale` times the gradient."""
+        """Take one step down `scale` times the gradient."""
         self.steps += 1
         if scale != 1.0:
             self.gradient.mul_(scale)
-        # The kernel of torch.optim.Adam(fused=True), without that class, which costs more than the step itself. It is
-        # private: pyproject.toml limits torch to versions in which the tests have compared it with torch.optim.Adam.
+        # The kernel of torch.optim.Adam(fused=True); the class around it costs more than the step. It is private:
+        # pyproject.toml limits torch to versions in which tests have compared it with torch.optim.Adam.
         torch._fused_adam_(
             [self.vector],
             [self.gradient],
@@ -107,13 +103,13 @@ class Adam:
         return {name: part.cpu().numpy().copy() for name, part in zip(self.names, self._parts(vector), strict=True)}
 
     def load(self, tree: Tree) -> None:
-        """Continue from `save`; another set of parameters is a UseError."""
+        """Continue from `save`; other parameters raise a UseError."""
         for vector, moments in ((self.first, tree["first"]), (self.second, tree["second"])):
             for name, part in zip(self.names, self._parts(vector), strict=True):
                 found = np.shape(moments[name]) if name in moments else None
                 if found != tuple(part.shape):
                     raise UseError(
-                        f"the saved optimiser has {name} of shape {found}, and the model's is {tuple(part.shape)}",
+                        f"the saved optimiser has {name} with shape {found}, but the model has {tuple(part.shape)}",
                         "resume with the model settings of the checkpoint, or start a new run with model.init",
                     )
                 part.copy_(torch.as_tensor(moments[name]))
@@ -125,20 +121,20 @@ class Backup:
 
     def __init__(self, net: nn.Module, adam: Adam) -> None:
         self._net, self._adam = net, adam
-        self._kept = [torch.empty_like(each) for each in self._live()]
+        self._copies = [torch.empty_like(each) for each in self._tensors()]
         self._steps = 0
 
-    def _live(self) -> list[torch.Tensor]:
-        """Looked up each time: a model may put another tensor in the place of a buffer."""
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors to copy, looked up each time: a model may replace a buffer."""
         return [self._adam.vector, self._adam.first, self._adam.second, *self._net.buffers()]
 
     def save(self) -> None:
-        """A copy of some megabytes at most."""
-        for kept, live in zip(self._kept, self._live(), strict=True):
+        """Copy everything, a few megabytes at most."""
+        for kept, live in zip(self._copies, self._tensors(), strict=True):
             kept.copy_(live)
         self._steps = self._adam.steps
 
     def restore(self) -> None:
-        for live, kept in zip(self._live(), self._kept, strict=True):
+        for live, kept in zip(self._tensors(), self._copies, strict=True):
             live.copy_(kept)
         self._adam.steps = self._steps

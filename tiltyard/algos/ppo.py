@@ -1,30 +1,26 @@
-"""Proximal policy optimisation: one update from one rollout. A2C is the same with one epoch and nothing clipped.
-
-Owns the loss, the order of minibatches and the schedules; not how rollouts are made. Read `update` top to bottom:
+"""Proximal policy optimisation (Schulman et al. 2017): one update from one rollout. A2C is one unclipped epoch of it.
 
     rollout [T, B] -> advantages -> chunks [bptt, N] -> epochs x shuffled minibatches -> loss -> gradient step
 
-Rows are cut into chunks of `bptt` steps that start from the memory kept with the rollout; without memory a chunk is
-one step. Chunks, not steps, are shuffled. The loss is numpy, and its derivatives stand beside it: `by_x` is what it
-changes by with x. How those become the gradient of the weights is `backprop`; a team shares the chunks of a minibatch.
+The loss is numpy; `by_x` is its derivative by x, written out beside it. `backprop` turns those into the gradient of the
+weights. With several learners each takes its share of every minibatch and `allreduce` sums the gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from tiltyard.algos.advantages import clipped_gae, gae, vtrace
+from tiltyard.algos.advantages import Steps, clipped_gae, gae, vtrace
 from tiltyard.algos.allreduce import LearnerGroup, SingleProcess
 from tiltyard.algos.backprop import Backprop
 from tiltyard.algos.flat_adam import Adam
+from tiltyard.algos.minibatches import Chunks, make_chunks, shuffled
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config import algos as settings
 from tiltyard.config.search_space import is_number
@@ -34,51 +30,24 @@ from tiltyard.types import Rollout, Tree
 
 Array = NDArray[Any]
 
-Losses = tuple[float, float, float]  # of policy and value, and the entropy
+Losses = tuple[float, float, float]  # policy loss, value loss, entropy
 
 CHANGEABLE = ("lr", "clip", "entropy", "kl", "gamma", "gae_lambda", "value_coef")
-HOLDS_BACK = ("kl", "entropy")  # these grow when the policy moves too fast; lr and clip shrink
+RISES_WITH_KL = ("kl", "entropy")  # when the policy moves too fast these grow, lr and clip shrink
 UNLIMITED = 1e15
-CALMER = "lower algo.lr, set algo.max_grad_norm, or normalise observations (model.normalise.obs=true)"
+DIVERGED_HINT = "lower algo.lr, set algo.max_grad_norm, or normalise observations (model.normalise.obs=true)"
 
 
 def as_ppo(algo: settings.Ppo | settings.A2c) -> settings.Ppo:
-    """A2C in PPO's terms: each sample used once, all at once, with a ratio of 1 that no clip can touch."""
+    """A2C as PPO: every sample used once, in one minibatch, with a ratio of 1 and no clip."""
     if isinstance(algo, settings.Ppo):
         return algo
     same = {name: getattr(algo, name) for name in settings.A2c.model_fields if name != "id"}
     return settings.Ppo(**same, minibatch=int(UNLIMITED), epochs=1, clip=UNLIMITED)
 
 
-@dataclass
-class Chunks:
-    """Learning data as [bptt, N, ...], N chunks. What the net is fed is on its device, the rest is numpy."""
-
-    obs: dict[str, Tensor]  # as `net.prepare` gives them
-    state0: dict[str, Tensor]  # [N, ...]
-    first: Array
-    mask: Array | None
-    action: Array
-    numbers: Array  # [4, bptt, N]: log_prob, advantage, target, value; the last two in normalised units
-    valid: Array | None  # None when every sample is
-
-    def take(self, chosen: Array, part: slice = slice(None)) -> Chunks:
-        """The chunks with these indices; with a `part`, only `numbers` and `valid` are of all of them."""
-        mine = chosen[part]
-        rows = torch.from_numpy(mine)
-        return Chunks(
-            {name: x.index_select(1, rows.to(x.device)) for name, x in self.obs.items()},
-            {name: x.index_select(0, rows.to(x.device)) for name, x in self.state0.items()},
-            self.first.take(mine, 1),
-            None if self.mask is None else self.mask.take(mine, 1),
-            self.action.take(mine, 1),
-            self.numbers.take(chosen, 2),
-            None if self.valid is None else self.valid.take(chosen, 1),
-        )
-
-
 class Ppo:
-    """The learner of one policy: the net it changes, Adam's moments, schedules and the shuffling's random stream."""
+    """Trains one policy: its net, Adam's moments, schedules and the random stream of the shuffling."""
 
     def __init__(
         self, algo: settings.Ppo | settings.A2c, net: PolicyNet, bptt: int, total_env_steps: int | None, seed: int
@@ -94,12 +63,12 @@ class Ppo:
         self.adam = Adam(net, self.algo.adam_eps)
         self.backprop = Backprop(net, self.adam)
         self.values = {
-            name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in HOLDS_BACK)
+            name: ScheduledValue(getattr(self.algo, name), total_env_steps, rises_with_kl=name in RISES_WITH_KL)
             for name in CHANGEABLE
         }
         self.group: LearnerGroup = SingleProcess()
-        self.env_steps = 0  # of the newest update: where the schedules stand
-        self.used: dict[str, float] = {}  # what the newest update learned with: none before the first
+        self.env_steps = 0  # at the newest update; schedules are evaluated here
+        self.used: dict[str, float] = {}  # settings of the newest update; empty before the first
         self.shuffling = np.random.default_rng(seed)
 
     # ------------------------------------------------------------------------------------------ the update
@@ -107,52 +76,53 @@ class Ppo:
     def update(
         self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """Learn from a rollout. `env_steps` are those before it; returns metrics by their names.
+        """Learn from a rollout that began at `env_steps`; returns metrics by name.
 
-        `after_step` is called after each gradient step: an update may take long, and workers may need attention.
+        `after_step` is called after each gradient step: an update may take long, and workers need attention.
         """
         self.env_steps = env_steps
         _check_finite(rollout)
         now = self.current_settings()
         self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
-        with np.errstate(all="ignore"):  # what overflows is found by looking at the loss
+        with np.errstate(all="ignore"):  # overflow shows up in the loss
             return self._update(rollout, now, after_step)
 
     def _update(
         self, rollout: Rollout, now: dict[str, float], after_step: Callable[[], None] | None
     ) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
-        # What the net put out for these values, in the units it has had until now: value_clip compares outputs.
-        outputs = self.net.normaliser.normalise_value(rollout.value)
+        # The net's outputs in the units used until now: value_clip compares outputs.
+        old_value = self.net.normaliser.normalise_value(rollout.value)
         self.net.normaliser.observe_returns(returns[rollout.valid])
-        chunks = self._chunks(rollout, advantage, returns, outputs)
+        numbers = (rollout.log_prob, advantage, self.net.normaliser.normalise_value(returns), old_value)
+        chunks = make_chunks(self.net, self.bptt, rollout, numbers)
 
         epochs = 0
         epoch = _Epoch()
         for _ in range(self.algo.epochs):
             epoch = _Epoch()
-            for chosen in self._minibatches(chunks):
+            for chosen in shuffled(chunks, self.algo.minibatch, self.shuffling):
                 self._gradient_step(chunks, chosen, now, epoch)
                 if after_step is not None:
                     after_step()
             epochs += 1
-            epoch.gather(self.group)
+            epoch.allreduce(self.group)
             if self.algo.kl_stop is not None and epoch.kl() > self.algo.kl_stop:
                 break
         kl = epoch.kl()
 
         if any(value.adapts for value in self.values.values()):
-            # What the epoch saw came before its gradient steps: too little to steer by when epochs are few.
+            # The epoch's own KL was measured before its gradient steps: too early when epochs are few.
             log_ratio = self._log_ratios(chunks)
             kl = float(_divergence(log_ratio if chunks.valid is None else log_ratio[chunks.valid > 0]).mean())
             for value in self.values.values():
                 value.observe_kl(kl)
-        # Only now: with other statistics the net would not be the policy that acted, and ratios would not start at 1.
+        # Last: with new statistics the net would differ from the policy that acted, and ratios would not start at 1.
         self.net.normaliser.observe(rollout.obs, rollout.valid)
         return {
             **epoch.means(),
             "loss/kl": kl,
-            "learn/clip_fraction": epoch.beyond(now["clip"]),
+            "learn/clip_fraction": epoch.clip_fraction(now["clip"]),
             "learn/epochs": float(epochs),
             "learn/explained_variance": _explained_variance(rollout.value[rollout.valid], returns[rollout.valid]),
             **{f"setting/{name}": now[name] for name in ("lr", "clip", "entropy", "kl")},
@@ -164,15 +134,15 @@ class Ppo:
         batch = chunks.take(chosen, part)
         if batch.first.size:
             losses, log_ratio = self._differentiate(batch, part, now)
-        else:  # fewer chunks than learners: nothing to add to what the others have
+        else:  # fewer chunks than learners: this one adds nothing
             losses, log_ratio = (0.0, 0.0, 0.0), np.zeros(batch.first.shape, np.float32)
             self.adam.gradient.zero_()
         self.group.sum_(self.adam.gradient)
         norm = self.adam.norm()
         if not math.isfinite(norm):
             raise self._diverged(chunks.take(chosen), self.group.total(np.array(losses)), norm)
-        most = self.algo.max_grad_norm
-        self.adam.step(now["lr"], 1.0 if most is None or norm <= most else most / norm)
+        limit = self.algo.max_grad_norm
+        self.adam.step(now["lr"], 1.0 if limit is None or norm <= limit else limit / norm)
         self.net.clamp_log_std()
         if self.group.size > 1:
             mine, log_ratio = log_ratio, np.zeros(batch.numbers.shape[1:], np.float32)
@@ -180,9 +150,9 @@ class Ppo:
         epoch.add(losses, norm, log_ratio, batch.valid)
 
     def _differentiate(self, batch: Chunks, part: slice, now: dict[str, float]) -> tuple[Losses, Array]:
-        """Put the gradient of a part of the minibatch into Adam's vector; that part of the losses, and log ratios."""
+        """Put this learner's part of the gradient into Adam's vector; returns its part of the losses and log ratios."""
         advantage, valid = batch.numbers[1], batch.valid
-        # Means are over valid samples: sums under this weight, which is one number where all are.
+        # Means over valid samples are sums with this weight; it is one number if all are valid.
         count = advantage.size if valid is None else valid.sum()
         weight = 1 / count if valid is None else valid / count
         if self.algo.normalise_advantage and count > 1:
@@ -200,7 +170,7 @@ class Ppo:
         ratio = np.exp(log_ratio)
         gain, capped = ratio * advantage, _clip(ratio, 1 - now["clip"], 1 + now["clip"]) * advantage
         policy_loss = -_mean(np.minimum(gain, capped), weight)
-        # The ratio's derivative by the log probability is itself; beyond the clip there is nothing to gain.
+        # d ratio / d log_prob = ratio; beyond the clip the gradient is zero.
         by_log_prob = np.where(gain <= capped, -gain, np.float32(0)) * weight
 
         error = value - target
@@ -223,26 +193,27 @@ class Ppo:
         by_params, by_log_std = dist.gradient(batch.action, by_log_prob, by_entropy)
         self.backprop.backward(by_params, by_value, by_log_std)
         if not math.isfinite(loss):
-            self.adam.gradient.fill_(math.nan)  # which every learner gets to see, at the same time
+            self.adam.gradient.fill_(math.nan)  # every learner sees it in the summed gradient
         return (policy_loss, value_loss, entropy), log_ratio
 
     def _advantages(self, rollout: Rollout, gamma: float, lam: float) -> tuple[Array, Array]:
-        """[T, B] advantages and returns, in units of reward, by the method set."""
-        parts = (rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated)
+        """Advantages and returns [T, B] in units of reward, by algo.advantage."""
+        steps = Steps(rollout.reward, rollout.value, rollout.bootstrap, rollout.terminated, rollout.truncated)
         if self.algo.advantage == "gae":
-            return gae(*parts, gamma, lam)
+            return gae(steps, gamma, lam)
         method = vtrace if self.algo.advantage == "vtrace" else clipped_gae
-        return method(*parts, self._ratios(rollout), gamma, lam, self.algo.rho_clip)
+        return method(steps, self._ratios(rollout), gamma, lam, self.algo.rho_clip)
 
     def _ratios(self, rollout: Rollout) -> Array:
-        """[T, B]: how much likelier the actions are under the current policy than under the one that acted."""
+        """Importance ratios [T, B]: probability under the current policy over that under the one that acted."""
         nothing = np.zeros_like(rollout.reward)
-        log_ratio = self._log_ratios(self._chunks(rollout, nothing, nothing, nothing, whole=True))
+        numbers = (rollout.log_prob, nothing, nothing, nothing)
+        log_ratio = self._log_ratios(make_chunks(self.net, self.bptt, rollout, numbers, keep_invalid=True))
         length, rows = rollout.reward.shape
         return np.exp(log_ratio).reshape(self.bptt, -1, rows).swapaxes(0, 1).reshape(length, rows)
 
     def _log_ratios(self, chunks: Chunks) -> Array:
-        """[bptt, N] of all samples under the policy as it is, a minibatch at a time to bound the memory it takes."""
+        """Log ratios [bptt, N] of all samples under the current policy, one minibatch at a time to limit memory."""
         everything = np.arange(chunks.first.shape[1])
         mine = everything[self.group.share(len(everything))]
         size = max(1, self.algo.minibatch // self.bptt)
@@ -255,56 +226,20 @@ class Ppo:
             found[:, chosen] = self.net.distribution(params, part.mask).log_prob(part.action) - part.numbers[0]
         return self.group.total(found)
 
-    # ------------------------------------------------------------------------------------------ minibatches
-
-    def _chunks(
-        self, rollout: Rollout, advantage: Array, returns: Array, outputs: Array, *, whole: bool = False
-    ) -> Chunks:
-        """[T, B, ...] -> [bptt, T / bptt * B, ...]: chunk c of row b becomes column c * B + b. Without memory, steps
-        that are not valid are left out, unless it is to be the `whole`."""
-        device = self.net.log_std.device
-        every = bool(rollout.valid.all())
-        single = None if every or whole or self.net.recurrent else np.flatnonzero(rollout.valid)
-
-        def cut(x: Array) -> Array:
-            if self.bptt == 1:
-                flat = x.reshape(1, -1, *x.shape[2:])
-                return flat if single is None else flat.take(single, 1)
-            return x.reshape(-1, self.bptt, *x.shape[1:]).swapaxes(0, 1).reshape(self.bptt, -1, *x.shape[2:])
-
-        numbers = (rollout.log_prob, advantage, self.net.normaliser.normalise_value(returns), outputs)
-        return Chunks(
-            self.net.normaliser.prepare({name: cut(x) for name, x in rollout.obs.items()}, device),
-            {name: torch.as_tensor(x, device=device).flatten(0, 1) for name, x in rollout.state0.items()},
-            cut(rollout.first),
-            None if rollout.mask is None else cut(rollout.mask),
-            cut(rollout.action),
-            np.stack([cut(x) for x in numbers], dtype=np.float32),
-            None if every or single is not None else cut(rollout.valid).astype(np.float32),
-        )
-
-    def _minibatches(self, chunks: Chunks) -> Iterator[Array]:
-        """Indices of chunks: all that hold a decision, shuffled, in parts of about `minibatch` env steps each."""
-        order = self.shuffling.permutation(chunks.first.shape[1])
-        if chunks.valid is not None:
-            order = order[np.asarray(chunks.valid.any(0))[order]]
-        parts = math.ceil(len(order) * self.bptt / self.algo.minibatch)
-        return iter(np.array_split(order, max(1, parts))) if len(order) else iter(())
-
     # ------------------------------------------------------------------------------------------ state
 
     def current_settings(self) -> dict[str, float]:
-        """Every setting that is a number now, as it stands; those of CHANGEABLE can change while training."""
+        """All numeric settings with their current values; those of CHANGEABLE can change while training."""
         fixed = {name: value for name, value in self.algo if is_number(value)}
         return fixed | {name: value.at(self.env_steps) for name, value in self.values.items()}
 
     def change(self, changes: dict[str, float]) -> None:
-        """Set some of CHANGEABLE to numbers, over their schedules."""
+        """Set some of CHANGEABLE to numbers, in place of their schedules."""
         for name, number in changes.items():
             if name not in self.values:
                 raise UseError(f"algo.{name} cannot change during training", did_you_mean(name, self.values))
             if not math.isfinite(number) or number < 0:
-                raise UseError(f"algo.{name} cannot become {number}", "give a finite number that is not negative")
+                raise UseError(f"algo.{name} cannot become {number}", "give a finite number of at least 0")
         for name, number in changes.items():
             self.values[name].fix(float(number))
 
@@ -317,7 +252,7 @@ class Ppo:
         }
 
     def load(self, tree: Tree) -> None:
-        """Continue exactly where `save` left."""
+        """Continue from `save`."""
         self.adam.load(tree["adam"])
         for name, value in self.values.items():
             value.load(tree["settings"][name])
@@ -325,7 +260,7 @@ class Ppo:
         self.shuffling.bit_generator.state = tree["shuffling"]
 
     def _diverged(self, batch: Chunks, losses: Array, norm: float) -> DivergedError:
-        """The first thing that is no finite number, with the minibatch that led there."""
+        """The error for a loss or gradient that is not finite, with the minibatch that caused it."""
         named = zip(("policy loss", "value loss", "entropy"), losses, strict=True)
         bad = next((name for name, loss in named if not math.isfinite(loss)), None)
         if bad is None:
@@ -336,11 +271,11 @@ class Ppo:
         arrays |= {f"state0.{name}": x.cpu().numpy() for name, x in batch.state0.items()}
         arrays |= dict(zip(names, batch.numbers, strict=True))
         arrays |= {"action": batch.action, "first": batch.first}
-        return DivergedError(f"the {bad} is not a finite number (gradient norm {norm})", CALMER, arrays)
+        return DivergedError(f"the {bad} is not a finite number (gradient norm {norm})", DIVERGED_HINT, arrays)
 
 
 class _Epoch:
-    """What the gradient steps of one epoch left for metrics; worked out once, at its end."""
+    """What the gradient steps of one epoch leave for the metrics."""
 
     def __init__(self) -> None:
         self.numbers: list[tuple[float, float, float, float]] = []
@@ -350,24 +285,20 @@ class _Epoch:
         self.numbers.append((*losses, norm))
         self.log_ratios.append(log_ratio.reshape(-1) if valid is None else log_ratio[valid > 0])
 
-    def gather(self, group: LearnerGroup) -> None:
-        """Once all minibatches are in: let every learner know what its team left, of which it had a part."""
+    def allreduce(self, group: LearnerGroup) -> None:
+        """Sum the parts of all learners, once the epoch is complete."""
         if group.size == 1 or not self.numbers:
             return
         self.log_ratios = [group.total(np.concatenate(self.log_ratios))]
         losses = group.total(np.array([numbers[:3] for numbers in self.numbers]))
-        norms = [norm for *_, norm in self.numbers]
-        self.numbers = [
-            (policy, value, entropy, norm)
-            for (policy, value, entropy), norm in zip(losses.tolist(), norms, strict=True)
-        ]
+        self.numbers = [(*loss, norm) for loss, (*_, norm) in zip(losses.tolist(), self.numbers, strict=True)]
 
     def kl(self) -> float:
-        """KL divergence of the policy from the one that acted, over the epoch's samples."""
+        """KL divergence from the policy that acted, over the epoch's samples."""
         return float(_divergence(np.concatenate(self.log_ratios)).mean()) if self.log_ratios else 0.0
 
-    def beyond(self, clip: float) -> float:
-        """Share of samples whose ratio the clip cuts."""
+    def clip_fraction(self, clip: float) -> float:
+        """Share of samples whose ratio is clipped."""
         return float((np.abs(np.expm1(np.concatenate(self.log_ratios))) > clip).mean()) if self.log_ratios else 0.0
 
     def means(self) -> dict[str, float]:
@@ -383,28 +314,28 @@ def _mean(x: Array, weight: Array | float) -> float:
 
 
 def _clip(x: Array, low: float, high: float) -> Array:
-    return np.minimum(np.maximum(x, low), high)  # twice as fast as np.clip where x is short
+    return np.minimum(np.maximum(x, low), high)  # twice as fast as np.clip on short arrays
 
 
 def _divergence(log_ratio: Array) -> Array:
-    """Its mean over samples of the old policy is KL(old || new): unbiased, never negative, low in variance."""
+    """Its mean over samples of the old policy estimates KL(old || new): unbiased, never negative, low variance."""
     return np.expm1(log_ratio) - log_ratio
 
 
 def _normalise(advantage: Array, weight: Array | float) -> Array:
-    """Mean 0 and variance 1 over valid samples."""
+    """Scale to mean 0 and variance 1 over valid samples."""
     centred = advantage - _mean(advantage, weight)
     return centred / (math.sqrt(_mean(np.square(centred), weight)) + 1e-8)
 
 
 def _explained_variance(value: Array, returns: Array) -> float:
-    """1: values foretell the returns; 0: no better than their mean; negative: worse. NaN when returns do not vary."""
+    """1: values predict the returns; 0: no better than their mean; negative: worse. NaN if returns are constant."""
     spread = float(np.var(returns, dtype=np.float64)) if returns.size else 0.0
     return math.nan if spread == 0 else 1 - float(np.var(returns - value, dtype=np.float64)) / spread
 
 
 def _check_finite(rollout: Rollout) -> None:
-    """Rewards, values, log probabilities and observations of valid rows must be numbers."""
+    """Raise DivergedError unless rewards, values, log probabilities and observations of valid rows are finite."""
     named = {
         "reward": rollout.reward,
         "value": rollout.value,
@@ -418,6 +349,8 @@ def _check_finite(rollout: Rollout) -> None:
             arrays: dict[str, object] = {**named, "action": rollout.action, "valid": rollout.valid}
             raise DivergedError(
                 f"the {name} of row {row} at step {step} of the rollout is not a finite number",
-                "check what the env gives" if "value" not in name and "log_prob" not in name else CALMER,
+                "check the env's rewards and observations"
+                if "value" not in name and "log_prob" not in name
+                else DIVERGED_HINT,
                 arrays,
             )

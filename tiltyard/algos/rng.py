@@ -1,7 +1,7 @@
-"""The process-wide random generators. Nothing of ours draws from them, but a plug-in's dropout or env may.
+"""The global random generators of Python, numpy and torch, which only plug-ins use (dropout, an env).
 
-Whoever runs such code puts its own generators in place for as long as it runs: a training's belong to its seed and its
-checkpoints, an evaluation's to the evaluation's seed, and the program around them goes on as if nothing had been drawn.
+Code that runs plug-ins makes its own Generators active: those of training follow its seed and checkpoints, those of an
+evaluation its seed, and the surrounding program is not disturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiltyard.types import Tree
 
 
 class Generators:
-    """Python's, numpy's and torch's process-wide generators as they are for one user of them."""
+    """A private state of the global generators."""
 
     def __init__(self, seed: int) -> None:
         before = _read()
@@ -30,7 +30,7 @@ class Generators:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """What is drawn inside comes from these; outside nothing has changed."""
+        """Use these as the global generators inside the context; restore the others after it."""
         before = _read()
         _write(self._state)
         try:
@@ -59,7 +59,7 @@ class Generators:
 
 
 class _State(NamedTuple):
-    """As the libraries give and take it: put in place twice per update, and seldom saved."""
+    """In the libraries' own format: swapped twice per update, rarely saved."""
 
     python: tuple[Any, ...]
     numpy: Any

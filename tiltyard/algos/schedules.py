@@ -1,10 +1,10 @@
-"""Settings that change while training: a number, or a schedule counted in env steps. Not which settings those are.
+"""Settings that may change while training: a number, or a schedule in env steps.
 
 kind          value at env step s
 number        itself
 linear        start -> end over `over` env steps (the run's length when left out), then end
 piecewise     straight lines between points, constant outside
-kl_adaptive   moved by a factor after updates whose KL divergence left [target / 2, target * 2]
+kl_adaptive   scaled by a factor after updates whose KL divergence is outside [target / 2, target * 2]
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from tiltyard.types import Tree
 
 
 class ScheduledValue:
-    """A setting's value over a run. State (to save) only where the past matters: KL-adaptive, or changed by hand.
+    """A setting's value over a run. It has state to save if it is KL-adaptive or was changed while training.
 
-    `rises_with_kl` tells the direction of adaptation: what holds the policy back must grow when the divergence is too
-    large, what sets the size of its steps must shrink.
+    `rises_with_kl`: a penalty grows when the divergence is too large; a step size shrinks.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class ScheduledValue:
         self.fixed: float | None = None
 
     def at(self, env_steps: int) -> float:
-        """The value in force at this many env steps."""
+        """The value at this many env steps."""
         if self.fixed is not None:
             return self.fixed
         setting = self.setting
@@ -45,18 +44,18 @@ class ScheduledValue:
             done = min(1.0, env_steps / over)
             return setting.start + (setting.end - setting.start) * done
         if isinstance(setting, Piecewise):
-            return _between(setting.points, env_steps)
+            return _interpolate(setting.points, env_steps)
         if isinstance(setting, KlAdaptive):
             return setting.start if self.moved is None else self.moved
         return float(setting)
 
     @property
     def adapts(self) -> bool:
-        """Whether it wants to be told the KL divergence of each update."""
+        """Whether it needs the KL divergence of each update."""
         return isinstance(self.setting, KlAdaptive)
 
     def observe_kl(self, kl: float) -> None:
-        """Adapt to the KL divergence of an update; nothing for other kinds."""
+        """Adapt to the KL divergence of an update; no effect on other kinds."""
         setting = self.setting
         if not isinstance(setting, KlAdaptive) or self.moved is None:
             return
@@ -67,25 +66,25 @@ class ScheduledValue:
         self.moved = min(max(moved, setting.lowest), setting.highest)
 
     def fix(self, value: float) -> None:
-        """From now on this number. A KL-adaptive value is moved there and goes on adapting."""
+        """Use this number from now on; a KL-adaptive value continues to adapt from it."""
         if isinstance(self.setting, KlAdaptive):
             self.moved = value
         else:
             self.fixed = value
 
     def save(self) -> Tree:
-        return {"setting": self._described(), "moved": self.moved, "fixed": self.fixed}
+        return {"setting": self._to_json(), "moved": self.moved, "fixed": self.fixed}
 
     def load(self, tree: Tree) -> None:
-        """Continue where a run stood, unless the setting was changed since: then the new one starts afresh."""
-        if tree["setting"] == self._described():
+        """Continue from `save`, unless the setting has changed: then the new one starts from its beginning."""
+        if tree["setting"] == self._to_json():
             self.moved, self.fixed = tree["moved"], tree["fixed"]
 
-    def _described(self) -> Tree:
+    def _to_json(self) -> Tree:
         return self.setting if isinstance(self.setting, int | float) else self.setting.model_dump(mode="json")
 
 
-def _between(points: list[list[float]], env_steps: int) -> float:
+def _interpolate(points: list[list[float]], env_steps: int) -> float:
     if env_steps <= points[0][0]:
         return points[0][1]
     for (step, value), (later, towards) in pairwise(points):

@@ -8,6 +8,7 @@ pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install
 
 from tests.algos.test_ppo import act_out, learner
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env
+from tiltyard.algos.minibatches import make_chunks
 from tiltyard.config.algos import Ppo as Settings
 from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.engines.rllib.actions import ActionsOf, inputs
@@ -67,7 +68,8 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
     advantage, returns = ppo._advantages(rollout, now["gamma"], now["gae_lambda"])
     outputs = net.normaliser.normalise_value(rollout.value)
     net.normaliser.observe_returns(returns[rollout.valid])
-    chunks = ppo._chunks(rollout, advantage, returns, outputs)
+    numbers = (rollout.log_prob, advantage, net.normaliser.normalise_value(returns), outputs)
+    chunks = make_chunks(net, ppo.bptt, rollout, numbers)
     chosen = np.arange(chunks.first.shape[1])
     (policy, value, entropy), log_ratio = ppo._differentiate(chunks.take(chosen), slice(None), now)
 

@@ -27,7 +27,7 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.metrics import ALL_MODULES, NUM_ENV_STEPS_SAMPLED_LIFETIME
 from torch import Tensor
 
-from tiltyard.algos.ppo import CHANGEABLE, HOLDS_BACK
+from tiltyard.algos.ppo import CHANGEABLE, RISES_WITH_KL
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
 from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, Memories, WithOldPolicy
@@ -166,7 +166,7 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
             algo = experiment.algo_of(policy)
             self.values[name] = {
                 setting: ScheduledValue(
-                    getattr(algo, setting), experiment.stop.env_steps, rises_with_kl=setting in HOLDS_BACK
+                    getattr(algo, setting), experiment.stop.env_steps, rises_with_kl=setting in RISES_WITH_KL
                 )
                 for setting in CHANGEABLE
             }
