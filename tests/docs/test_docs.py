@@ -10,6 +10,7 @@ background. Every shown line of output must begin like a line of the real output
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import inspect
@@ -287,3 +288,39 @@ def test_every_variable_we_read_is_documented() -> None:
     read = {name for text in sources for name in re.findall(r'environ(?:\.get\(|\[)"(TILTYARD_\w+)"', text)}
     assert read
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
+
+
+def string_templates() -> list[str]:
+    """Every string in the package on one line, with `...` for each placeholder of an f-string."""
+    found = []
+    for path in (ROOT / "tiltyard").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                found.append(" ".join("".join(map(str, parts)).split()))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(" ".join(node.value.split()))
+    return found
+
+
+def quoted_messages() -> Iterator[tuple[str, str]]:
+    """(page, message): the first column of the tables of errors.md, the last column of the last table of style.md."""
+    errors = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (.*?) \|", errors, re.MULTILINE):
+        for message in re.findall(r"`([^`]* [^`]*)`", row):
+            yield "errors.md", message
+    style = (ROOT / "docs" / "concepts" / "style.md").read_text(encoding="utf-8")
+    for row in style.partition("## Messages before and after")[2].splitlines()[5:]:
+        if row.startswith("|"):
+            yield "style.md", row.strip("| ").split(" | ")[-1]
+
+
+def test_quoted_messages_are_real() -> None:
+    """A quoted message, where `...` stands for any text, is part of a string in the package."""
+    templates = string_templates()
+    missing = []
+    for page, message in quoted_messages():
+        pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")))
+        if not any(pattern.search(template) for template in templates):
+            missing.append(f"{page}: {message}")
+    assert missing == []
