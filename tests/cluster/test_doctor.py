@@ -73,7 +73,7 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
     assert (first["versions"]["state"], second["versions"]["state"]) == ("ok", "bad")
     assert second["versions"]["found"].startswith("ray 0.1, and ") and second["versions"]["hint"]
     assert first["reach"]["state"] == second["reach"]["state"] == second["clocks"]["state"] == "ok"
-    assert "node2 is remembered as bad" in output.stderr and list(bad_nodes(runs)) == ["node2"]
+    assert "node2 is marked as bad" in output.stderr and list(bad_nodes(runs)) == ["node2"]
     nothing_left(cluster, runs)
 
     script = tiltyard("train", "CartPole-v1", "engine.kind=rllib", "--on", "both", "--dry-run")

@@ -40,10 +40,10 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_checks() -> Iterator[Finding]:
-    """The findings, one after another. A check that fails itself is a finding, too."""
+    """Run all checks. A check that raises an exception yields a finding too."""
     for check in CHECKS:
         try:
             yield check()
-        except Exception as error:  # noqa: BLE001 - a strange machine is what the doctor is for
+        except Exception as error:  # noqa: BLE001 - checks must survive any machine
             name = check.__name__.removeprefix("check_")
-            yield Finding(name, "note", f"the check itself failed: {type(error).__name__}: {error}", "please report it")
+            yield Finding(name, "note", f"the check failed: {type(error).__name__}: {error}", "please report it")

@@ -1,4 +1,4 @@
-"""One line of the doctor's report: `ok` needs nothing, `note` limits something, `bad` must be mended."""
+"""One line of the doctor's report: `ok` is fine, `note` is a limitation, `bad` must be fixed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ State = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it stands, what was found, and what to do about it."""
+    """The name of a check, its state, what it found, and what to do about it."""
 
     what: str
     state: State
     found: str
     hint: str = ""
     node: str = ""
-    """where, if not on this machine"""
+    """the node, if not this machine"""
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -1,10 +1,9 @@
-"""What the doctor's job starts on every node: `python -m tiltyard.doctor.node_probe FOLDER NODES SECONDS`.
+"""The process of the doctor's job on every node: `python -m tiltyard.doctor.node_probe FOLDER NODES SECONDS`.
 
-    FOLDER/NAME.here     where this node listens, as soon as it does
-    FOLDER/NAME.report   the findings, the versions, and how the other nodes could be reached
+    FOLDER/NAME.here     the address and port on which this node listens
+    FOLDER/NAME.report   findings, versions, and which other nodes could be reached
 
-Every node connects to every other one that has come up within so many seconds; who is called answers with its name and
-its time.
+Every node connects to every other one that starts within SECONDS and gets its name and time as an answer.
 """
 
 from __future__ import annotations
@@ -25,80 +24,80 @@ from tiltyard.doctor.software import versions
 from tiltyard.processes.resources import own_address
 from tiltyard.run import atomic
 
-CALL = 10.0
+CONNECT_TIMEOUT = 10.0
 HERE, REPORT = ".here", ".report"
 
 
 def main() -> int:
-    """This node's part of the visit."""
-    folder, nodes, patience = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    """Run the checks on this node and connect to the others."""
+    folder, nodes, timeout = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     with listening(f"{folder.name} {name}") as port:
         atomic.write_json(folder / f"{name}{HERE}", {"address": own_address(), "port": port})
         findings = [asdict(finding) for finding in run_checks()]
-        wait_for(folder, HERE, nodes, patience)
-        called = {peer: call(folder, peer) for peer in named(folder, HERE) if peer != name}
+        wait_for(folder, HERE, nodes, timeout)
+        answers = {peer: connect(folder, peer) for peer in nodes_with(folder, HERE) if peer != name}
         report = {
             "findings": findings,
             "versions": versions(),
-            "clocks": {peer: told for peer, told in called.items() if isinstance(told, float)},
-            "unreached": {peer: told for peer, told in called.items() if isinstance(told, str)},
+            "clocks": {peer: answer for peer, answer in answers.items() if isinstance(answer, float)},
+            "unreached": {peer: answer for peer, answer in answers.items() if isinstance(answer, str)},
         }
         atomic.write_json(folder / f"{name}{REPORT}", report)
-        wait_for(folder, REPORT, len(called) + 1, patience)  # somebody may still want to call
+        wait_for(folder, REPORT, len(answers) + 1, timeout)  # other nodes may still connect
     return 0
 
 
-def named(folder: Path, ending: str) -> list[str]:
-    """The nodes that have written a file of that ending."""
-    return sorted(path.name.removesuffix(ending) for path in folder.glob(f"*{ending}"))
+def nodes_with(folder: Path, suffix: str) -> list[str]:
+    """The nodes that have written a file with that suffix."""
+    return sorted(path.name.removesuffix(suffix) for path in folder.glob(f"*{suffix}"))
 
 
-def wait_for(folder: Path, ending: str, nodes: int, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while len(named(folder, ending)) < nodes and time.monotonic() < deadline:
+def wait_for(folder: Path, suffix: str, nodes: int, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while len(nodes_with(folder, suffix)) < nodes and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 @contextlib.contextmanager
 def listening(name: str) -> Iterator[int]:
-    """Answer whoever calls, with `name` and the time; gives the port."""
+    """Answer connections with `name` and the time; gives the port."""
     with socket.create_server(("", 0), backlog=1024) as server:
         threading.Thread(target=_answer, args=(server, name), daemon=True).start()
         try:
             yield server.getsockname()[1]
         finally:
-            server.shutdown(socket.SHUT_RDWR)  # closing alone does not wake who waits for a call
+            server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake accept()
 
 
 def _answer(server: socket.socket, name: str) -> None:
     while True:
         try:
-            caller, _ = server.accept()
-        except OSError:  # closed: the visit is over
+            peer, _ = server.accept()
+        except OSError:  # the server is closed
             return
-        with contextlib.suppress(OSError), caller:
-            caller.sendall(json.dumps({"name": name, "time": time.time()}).encode())
+        with contextlib.suppress(OSError), peer:
+            peer.sendall(json.dumps({"name": name, "time": time.time()}).encode())
 
 
-def call(folder: Path, peer: str) -> float | str:
-    """How many seconds the other node's clock is ahead of ours, or why it cannot be reached."""
+def connect(folder: Path, peer: str) -> float | str:
+    """Seconds by which the peer's clock is ahead of ours, or why it cannot be reached."""
     try:
         place = atomic.read_json(folder / f"{peer}{HERE}")
         where = f"{place['address']}:{place['port']}"
         before = time.time()
-        with socket.create_connection((place["address"], place["port"]), timeout=CALL) as line:
-            told = json.loads(line.makefile().read())
+        with socket.create_connection((place["address"], place["port"]), timeout=CONNECT_TIMEOUT) as connection:
+            answer = json.loads(connection.makefile().read())
         after = time.time()
     except TimeoutError:
-        return f"{where} gives no answer"
+        return f"{where} does not answer"
     except OSError as error:
         return f"{where}: {error.strerror or error}"
     except ValueError:
-        return f"{where}: somebody else answers there"
-    if told.get("name") != f"{folder.name} {peer}":
-        return f"{where}: somebody else answers there"
-    return float(told["time"]) - (before + after) / 2
+        return f"{where}: another program answers there"
+    if answer.get("name") != f"{folder.name} {peer}":
+        return f"{where}: another program answers there"
+    return float(answer["time"]) - (before + after) / 2
 
 
 if __name__ == "__main__":

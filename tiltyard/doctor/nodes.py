@@ -1,6 +1,6 @@
-"""The doctor on a profile's nodes: a job of a few minutes that runs the checkup on each, followed to its end.
+"""Check a profile's nodes: submit a job of a few minutes that runs all checks on each node, and follow it to its end.
 
-Everything is in a hidden folder below the runs folder, which all nodes see, and is gone afterwards.
+Its files are in a hidden folder in the runs folder, which all nodes share; the folder is removed afterwards.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 from tiltyard.config.site import Profile
 from tiltyard.doctor.bad_nodes import PLACE
 from tiltyard.doctor.finding import Finding
-from tiltyard.doctor.node_probe import REPORT, named
-from tiltyard.doctor.system import OFF
+from tiltyard.doctor.node_probe import REPORT, nodes_with
+from tiltyard.doctor.system import CLOCK_TOLERANCE
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.slurm.commands import cancel, sbatch
-from tiltyard.slurm.job_state import Backoff, JobState, query_jobs
-from tiltyard.slurm.script import header_lines, secret_environment, setup_lines, step_lines
+from tiltyard.slurm.job_state import Backoff, JobState, no_answer, query_jobs
+from tiltyard.slurm.script import header_lines, secret_environment, setup_lines, step_lines, with_nodes
 from tiltyard.slurm.shell import hostnames
 
-LIMIT = "5"  # minutes
-LONGEST_WAIT = 60.0  # seconds that nodes wait for each other: they start together, and have to end within the limit
-POLL_SECONDS = 0.25  # seconds between looks at the folder
-LATE = 5.0  # seconds that files may take to be seen here after the job has ended
+TIME_LIMIT = "5"  # minutes
+LONGEST_WAIT = 60.0  # seconds that nodes wait for each other; well within the time limit
+POLL_SECONDS = 0.25
+FILE_DELAY = 5.0  # seconds until files written by the job are visible here
 OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
 
 
-def check_nodes(profile: Profile, root: Path, nodes: str | None, say: Callable[[str], object]) -> list[Finding]:
-    """The findings of every node: as many as the profile asks for, or those named by `nodes`. `say` hears the queue."""
+def check_nodes(profile: Profile, root: Path, nodes: str | None, notify: Callable[[str], object]) -> list[Finding]:
+    """The findings of all nodes: as many as the profile requests, or `nodes`. `notify` gets the job's states."""
     names = hostnames(nodes) if nodes else []
     if nodes and not names:
-        raise UseError(f"{nodes!r} names no nodes", "as in: --nodes node3 or --nodes 'node[3,7-9]'")
+        raise UseError(f"--nodes {nodes!r} names no nodes", "examples: --nodes node3, --nodes 'node[3,7-9]'")
     if names:
         profile = _only(profile, names)
     resources, samplers = profile.resources, profile.slurm.samplers
@@ -46,21 +46,20 @@ def check_nodes(profile: Profile, root: Path, nodes: str | None, say: Callable[[
     with _folder(root) as folder:
         _write(folder, profile, root, count)
         with _job(folder, profile) as job:
-            on, told = _follow(job, folder, count, say)
-        reports = {node: atomic.read_json(folder / f"{node}{REPORT}") for node in named(folder, REPORT)}
+            job_nodes, state = _follow(job, folder, count, notify)
+        reports = {node: atomic.read_json(folder / f"{node}{REPORT}") for node in nodes_with(folder, REPORT)}
         if not reports:
-            sentence = told.describe(job) if told else f"job {job} said nothing"
-            hint = f"is slurm.python or slurm.setup of profile {profile.name} wrong?"
+            sentence = state.describe(job) if state else f"job {job} reported nothing"
+            hint = f"check slurm.python and slurm.setup of profile {profile.name}"
             raise TiltyardError(f"no node was checked: {sentence}", hint, _tail(folder))
-        return [*_findings(reports), *_silent(names or on, reports, folder)]
+        return [*_findings(reports), *_missing(names or job_nodes, reports, folder)]
 
 
 def _only(profile: Profile, names: list[str]) -> Profile:
-    """The profile for just these nodes."""
+    """The profile for exactly these nodes."""
     extra = [*profile.slurm.extra, f"--nodelist={','.join(names)}"]
-    slurm = profile.slurm.model_copy(update={"extra": extra, "exclude": None, "samplers": None})
-    resources = profile.resources.model_copy(update={"nodes": len(names)})
-    return profile.model_copy(update={"slurm": slurm, "resources": resources})
+    slurm = profile.slurm.model_copy(update={"extra": extra, "exclude": None})
+    return with_nodes(profile.model_copy(update={"slurm": slurm}), len(names))
 
 
 @contextlib.contextmanager
@@ -70,23 +69,23 @@ def _folder(root: Path) -> Iterator[Path]:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise UseError(
-            f"{folder} cannot be made: {error.strerror}", "set TILTYARD_RUNS to a folder of yours"
+            f"cannot create {folder}: {error.strerror}", "set TILTYARD_RUNS to a folder that you may write to"
         ) from error
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            folder.parent.rmdir()  # unless nodes are remembered in it
+            folder.parent.rmdir()  # only if it is empty: it may hold the list of bad nodes
 
 
 def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
-    """The script, and what it must not show."""
+    """Write the job's script, and its secrets in a separate file."""
     hidden = secret_environment(profile.environment)
     (folder / SECRETS).write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items()))
     quoted, wait = shlex.quote(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
     lines = [
-        *header_lines(profile, f"doctor-{folder.name}", "/dev/null", time=LIMIT, requeue=False),
+        *header_lines(profile, f"doctor-{folder.name}", "/dev/null", time=TIME_LIMIT, requeue=False),
         f"exec >{quoted}/{OUTPUT} 2>&1",
         *setup_lines(profile, f"{quoted}/{SECRETS}"),
         f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
@@ -97,51 +96,51 @@ def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
 
 @contextlib.contextmanager
 def _job(folder: Path, profile: Profile) -> Iterator[str]:
-    """The visit's job; whoever leaves before its end takes it along."""
+    """Submit the job; it is cancelled if this block ends before the job does."""
     try:
         job = sbatch(folder / SCRIPT, f"doctor-{folder.name}")
     except TiltyardError as error:
         raise TiltyardError(error.message, f"correct profile {profile.name}", error.details) from error
     try:
         yield job
-        deadline = time.monotonic() + LATE
-        while _is_open(_ask(job)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + FILE_DELAY
+        while _active(_query(job)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
     finally:
-        if _is_open(_ask(job)):
+        if _active(_query(job)):
             with contextlib.suppress(TiltyardError, OSError, subprocess.SubprocessError):
                 cancel(job)
 
 
-def _ask(job: str) -> JobState | None:
+def _query(job: str) -> JobState | None:
     return (query_jobs([job]) or {}).get(job)
 
 
-def _is_open(told: JobState | None) -> bool:
-    return told is None or told.pending or told.running
+def _active(state: JobState | None) -> bool:
+    return state is None or state.active
 
 
-def _follow(job: str, folder: Path, count: int, say: Callable[[str], object]) -> tuple[list[str], JobState | None]:
-    """Wait until every node has reported, or the job has ended. Returns its nodes, and what Slurm said last."""
-    pace, said, due, nodes = Backoff(), "", 0.0, ""
-    told: JobState | None = None
+def _follow(job: str, folder: Path, count: int, notify: Callable[[str], object]) -> tuple[list[str], JobState | None]:
+    """Wait until every node has reported or the job has ended. Returns its nodes and its last state."""
+    backoff, shown, next_query, nodes = Backoff(), "", 0.0, ""
+    state: JobState | None = None
     ended: float | None = None
-    while len(named(folder, REPORT)) < count:
+    while len(nodes_with(folder, REPORT)) < count:
         now = time.monotonic()
-        if ended is not None and now > ended + LATE:
+        if ended is not None and now > ended + FILE_DELAY:
             break
-        if ended is None and now >= due:
-            told = _ask(job)
-            sentence = told.describe(job) if told else f"Slurm does not answer about job {job}"
-            nodes = told.nodes if told and told.nodes else nodes
-            if sentence != said:
-                said = sentence
-                pace.reset()
-                say(sentence)
-            ended = now if told is not None and not _is_open(told) else None
-            due = now + pace.next_pause()
+        if ended is None and now >= next_query:
+            state = _query(job)
+            sentence = state.describe(job) if state else no_answer(job)
+            nodes = state.nodes if state and state.nodes else nodes
+            if sentence != shown:
+                shown = sentence
+                backoff.reset()
+                notify(sentence)
+            ended = None if _active(state) else now
+            next_query = now + backoff.next_pause()
         time.sleep(POLL_SECONDS)
-    return hostnames(nodes) if nodes else [], told
+    return hostnames(nodes) if nodes else [], state
 
 
 def _findings(reports: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -149,9 +148,9 @@ def _findings(reports: dict[str, dict[str, Any]]) -> list[Finding]:
     return [*each, *compare(reports)]
 
 
-def _silent(names: list[str], reports: dict[str, dict[str, Any]], folder: Path) -> list[Finding]:
+def _missing(names: list[str], reports: dict[str, dict[str, Any]], folder: Path) -> list[Finding]:
     return [
-        Finding("checkup", "bad", f"it told nothing; the job's output ends with: {_tail(folder, 1)}", "", node)
+        Finding("checkup", "bad", f"no report; the job's output ends with: {_tail(folder, 1)}", "", node)
         for node in names
         if node not in reports
     ]
@@ -166,11 +165,11 @@ def _tail(folder: Path, lines: int = 20) -> str:
 
 
 Reports = Mapping[str, Mapping[str, Any]]
-ALIKE = ("python", "tiltyard", "torch", "numpy", "gymnasium", "ray")  # where they differ, nodes do not work together
+MUST_MATCH = ("python", "tiltyard", "torch", "numpy", "gymnasium", "ray")  # nodes with other versions cannot cooperate
 
 
 def compare(reports: Reports) -> list[Finding]:
-    """A finding of each kind for every node, by name."""
+    """Compare versions, clocks and connections: one finding of each kind per node."""
     if len(reports) < 2:
         return []
     wrong = [*_versions(reports), *_clocks(reports), *_reach(reports)]
@@ -178,9 +177,9 @@ def compare(reports: Reports) -> list[Finding]:
         finding
         for node in sorted(reports)
         for what, fine in (
-            ("versions", "as on the other nodes"),
-            ("clocks", "as on the other nodes"),
-            ("reach", f"{len(reports) - 1} other nodes reached, and by them"),
+            ("versions", "same as on the other nodes"),
+            ("clocks", "same as on the other nodes"),
+            ("reach", f"{len(reports) - 1} other nodes reached, in both directions"),
         )
         for finding in [each for each in wrong if (each.node, each.what) == (node, what)]
         or [Finding(what, "ok", fine, node=node)]
@@ -188,7 +187,7 @@ def compare(reports: Reports) -> list[Finding]:
 
 
 def _versions(reports: Reports) -> list[Finding]:
-    """Against what most nodes have; the first by name where that is a tie."""
+    """Nodes whose versions differ from the most common ones; in a tie the first node by name counts."""
     found = []
     packages = sorted({package for report in reports.values() for package in report["versions"]})
     for package in packages:
@@ -196,38 +195,39 @@ def _versions(reports: Reports) -> list[Finding]:
         usual = Counter(has.values()).most_common(1)[0][0]
         for node, version in has.items():
             if version != usual:
-                said = f"{package} {version or 'is not installed'}, and {usual or 'none'} on the other nodes"
+                text = f"{package} {version or 'is not installed'}, but {usual or 'none'} on the other nodes"
                 hint = "use one environment on a shared file system, or the same container (slurm.setup, slurm.python)"
-                found.append(Finding("versions", "bad" if package in ALIKE else "note", said, hint, node))
+                found.append(Finding("versions", "bad" if package in MUST_MATCH else "note", text, hint, node))
     return found
 
 
 def _clocks(reports: Reports) -> list[Finding]:
-    """A node whose clock most of the others see as wrong; of two that disagree, the second by name."""
+    """Nodes whose clock differs from most others'; of two that disagree, the second by name."""
     found = []
     nodes = sorted(reports)
     for node in nodes:
         seen = [reports[other]["clocks"][node] for other in nodes if node in reports[other]["clocks"]]
         off = sorted(seen)[len(seen) // 2] if seen else 0.0
-        if abs(off) > OFF and not (len(nodes) == 2 and node == nodes[0]):
-            said = f"{off:+.1f} s against the other nodes"
-            found.append(Finding("clocks", "bad", said, "have the site set its clock (chronyc makestep)", node))
+        if abs(off) > CLOCK_TOLERANCE and not (len(nodes) == 2 and node == nodes[0]):
+            text = f"{off:+.1f} s against the other nodes"
+            hint = "ask the site's administrators to set its clock (chronyc makestep)"
+            found.append(Finding("clocks", "bad", text, hint, node))
     return found
 
 
 def _reach(reports: Reports) -> list[Finding]:
-    """Blamed is who cannot be reached; but a node that reaches none of several others itself is the one to blame."""
-    hint = "a firewall between the nodes, or a wrong address for its name: tell the site; Ray needs all ports"
-    deaf = {
+    """Nodes that cannot be reached. A node that reaches none of several others is at fault itself."""
+    hint = "a firewall or a wrong address of the node: ask the site's administrators; Ray needs all ports"
+    isolated = {
         node for node, report in reports.items() if len(reports) > 2 and len(report["unreached"]) == len(reports) - 1
     }
     found = [
         Finding("reach", "bad", f"cannot reach any other node: {', '.join(reports[node]['unreached'])}", hint, node)
-        for node in sorted(deaf)
+        for node in sorted(isolated)
     ]
-    for node in sorted(set(reports) - deaf):
+    for node in sorted(set(reports) - isolated):
         by = {other: report["unreached"][node] for other, report in reports.items() if node in report["unreached"]}
-        if by := {other: why for other, why in by.items() if other not in deaf}:
+        if by := {other: why for other, why in by.items() if other not in isolated}:
             whys = "; ".join(f"from {other} ({why})" for other, why in sorted(by.items()))
             found.append(Finding("reach", "bad", f"cannot be reached {whys}", hint, node))
     return found

@@ -1,9 +1,9 @@
-"""What a driver says of OpenGL: `python -m tiltyard.doctor.opengl glx|egl` prints JSON. Drivers crash; run as a child.
+"""The OpenGL driver's version: `python -m tiltyard.doctor.opengl glx|egl` prints JSON. A child, as drivers may crash.
 
-    glx   through the X server that DISPLAY names
-    egl   without any: the first device, then the software renderer
+    glx   through the X server in DISPLAY
+    egl   without a display: the first device, then the software renderer
 
-Asked for is a core profile of 3.2, the least that Unity takes; a driver that has none gives what it has.
+It requests a core profile of version 3.2, which Unity needs; older drivers report the version that they have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EGL_MAJOR, _EGL_MINOR, _EGL_PROFILE, _EGL_NONE = 0x3098, 0x30FB, 0x30FD, 0x3038
 
 
 class Refused(Exception):
-    """The driver or the display said no, and to what."""
+    """The driver or the display refused a request."""
 
 
 def _ints(*values: int) -> Any:
@@ -36,7 +36,7 @@ def _library(name: str) -> Any:
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise Refused(f"there is no {name}") from error
+        raise Refused(f"{name} not found") from error
 
 
 def _function(library: Any, name: str, answer: Any, *arguments: Any) -> Any:
@@ -46,29 +46,31 @@ def _function(library: Any, name: str, answer: Any, *arguments: Any) -> Any:
 
 
 def _strings(library: Any) -> dict[str, str]:
-    """What the current context says of itself."""
+    """Version, renderer and vendor of the current context."""
     get = _function(library, "glGetString", c_char_p, c_uint)
     names = {"version": _VERSION, "renderer": _RENDERER, "vendor": _VENDOR}
     found = {name: (get(number) or b"").decode(errors="replace") for name, number in names.items()}
     if not found["version"]:
-        raise Refused("the driver says nothing of itself")
+        raise Refused("the driver reports no version")
     return found
 
 
 def glx() -> dict[str, str]:
-    """By the X server that DISPLAY names."""
+    """OpenGL through the X server in DISPLAY."""
     x11, gl = _library("libX11.so.6"), _library("libGL.so.1")
     display = _function(x11, "XOpenDisplay", c_void_p, c_char_p)(None)
     if not display:
         raise Refused("the display cannot be opened")
-    handler = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(lambda display, error: 0)  # its own ends the process
+    handler = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(
+        lambda display, error: 0
+    )  # the default handler ends the process
     _function(x11, "XSetErrorHandler", c_void_p, c_void_p)(handler)
     count = c_int()
     choose = _function(gl, "glXChooseFBConfig", POINTER(c_void_p), c_void_p, c_int, POINTER(c_int), POINTER(c_int))
     wanted = _ints(_DRAWABLE_TYPE, _PBUFFER_BIT, 0)
     configs = choose(display, _function(x11, "XDefaultScreen", c_int, c_void_p)(display), wanted, byref(count))
     if not configs or not count.value:
-        raise Refused("the display has no GLX to draw with")
+        raise Refused("the display has no usable GLX configuration")
     config = c_void_p(configs[0])
     size = _ints(_PBUFFER_WIDTH, 8, _PBUFFER_HEIGHT, 8, 0)
     buffer = _function(gl, "glXCreatePbuffer", c_void_p, c_void_p, c_void_p, POINTER(c_int))(display, config, size)
@@ -87,7 +89,7 @@ def glx() -> dict[str, str]:
 
 
 def egl() -> dict[str, str]:
-    """Without a display."""
+    """OpenGL without a display."""
     library, reasons = _library("libEGL.so.1"), ["no device and no software renderer"]
     for display in _egl_displays(library):
         try:
@@ -101,7 +103,7 @@ def _egl_displays(library: Any) -> Iterator[int]:
     find = _function(library, "eglGetProcAddress", c_void_p, c_char_p)
     address = find(b"eglGetPlatformDisplayEXT")
     if not address:
-        raise Refused("EGL is too old to draw without a display")
+        raise Refused("EGL is too old to render without a display")
     of_platform = ctypes.CFUNCTYPE(c_void_p, c_uint, c_void_p, c_void_p)(address)
     if address := find(b"eglQueryDevicesEXT"):
         query = ctypes.CFUNCTYPE(c_uint, c_int, c_void_p, POINTER(c_int))(address)
@@ -124,7 +126,7 @@ def _egl_on(library: Any, display: int) -> dict[str, str]:
     choose = _function(library, "eglChooseConfig", c_uint, c_void_p, pointer, POINTER(c_void_p), c_int, pointer)
     wanted = _ints(_EGL_SURFACE_TYPE, _EGL_PBUFFER_BIT, _EGL_RENDERABLE, _OPENGL_BIT, _EGL_NONE)
     if not choose(display, wanted, byref(config), 1, byref(count)) or not count.value:
-        raise Refused("EGL has nothing to draw on with OpenGL")
+        raise Refused("EGL has no OpenGL configuration")
     size = _ints(_EGL_WIDTH, 8, _EGL_HEIGHT, 8, _EGL_NONE)
     surface = _function(library, "eglCreatePbufferSurface", c_void_p, c_void_p, c_void_p, pointer)(
         display, config, size
@@ -139,7 +141,7 @@ def _egl_on(library: Any, display: int) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print what was found, or why nothing."""
+    """Print the driver's strings, or the error."""
     try:
         found = {"glx": glx, "egl": egl}[sys.argv[1]]()
     except Refused as error:

@@ -1,4 +1,4 @@
-"""Checks of what this site's Slurm allows: whether it answers, requeue, preemption, the time to save, arrays."""
+"""Checks of the site's Slurm: whether it answers, requeue, preemption and the time to save, arrays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import cache
 from tiltyard.doctor.finding import Finding
 from tiltyard.slurm.commands import environment
 
-SHORT_KILL_WAIT = 15  # seconds from SIGTERM to SIGKILL: a save of a large model takes longer
+SHORT_KILL_WAIT = 15  # seconds from SIGTERM to SIGKILL; saving a large model takes longer
 TIMEOUT = 20.0
-ABSENT = "no Slurm at hand"
+ABSENT = "Slurm not found"
 
 
 def settings() -> dict[str, str] | None:
-    """`scontrol show config`, by name; empty where Slurm does not answer, None where there is none."""
+    """The output of `scontrol show config`; empty if Slurm does not answer, None without Slurm."""
     if shutil.which("scontrol") is None:
         return None
     try:
@@ -46,33 +46,33 @@ def check_slurm() -> Finding:
     if known is None:
         return Finding("slurm", "ok", ABSENT)
     if not known:
-        hint = "wait, or tell the site: jobs can neither be submitted nor looked at now"
-        return Finding("slurm", "note", "its controller gives no answer", hint)
+        hint = "wait, or ask the site's administrators: jobs can be neither submitted nor listed now"
+        return Finding("slurm", "note", "the controller does not answer", hint)
     return Finding("slurm", "ok", f"cluster {known.get('ClusterName', '?')}, {known.get('SLURM_VERSION', '?')}")
 
 
 def check_requeue() -> Finding:
-    """Whether a job may go back into the queue, and how often."""
+    """Whether jobs may be requeued, and how often."""
     known = _known()
     if not known:
-        return Finding("requeue", "ok", ABSENT if known is None else "not known")
+        return Finding("requeue", "ok", ABSENT if known is None else "unknown")
     most = known.get("MaxBatchRequeue", "")
     if known.get("JobRequeue") == "0":
-        hint = "nothing to do: a job that may not be requeued submits itself again"
-        return Finding("requeue", "note", "JobRequeue=0: not unless a job asks for it", hint)
+        hint = "nothing to do: a job that cannot be requeued is submitted again"
+        return Finding("requeue", "note", "JobRequeue=0: only jobs that request it are requeued", hint)
     return Finding("requeue", "ok", f"jobs may be requeued{f', MaxBatchRequeue={most}' if most else ''}")
 
 
 def check_preemption() -> Finding:
-    """How jobs are taken off their nodes, and how long they have to save."""
+    """How jobs are preempted, and how long they have to save."""
     known = _known()
     if not known:
-        return Finding("preemption", "ok", ABSENT if known is None else "not known")
+        return Finding("preemption", "ok", ABSENT if known is None else "unknown")
     mode = known.get("PreemptMode", "OFF")
     seconds = re.match(r"\d+", known.get("KillWait", ""))
     found = f"PreemptMode={mode}, KillWait={known.get('KillWait', '?')}"
     if seconds and int(seconds[0]) < SHORT_KILL_WAIT:
-        hint = "a job that is preempted or cancelled may be killed while it saves: set save.seconds lower"
+        hint = "a preempted or cancelled job may be killed while it saves: use a smaller save.seconds"
         return Finding("preemption", "note", found, hint)
     return Finding("preemption", "ok", found)
 
@@ -80,8 +80,8 @@ def check_preemption() -> Finding:
 def check_arrays() -> Finding:
     known = _known()
     if not known:
-        return Finding("arrays", "ok", ABSENT if known is None else "not known")
+        return Finding("arrays", "ok", ABSENT if known is None else "unknown")
     most = known.get("MaxArraySize", "")
     if most.isdecimal() and int(most) < 2:
-        return Finding("arrays", "note", f"MaxArraySize={most}: none", "submit the runs one by one")
+        return Finding("arrays", "note", f"MaxArraySize={most}: job arrays are disabled", "submit the runs one by one")
     return Finding("arrays", "ok", f"MaxArraySize={most or '?'}")

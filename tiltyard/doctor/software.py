@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, packages, torch and the GPUs it sees, ffmpeg, git."""
+"""Checks of installed software: Python, packages, torch and its GPUs, ffmpeg, git."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -28,7 +29,7 @@ EXTRAS = {
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter to a run; a package that is not installed has none."""
+    """Versions of Python and of the installed packages that matter to a run."""
     found = {name: package_version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
 
@@ -39,18 +40,18 @@ def check_python() -> Finding:
     return Finding("python", "ok" if fits else "bad", found, "" if fits else "install Python 3.11 or newer")
 
 
-def check_packages() -> Finding:
-    """What Tiltyard cannot do without, whether it is there."""
+def check_packages(version: Callable[[str], str | None] = package_version) -> Finding:
+    """Whether all required packages are installed."""
     try:
         needed = [line for line in requires("tiltyard") or [] if "extra ==" not in line]
     except PackageNotFoundError:
-        return Finding("packages", "note", "Tiltyard itself is not installed, only found", "pip install tiltyard")
+        return Finding("packages", "note", "Tiltyard is importable, but not installed", "pip install tiltyard")
     names = [line.split(";")[0].rstrip("<>=!~.,0123456789 *") for line in needed]
-    missing = [name for name in names if package_version(name) is None]
+    missing = [name for name in names if version(name) is None]
     if missing:
         return Finding("packages", "bad", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    said = ", ".join(f"{name} {package_version(name)}" for name in ("tiltyard", "numpy", "gymnasium", "ray"))
-    return Finding("packages", "ok", said.replace("ray None", "no ray"))
+    installed = ", ".join(f"{name} {version(name)}" for name in ("tiltyard", "numpy", "gymnasium", "ray"))
+    return Finding("packages", "ok", installed.replace("ray None", "no ray"))
 
 
 def check_torch() -> Finding:
@@ -63,13 +64,13 @@ def check_torch() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """Whether torch sees the GPUs that the machine has and the job was given."""
+    """Whether torch sees the GPUs of the machine and of the job."""
     try:
         import torch
 
         seen, build = torch.cuda.device_count(), torch.version.cuda
     except (ImportError, OSError) as error:
-        return Finding("gpus", "note", f"torch cannot be asked: {error}")
+        return Finding("gpus", "note", f"torch cannot be imported: {error}")
     there, given = gpus_of_machine(), os.environ.get("SLURM_GPUS_ON_NODE", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limits = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible!r}"
@@ -77,29 +78,31 @@ def check_gpus() -> Finding:
     found = f"torch sees {seen} of {there}{limits}"
     if expected > seen:
         hint = _why_unseen(build, there, visible)
-        return Finding("gpus", "bad", f"the job was given {expected}, and torch sees {seen}{limits}", hint)
+        return Finding("gpus", "bad", f"the job has {expected}, but torch sees {seen}{limits}", hint)
     if seen < there and visible is None:
         return Finding("gpus", "bad", found, _why_unseen(build, there, visible))
     if there and visible is not None and not visible.strip():
-        return Finding("gpus", "note", found, "unset CUDA_VISIBLE_DEVICES: empty, it hides them all")
+        return Finding("gpus", "note", found, "unset CUDA_VISIBLE_DEVICES: it is empty, which hides all GPUs")
     if visible and len(visible.split(",")) > seen:
-        hint = "CUDA_VISIBLE_DEVICES names GPUs that are not there: unset it, or correct it"
+        hint = "CUDA_VISIBLE_DEVICES names missing GPUs: unset or correct it"
         return Finding("gpus", "note", found, hint)
-    return Finding("gpus", "ok", found if there or seen else f"none here{limits}")
+    return Finding("gpus", "ok", found if there or seen else f"none{limits}")
 
 
 def _why_unseen(build: str | None, there: int, visible: str | None) -> str:
     if visible is not None and not visible.strip():
-        return "CUDA_VISIBLE_DEVICES is empty, which hides them: unset it in slurm.setup"
+        return "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs: unset it in slurm.setup"
     if build is None:
-        return "this torch is built without CUDA: install one with it, see https://pytorch.org"
+        return "this torch has no CUDA support: install one that has, see https://pytorch.org"
     if not there:
-        return "nvidia-smi lists none: the driver or the device files are missing on this node, tell the site"
-    return f"the driver may be too old for CUDA {build}: nvidia-smi says what it takes"
+        return (
+            "nvidia-smi lists none: the driver or device files are missing on this node; ask the site's administrators"
+        )
+    return f"the driver may be too old for CUDA {build}: nvidia-smi shows the newest version that it supports"
 
 
 def gpus_of_machine() -> int:
-    """How many nvidia-smi lists; 0 where there is none."""
+    """The number of GPUs that nvidia-smi lists; 0 without nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -116,12 +119,12 @@ def check_video() -> Finding:
             command = [program, "-v", "error", "-f", "lavfi", "-i", "color=size=64x64:duration=0.1"]
             subprocess.run([*command, str(Path(folder) / "try.mp4")], check=True, capture_output=True, timeout=60)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        return Finding("video", "note", f"no film can be written: {error}", "pip install imageio-ffmpeg")
+        return Finding("video", "note", f"cannot write videos: {error}", "pip install imageio-ffmpeg")
     return Finding("video", "ok", "ffmpeg writes mp4")
 
 
-def check_extras() -> Finding:
-    missing = [extra for package, extra in EXTRAS.items() if package_version(package) is None]
+def check_extras(version: Callable[[str], str | None] = package_version) -> Finding:
+    missing = [extra for package, extra in EXTRAS.items() if version(package) is None]
     present = [extra for extra in EXTRAS.values() if extra not in missing]
     found = f"installed: {', '.join(present) or 'none'}"
     hint = f"for the others: pip install 'tiltyard[{','.join(missing)}]'" if missing else ""
@@ -130,5 +133,5 @@ def check_extras() -> Finding:
 
 def check_git() -> Finding:
     if shutil.which("git") is None:
-        return Finding("git", "note", "not found", "without it a run does not record the commit it was started from")
-    return Finding("git", "ok", "found: runs record commit and changes")
+        return Finding("git", "note", "not found", "without git, runs do not record their commit")
+    return Finding("git", "ok", "found; runs record commit and changes")

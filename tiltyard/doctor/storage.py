@@ -1,9 +1,10 @@
-"""Checks of places to write to: the runs, temporary folders, shared memory, and what dead processes left there.
+"""Checks of storage: the runs folder, temporary folders, shared memory, and leftovers of dead processes there.
 
     leftovers   /dev/shm     ViZDoom*  plasma*                  Doom's engines, Ray's object store
-                temporary    ty-*  tiltyard-*  ray/session_*    ours, and Ray's own
+                temporary    ty-*  tiltyard-*  ray/session_*    ours, and Ray's
 
-A leftover is this user's, no process of this user has it open or names it, and all Python that runs is younger.
+A leftover belongs to this user, no process of this user has it open or names it, and it is older than all running
+Python processes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tiltyard.processes import proc
 
 LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
 LOW_TEMPORARY, FULL = 1 << 30, 64 << 20
-LOW_SHARED = 1 << 30  # Docker gives 64 MiB, and Ray's object store wants a third of the memory
-PIECE = 32 << 20  # bytes written to see whether the quota lets them
-LONGEST_SOCKET = 107  # bytes of a path that a socket may have
+LOW_SHARED = 1 << 30  # Docker gives 64 MiB; Ray's object store uses a third of the memory
+TRIAL_SIZE = 32 << 20  # bytes written to test the quota
+LONGEST_SOCKET = 107  # bytes of a socket's path
 SOCKET = "pymp-xxxxxxxx/listener-xxxxxxxx"  # below the temporary folder, as multiprocessing names them
 SHARED = Path("/dev/shm")
-ALL_PROCESSES = "pid:[4026531836]"  # the kernel's first process namespace has this number everywhere
+ALL_PROCESSES = "pid:[4026531836]"  # the inode of the kernel's initial pid namespace
 SHARED_NAMES = ("ViZDoom*", "plasma*")
 TEMPORARY_NAMES = ("ty-*", "tiltyard-*", "ray/session_[0-9]*")
 
@@ -46,31 +47,31 @@ def check_runs() -> Finding:
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        reason = f"{root} cannot be written: {error.strerror}"
-        return Finding("runs", "bad", reason, "set TILTYARD_RUNS to a folder of yours")
+        reason = f"cannot write to {root}: {error.strerror}"
+        return Finding("runs", "bad", reason, "set TILTYARD_RUNS to a folder that you may write to")
     free = shutil.disk_usage(place).free
     found = f"{root}, {free / 2**30:.1f} GiB free"
     if free < LOW_DISK:
-        return Finding("runs", "note", found, "checkpoints need room: free some, or set TILTYARD_RUNS to another disk")
+        return Finding("runs", "note", found, "checkpoints need space: free some, or set TILTYARD_RUNS to another disk")
     return Finding("runs", "ok", found)
 
 
 def check_quota() -> Finding:
-    """By really writing beside the runs, and by what `quota` says of this user where a site has it."""
+    """Write a file beside the runs, and read the user's `quota` where a site has it."""
     try:
         place = existing(runs_root())
         with tempfile.TemporaryFile(dir=place) as file:
-            os.posix_fallocate(file.fileno(), 0, PIECE)
+            os.posix_fallocate(file.fileno(), 0, TRIAL_SIZE)
     except TiltyardError as error:
         return Finding("quota", "bad", error.message, error.hint)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            reason = f"{size(PIECE)} cannot be written in {place}: {error.strerror}"
+            reason = f"cannot write {size(TRIAL_SIZE)} to {place}: {error.strerror}"
             return Finding("quota", "bad", reason, "delete old runs (tiltyard rm), or set TILTYARD_RUNS elsewhere")
     used = fullest(_quota_lines())
     if used is None:
-        return Finding("quota", "ok", f"{size(PIECE)} written; `quota` has nothing to say of this user")
-    found = f"{used[1]:.0%} of the quota of {used[0]} are used"
+        return Finding("quota", "ok", f"{size(TRIAL_SIZE)} written; `quota` lists no limit for this user")
+    found = f"{used[1]:.0%} of the quota on {used[0]} is used"
     if used[1] >= 0.9:
         return Finding("quota", "bad" if used[1] >= 1 else "note", found, "delete old runs: tiltyard rm")
     return Finding("quota", "ok", found)
@@ -84,7 +85,7 @@ def _quota_lines() -> list[str]:
 
 
 def fullest(lines: Iterable[str]) -> tuple[str, float] | None:
-    """File system and used part of its quota, of blocks or files, where that is largest; None without any quota."""
+    """The file system with the fullest quota (blocks or files) and the share that is used; None without a quota."""
     found: list[tuple[str, float]] = []
     for words in (line.split() for line in lines):
         numbers = [int(word.rstrip("*")) for word in words[1:] if word.rstrip("*").isdecimal()]
@@ -96,7 +97,7 @@ def fullest(lines: Iterable[str]) -> tuple[str, float] | None:
 
 
 def check_temporary() -> Finding:
-    """Room, and whether a socket's name fits below it."""
+    """Free space in the temporary folder, and whether it can hold sockets."""
     place = Path(tempfile.gettempdir())
     free = shutil.disk_usage(place).free
     found = f"{place}, {size(free)} free"
@@ -104,57 +105,57 @@ def check_temporary() -> Finding:
         hint = "free some, or set TMPDIR to another disk of this machine"
         return Finding("temporary", "bad" if free < FULL else "note", found, hint)
     if (longest := len(os.fsencode(place / SOCKET))) > LONGEST_SOCKET:
-        reason = (
-            f"{place} is so long that sockets in it have names of {longest} bytes, and {LONGEST_SOCKET} are allowed"
-        )
+        reason = f"{place} is too long: socket paths in it have {longest} bytes, but {LONGEST_SOCKET} are allowed"
         return Finding("temporary", "bad", reason, "set TMPDIR to a shorter path, like /tmp")
-    with tempfile.TemporaryDirectory(dir=place) as folder, socket.socket(socket.AF_UNIX) as trial:
+    with tempfile.TemporaryDirectory(dir=place) as folder, socket.socket(socket.AF_UNIX) as probe:
         try:
-            trial.bind(f"{folder}/s")
+            probe.bind(f"{folder}/s")
         except OSError as error:
-            reason = f"{place} takes no sockets: {error.strerror}"
+            reason = f"{place} does not support sockets: {error.strerror}"
             return Finding("temporary", "bad", reason, "set TMPDIR to a disk of this machine, like /tmp")
     return Finding("temporary", "ok", found)
 
 
 def check_shared_memory(place: Path = SHARED) -> Finding:
     if not place.is_dir():
-        return Finding("shm", "note", f"there is no {place}", "Doom and Ray need it: mount a tmpfs there")
+        return Finding("shm", "note", f"{place} does not exist", "Doom and Ray need it: mount a tmpfs there")
     whole = shutil.disk_usage(place)
     found = f"{place}, {size(whole.free)} of {size(whole.total)} free"
     if whole.free < LOW_SHARED:
-        hint = f"delete what is left over in {place}; in Docker, start with --shm-size=4g"
+        hint = f"delete leftovers in {place}; in Docker, start with --shm-size=4g"
         return Finding("shm", "bad" if whole.free < FULL else "note", found, hint)
     return Finding("shm", "ok", found)
 
 
-def check_leftovers(shared: Path = SHARED, temporary: Path | None = None) -> Finding:
+def check_leftovers(shared: Path | None = None, temporary: Path | None = None) -> Finding:
     left = leftovers(shared, temporary)
     if not left:
         return Finding("leftovers", "ok", "none in shared memory and temporary folders")
     names = ", ".join(str(path) for path in left[:3]) + (" ..." if len(left) > 3 else "")
     bytes_held = sum(_bytes_of(path) for path in left)
-    found = f"{len(left)} of processes that are gone, {size(bytes_held)}: {names}"
+    found = f"{len(left)} of dead processes, {size(bytes_held)}: {names}"
     if not sees_all_processes():
-        return Finding("leftovers", "note", found, "or of processes outside of this container: look from there")
+        return Finding(
+            "leftovers", "note", found, "they may belong to processes outside this container: run this there"
+        )
     return Finding("leftovers", "note", found, "tiltyard doctor --clean removes them")
 
 
 def sees_all_processes() -> bool:
-    """Whether there is no process of this machine that we cannot see; in most containers there are."""
+    """Whether all processes of this machine are visible; in most containers they are not."""
     try:
         return str(Path("/proc/self/ns/pid").readlink()) == ALL_PROCESSES
     except OSError:
         return False
 
 
-def remove_leftovers() -> list[Path]:
-    """Delete them; returns those that were."""
+def remove_leftovers(shared: Path | None = None, temporary: Path | None = None) -> list[Path]:
+    """Delete leftovers; returns those that were deleted."""
     if not sees_all_processes():
-        reason = "processes outside of this container cannot be seen, and may use what looks left over here"
-        raise UseError(reason, "type it outside, or remove by hand what `tiltyard doctor` lists")
+        reason = "processes outside this container cannot be seen, and may use what looks like a leftover"
+        raise UseError(reason, "run it outside the container, or delete by hand what `tiltyard doctor` lists")
     gone = []
-    for path in leftovers():
+    for path in leftovers(shared, temporary):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -163,29 +164,32 @@ def remove_leftovers() -> list[Path]:
     return gone
 
 
-def leftovers(shared: Path = SHARED, temporary: Path | None = None) -> list[Path]:
-    """Files and folders of this user by the names that Tiltyard and Ray give them, that nobody uses any more."""
+def leftovers(shared: Path | None = None, temporary: Path | None = None) -> list[Path]:
+    """This user's files and folders with names of Tiltyard or Ray that no process uses any more."""
+    shared = shared or SHARED
     places = {temporary} if temporary else {Path("/tmp"), Path(tempfile.gettempdir())}
-    there = [path for name in SHARED_NAMES for path in shared.glob(name)]
-    there += [path for place in sorted(places) for name in TEMPORARY_NAMES for path in place.glob(name)]
-    made = {path: when for path in there if (when := _made(path)) is not None}
-    if not made:
+    candidates = [path for name in SHARED_NAMES for path in shared.glob(name)]
+    candidates += [path for place in sorted(places) for name in TEMPORARY_NAMES for path in place.glob(name)]
+    changed = {path: when for path in candidates if (when := _last_changed(path)) is not None}
+    if not changed:
         return []
-    words, python = _words_of_processes(), _oldest_python()
-    return [path for path, when in made.items() if str(path) not in words and (path.parent == shared or when < python)]
+    used, python = _files_of_processes(), _oldest_python()
+    return [
+        path for path, when in changed.items() if str(path) not in used and (path.parent == shared or when < python)
+    ]
 
 
-def _made(path: Path) -> float | None:
-    """When it was last changed, if it is this user's."""
+def _last_changed(path: Path) -> float | None:
+    """When a path was last changed; None if it is not this user's."""
     try:
         found = path.lstat()
-    except OSError:  # it has just been removed
+    except OSError:  # just removed
         return None
     return found.st_mtime if found.st_uid == os.getuid() and not path.is_symlink() else None
 
 
 def _oldest_python() -> float:
-    """When it was started. A process may know a folder and have nothing open in it: younger folders may be in use."""
+    """When the oldest running Python was started. It may use younger folders without an open file in them."""
     return min((each.started for each in proc.own_processes() if "python" in _program(each.pid)), default=time.time())
 
 
@@ -196,8 +200,8 @@ def _program(pid: int) -> str:
         return ""
 
 
-def _words_of_processes() -> str:
-    """Command lines, open files and mapped files of all processes that this user may ask, one after another."""
+def _files_of_processes() -> str:
+    """Command lines, variables, open and mapped files of all processes that this user may read, as one text."""
     words: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

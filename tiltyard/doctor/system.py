@@ -1,4 +1,4 @@
-"""Checks of what the system gives a process: cores, memory, limits, threads, ports, the clock, what is preloaded."""
+"""Checks of the system: cores, memory, limits, threads, ports, the clock, LD_PRELOAD."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from tiltyard.errors import TiltyardError
 from tiltyard.processes.resources import free_memory, usable_cores
 
 LOW_MEMORY = 2 << 30
-LOW_FILES, FEW_FILES = 1024, 256  # Ray and many workers open hundreds each; fewer than this is not enough for anything
-LOW_PROCESSES, FEW_PROCESSES = 1000, 100  # still to be had by this user: threads count, and Ray starts hundreds
-THREADS = 200  # started to see whether it can be done
-RAY_PORTS = (6379, 8265, 10001)  # where a Ray started by hand listens
+LOW_FILES, FEW_FILES = 1024, 256  # Ray and many workers open hundreds each; below the second number nothing works
+LOW_PROCESSES, FEW_PROCESSES = 1000, 100  # still available to this user; threads count, and Ray starts hundreds
+THREADS = 200  # started as a test
+RAY_PORTS = (6379, 8265, 10001)  # of a Ray that was started by hand
 PORTS = 32
-OFF = 2.0  # seconds that two clocks may differ: files of one node are then older than they look on another
+CLOCK_TOLERANCE = 2.0  # seconds; beyond it, file times of one node mislead another
 
 
-def check_cores() -> Finding:
-    allowed, here, load = usable_cores(), os.cpu_count() or 1, os.getloadavg()[0]
+def check_cores(usable: int | None = None) -> Finding:
+    allowed, here, load = usable or usable_cores(), os.cpu_count() or 1, os.getloadavg()[0]
     found = f"{allowed} of {here} usable, load {load:.1f}"
     if load > allowed and allowed == here:
-        return Finding("cores", "note", found, "other programs use them: training will be slower than it could be")
+        return Finding("cores", "note", found, "other programs use the cores: training will be slower")
     return Finding("cores", "ok", found)
 
 
 def check_memory() -> Finding:
-    free = free_memory()
+    return memory_finding(free_memory())
+
+
+def memory_finding(free: int | None) -> Finding:
+    """Judge the free bytes; None if they are unknown."""
     if free is None:
-        return Finding("memory", "note", "this system does not say how much is free")
+        return Finding("memory", "note", "free memory is unknown on this system")
     state: State = "ok" if free > LOW_MEMORY else "note"
     return Finding("memory", state, f"{free / 2**30:.1f} GiB free", "" if state == "ok" else "use fewer envs")
 
@@ -45,28 +49,36 @@ def check_memory() -> Finding:
 def check_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _unlimited(soft) or soft >= LOW_FILES:
-        return Finding("files", "ok", f"{_limit(soft)} may be open in a process")
-    hint = f"ulimit -n {_limit(hard)}" if hard > soft else "ask the site for a higher limit of open files (ulimit -n)"
-    return Finding("files", "bad" if soft < FEW_FILES else "note", f"only {soft} may be open in a process", hint)
+        return Finding("files", "ok", f"a process may open {_limit(soft)}")
+    hint = (
+        f"ulimit -n {_limit(hard)}"
+        if hard > soft
+        else "ask the administrators for a higher limit of open files (ulimit -n)"
+    )
+    return Finding("files", "bad" if soft < FEW_FILES else "note", f"a process may open only {soft}", hint)
 
 
-def check_processes() -> Finding:
-    """How many more this user may start: limits of the user and of the control group, which both count threads."""
+def check_processes(threads: int | None = None) -> Finding:
+    """How many more this user may start. The limits of user and control group count threads too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    left = [] if _unlimited(soft) else [soft - own_threads()]
+    left = [] if _unlimited(soft) else [soft - (own_threads() if threads is None else threads)]
     with contextlib.suppress(OSError, ValueError):
         most, now = (int(Path(f"/sys/fs/cgroup/pids.{name}").read_text()) for name in ("max", "current"))
         left.append(most - now)
     if not left or min(left) >= LOW_PROCESSES:
-        return Finding("processes", "ok", f"{min(left):,} more may be started" if left else "as many as there is room")
+        return Finding("processes", "ok", f"{min(left):,} more may be started" if left else "no limit")
     raised = hard > soft or _unlimited(hard)
-    hint = f"ulimit -u {_limit(hard)}" if raised else "end what is left over, or ask the site for a higher ulimit -u"
+    hint = (
+        f"ulimit -u {_limit(hard)}"
+        if raised
+        else "end unused processes, or ask the administrators for a higher ulimit -u"
+    )
     state: State = "bad" if min(left) < FEW_PROCESSES else "note"
     return Finding("processes", state, f"only {max(0, min(left))} more may be started, threads included", hint)
 
 
 def check_threads() -> Finding:
-    """By really starting some."""
+    """Start some threads, to see whether that works."""
     gate, started = threading.Event(), []
     try:
         for _ in range(THREADS):
@@ -74,8 +86,8 @@ def check_threads() -> Finding:
             thread.start()
             started.append(thread)
     except (RuntimeError, MemoryError):
-        hint = "raise ulimit -u and ulimit -v, or the job's limit of processes; smaller stacks: ulimit -s 1024"
-        return Finding("threads", "bad", f"no more than {len(started)} could be started in a process", hint)
+        hint = "raise ulimit -u, ulimit -v or the job's process limit; or use smaller stacks: ulimit -s 1024"
+        return Finding("threads", "bad", f"a process could start only {len(started)}", hint)
     finally:
         gate.set()
         for thread in started:
@@ -88,7 +100,7 @@ def check_threads() -> Finding:
 
 
 def own_threads() -> int:
-    """Threads of all processes of this user."""
+    """The number of threads of all this user's processes."""
     count = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
@@ -98,26 +110,26 @@ def own_threads() -> int:
 
 
 def check_ports(usual: Sequence[int] = RAY_PORTS) -> Finding:
-    """By really binding: free ones to be had, this machine reached by its own name, and who has Ray's usual ones."""
+    """Bind free ports, connect to this machine by its own name, and look for a Ray on its usual ports."""
     with contextlib.ExitStack() as kept:
         try:
             bound = [kept.enter_context(_listener(0)) for _ in range(PORTS)]
         except OSError as error:
-            return Finding("ports", "bad", f"none can be had: {error.strerror}", "end programs that hold too many")
+            return Finding("ports", "bad", f"none is available: {error.strerror}", "end programs that hold many ports")
         number = bound[0].getsockname()[1]
         for name in ("127.0.0.1", socket.gethostname()):
             try:
                 socket.create_connection((name, number), timeout=10).close()
             except OSError as error:
-                reason = f"a port of this machine cannot be reached as {name}: {error.strerror or error}"
+                reason = f"cannot connect to this machine as {name}: {error.strerror or error}"
                 return Finding(
-                    "ports", "bad", reason, "have the host's name resolved, and no firewall on its own ports"
+                    "ports", "bad", reason, "make the host name resolve, and allow its own ports in the firewall"
                 )
         taken = [port for port in usual if not _free(port)]
     if taken:
-        said = f"taken: {', '.join(map(str, taken))}, where a Ray of somebody listens"
-        hint = "Tiltyard picks free ones by itself; a Ray of your own that is left over: end it"
-        return Finding("ports", "note", said, hint)
+        found = f"in use: {', '.join(map(str, taken))}, the usual ports of Ray"
+        hint = "nothing to do: Tiltyard picks free ports; end a leftover Ray of your own"
+        return Finding("ports", "note", found, hint)
     return Finding("ports", "ok", f"{PORTS} bound, this machine reached by its name")
 
 
@@ -146,13 +158,13 @@ def check_preload() -> Finding:
         return Finding("preload", "ok", "LD_PRELOAD is not set")
     missing = [name for name in listed.replace(":", " ").split() if "/" in name and not Path(name).exists()]
     if missing:
-        return Finding("preload", "bad", f"LD_PRELOAD names {missing[0]}, which is not there", "unset LD_PRELOAD")
-    hint = "unset LD_PRELOAD: it breaks Ray at many sites; jobs unset it unless slurm.keep_ld_preload is true"
+        return Finding("preload", "bad", f"LD_PRELOAD names {missing[0]}, which does not exist", "unset LD_PRELOAD")
+    hint = "unset LD_PRELOAD: it breaks Ray on many sites; jobs unset it unless slurm.keep_ld_preload is true"
     return Finding("preload", "note", f"LD_PRELOAD={listed}", hint)
 
 
 def check_clock() -> Finding:
-    """Against the clock of the file system that runs are on, which is another machine's on a cluster."""
+    """Compare the clock with that of the runs' file system, which is another machine's on a cluster."""
     try:
         place = existing(runs_root())
         with tempfile.NamedTemporaryFile(dir=place) as file:
@@ -160,15 +172,15 @@ def check_clock() -> Finding:
             file.flush()
             off = time.time() - Path(file.name).stat().st_mtime
     except (OSError, TiltyardError) as error:
-        return Finding("clock", "note", f"nothing to compare it with: {error}")
+        return Finding("clock", "note", f"cannot compare: {error}")
     found = f"{off:+.1f} s against the file system of the runs"
-    if abs(off) > OFF:
-        return Finding("clock", "bad", found, "set this machine's clock (chronyc makestep), or tell the site")
+    if abs(off) > CLOCK_TOLERANCE:
+        return Finding("clock", "bad", found, "set this machine's clock (chronyc makestep), or ask the administrators")
     return Finding("clock", "ok", found)
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above that is there."""
+    """The path, or its nearest existing parent."""
     while not path.exists():
         path = path.parent
     return path

@@ -62,7 +62,7 @@ class JobState:
             return f"job {job} is pending: {why}"
         if self.running:
             return f"job {job} is running on {self.nodes}" if self.nodes else f"job {job} is running"
-        return f"job {job} is no longer known to Slurm" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
+        return f"job {job} has left Slurm's records" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
 
 
 def no_answer(job: str) -> str:
@@ -97,7 +97,7 @@ def current_job(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState] | None:
-    """The state of each job, in one query; None if there is no Slurm or no answer."""
+    """The state of each job, in one query; None without an answer from Slurm."""
     wanted = sorted({job for job in jobs if _ID.fullmatch(job)})
     if not wanted:
         return {}
