@@ -12,7 +12,8 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.probe import probe
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.vector import EnvGroup, make_group
 
 ROWS, STEPS, ROUNDS = 8, 2000, 7
 
@@ -50,7 +51,7 @@ def bare_seconds(envs: list[gymnasium.Env], actions: list[np.ndarray] | None) ->
 
 def main() -> None:
     settings, base = Env(id="CartPole-v1"), [Path.cwd()]
-    group = EnvGroup(settings, probe(settings, base=base), ROWS, 0, base=base)
+    group = make_group(GroupConfig(settings, probe(settings, base=base), ROWS, 0, base), native="never")
     envs = [gymnasium.make("CartPole-v1", disable_env_checker=True) for _ in range(ROWS)]
     rng = np.random.default_rng(0)
     random = [rng.integers(0, 2, (ROWS, 1)).astype(np.float32) for _ in range(STEPS)]

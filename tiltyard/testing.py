@@ -63,9 +63,10 @@ def check_env(
 
 
 def _group(env: Env, spec: EnvSpec, rows: int, base: Sequence[Path]) -> EnvGroup:
-    from tiltyard.envs.multi_agent_vector import group_class
+    from tiltyard.envs.row_data import GroupConfig
+    from tiltyard.envs.vector import make_group
 
-    return group_class(spec)(env, spec, rows * len(spec.agents), _SEED, base=base)
+    return make_group(GroupConfig(env, spec, rows * len(spec.agents), _SEED, base), native="never")
 
 
 def _actions(group: EnvGroup, index: int, now: Step) -> Any:

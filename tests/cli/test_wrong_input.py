@@ -201,7 +201,7 @@ def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tm
     assert "folder.yaml is a folder" in refused("train", "folder.yaml")
     assert "is a folder" in refused("train", str(tmp_path))
     (tmp_path / "maze").mkdir()
-    assert "maze is a folder, and no env of that name is known here" in refused("train", "maze")
+    assert "maze is a folder, and there is no env of that name" in refused("train", "maze")
     assert "none.yaml does not exist" in refused("train", "none.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "pipe.yaml" in refused("train", "pipe.yaml")  # must not wait for a writer
@@ -290,10 +290,10 @@ def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, ru
 @pytest.mark.parametrize(
     ("fault", "output"),
     [
-        ("float64", "dtype float64 and its space declares float32"),
+        ("float64", "dtype float64 but its space declares float32"),
         ("list", "is a list instead of a numpy array of float32"),
         ("nan", "holds NaN"),
-        ("shape", "has shape [3] and its space declares [2]"),
+        ("shape", "has shape [3] but its space declares [2]"),
     ],
 )
 def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, output: str) -> None:

@@ -16,7 +16,7 @@ from tests.engines.test_serial import build
 from tiltyard.engines.engine_state import read_group
 from tiltyard.engines.local import worker_pool
 from tiltyard.engines.local.engine import Filled
-from tiltyard.envs.vector import STEPPING
+from tiltyard.envs.watchdog import STEPPING
 from tiltyard.errors import EnvError
 from tiltyard.processes import fork_server, proc
 from tiltyard.processes.reaper import GRACE

@@ -22,7 +22,7 @@ from tiltyard.config.load import load
 from tiltyard.engines.local.shared_memory import ACTING
 from tiltyard.engines.topology import is_batched, topology
 from tiltyard.envs.probe import probe
-from tiltyard.envs.vector import IDLE
+from tiltyard.envs.watchdog import IDLE
 from tiltyard.errors import ConfigError, TiltyardError
 from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint

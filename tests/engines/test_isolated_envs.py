@@ -19,8 +19,8 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.envs.episode_stats import first_limits
-from tiltyard.envs.native_vector import make_group
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.run import metrics
 from tiltyard.types import Engine
 
@@ -78,7 +78,7 @@ def test_a_worker_whose_isolated_env_hangs_is_explained_and_replaced(
 def group_of(copies: int, **settings: Any) -> EnvGroup:
     env = Env(**settings)
     spec = spec_of(env)
-    return make_group(env, spec, copies * len(spec.agents), 3, base=[ENVS.parent])
+    return make_group(GroupConfig(env, spec, copies * len(spec.agents), 3, [ENVS.parent]))
 
 
 def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
@@ -127,7 +127,7 @@ def test_a_limit_beyond_the_time_limit_cuts_nothing_and_natural_ends_are_told() 
 
 def test_evaluations_and_other_roles_are_left_alone() -> None:
     env = Env(id="Pendulum-v1", time_limit=50, decorrelate=40)
-    group = EnvGroup(env, spec_of(env), 4, 3, base=[], role="eval")
+    group = make_group(GroupConfig(env, spec_of(env), 4, 3, role="eval"))
     assert ends_of(group, 60) == [[50]] * 4
 
 

@@ -70,7 +70,7 @@ def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> N
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64", "engine.workers=1"], live=False)
     fork = product.fork(run, ["stop.env_steps=128", "engine.workers=2"], live=False)
     output = " ".join(event["sentence"] for event in read_events(fork))
-    assert "no group 1 of envs" in output and "4 rows 2 are left" in output
+    assert "no group 1 of envs" in output and "2 of the checkpoint's 4 rows are left" in output
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous
@@ -246,19 +246,19 @@ def test_whoever_gives_up_tells_the_traceback_and_what_no_report_told(
 def test_a_fork_with_fewer_groups_says_so_and_begins_episodes_that_nobody_has_had(tmp_path: Path) -> None:
     two = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
     had = {end.seed for _ in range(8) for end in two.step().episodes}
-    had |= {seed for group in two.groups for seed in group.envs.tally.seeds}
+    had |= {seed for group in two.groups for seed in group.envs.stats.seeds}
     two.save(tmp_path)
     one = build("CartPole-v1", "env.native=false", "engine.workers=0", "engine.envs=4")
     assert one.load(tmp_path) == [
         "of the checkpoint's 2 groups of envs 1 are left: the episodes of the others were cut"
     ]
-    running = one.groups[0].envs.tally.seeds
-    assert running[:2] == two.groups[0].envs.tally.seeds and not had & {*running[2:]}
+    running = one.groups[0].envs.stats.seeds
+    assert running[:2] == two.groups[0].envs.stats.seeds and not had & {*running[2:]}
     one.save(tmp_path)
     three = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
     assert "the checkpoint has no group 1 of envs: its 2 rows begin new episodes" in three.load(tmp_path)
     three.step()
-    assert not (had | {*running}) & {*three.groups[1].envs.tally.seeds}
+    assert not (had | {*running}) & {*three.groups[1].envs.stats.seeds}
 
 
 def test_many_kills_do_not_stop_asynchronous_training(runs: Path) -> None:

@@ -87,7 +87,7 @@ def test_an_episode_is_played_to_its_end_by_one_version() -> None:
     kept, played = 0, set()
     for _ in range(40):
         engine.step()
-        seeds = engine.groups[0].envs.tally.seeds
+        seeds = engine.groups[0].envs.stats.seeds
         players.take_seats(seeds)
         for at in range(0, len(seeds), 4):
             versions = tuple(players.versions[at : at + 4].tolist())

@@ -13,11 +13,12 @@ from tiltyard.engines import make_engine
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.episode_stats import episode_seed, row_seeds
 from tiltyard.envs.make import frames_per_step, make_env
-from tiltyard.envs.native_vector import NativeGroup, has_stepper, make_group
+from tiltyard.envs.native_vector import NativeStepping, has_native
 from tiltyard.envs.probe import examine, probe
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import observation_specs, spec_from_json
-from tiltyard.envs.suites.atari import Atari, Ataris
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.suites.atari import Atari, AtariVector
+from tiltyard.envs.vector import make_group
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.plugins import resolve
 from tiltyard.processes.resources import usable_cores
@@ -37,7 +38,11 @@ def played(env: Atari, seed: int, steps: int) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("name", "output", "hint"),
-    [("atari:pogn", "no Atari game 'pogn'", "pong"), ("atari:MsPacman", "MsPacman", "ms_pacman"), ("atari:", "''", "")],
+    [
+        ("atari:pogn", "unknown Atari game 'pogn'", "pong"),
+        ("atari:MsPacman", "MsPacman", "ms_pacman"),
+        ("atari:", "''", ""),
+    ],
 )
 def test_wrong_games_are_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
@@ -50,7 +55,7 @@ def test_options_are_those_of_the_class_and_the_game_is_none() -> None:
         with pytest.raises(ConfigError) as caught:
             make_env(Env(id="atari:pong", options={option: 1}), BASE)
         assert caught.value.problems[0].setting == f"env.options.{option}" and hint in caught.value.problems[0].hint
-    with pytest.raises(UseError, match="stack = 0 is no whole number"):
+    with pytest.raises(UseError, match="stack = 0 must be an integer"):
         make_env(Env(id="atari:pong", options={"stack": 0}), BASE)
 
 
@@ -75,11 +80,11 @@ def test_frames_are_counted_apart_from_env_steps() -> None:
     env = Env(id="atari:pong", frameskip=3, options={"frameskip": 2})
     spec = spec_from_json(examine(env, BASE, False))
     assert spec.frameskip == 6 and spec.restore_mode == "rerun" and spec.renders
-    group = EnvGroup(env, spec, 1, 0, base=BASE)
+    group = make_group(GroupConfig(env, spec, 1, 0, BASE), native="never")
     group.reset()
     for _ in range(5):
         group.step(np.zeros((1, 1), np.float32))
-    assert group.frames_taken == group.tally.frames(0) == 30 and group.fps == 10
+    assert group.frames_taken == group.stats.frames(0) == 30 and group.fps == 10
     assert frames_per_step(make_env(Env(id="atari:pong"), BASE)) == 4
     raw = spec_from_json(examine(Env(id="ALE/Pong-v5"), BASE, False))
     assert raw.frameskip == 4 and raw.obs["obs"].shape == (210, 160, 3) and "atari:pong" in raw.notes[0]
@@ -128,8 +133,8 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
     rows, game = 2, env.id.partition(":")[2]
     single = [Atari(game, **env.options) for _ in range(rows)]
     obs, action = observation_specs(single[0].observation_space, 1), action_spec(single[0].action_space)
-    group = make_group(env, EnvSpec(obs, action, frameskip=4), rows, 5, base=BASE, threads=2)
-    assert isinstance(group, NativeGroup) and group.restore_mode == "fresh"
+    group = make_group(GroupConfig(env, EnvSpec(obs, action, frameskip=4), rows, 5, BASE), threads=2)
+    assert isinstance(group.stepping, NativeStepping) and group.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = np.stack([one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)])
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows
@@ -152,9 +157,9 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
 
 
 def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
-    assert has_stepper(Env(id="atari:pong")) and not has_stepper(Env(id="doom:basic"))
+    assert has_native(Env(id="atari:pong")) and not has_native(Env(id="doom:basic"))
     for more in ({"native": False}, {"frameskip": 2}, {"frame_stack": 2}, {"wrappers": ["grey_image"]}):
-        assert not has_stepper(Env(id="atari:pong", **more))
+        assert not has_native(Env(id="atari:pong", **more))
 
 
 def threads_of(pid: int | str) -> int:
@@ -166,7 +171,7 @@ def test_threads_are_those_that_a_job_may_have(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     before = threads_of("self")
-    games = Ataris("pong", 4, {}, None)
+    games = AtariVector("pong", 4, {}, None)
     assert threads_of("self") == before + 1
     games.close()
 

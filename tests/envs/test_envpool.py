@@ -17,10 +17,11 @@ from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.episode_stats import episode_seed, row_seeds
 from tiltyard.envs.make import can_render, frames_per_step, make_env
-from tiltyard.envs.native_vector import NativeGroup, has_stepper, make_group
+from tiltyard.envs.native_vector import NativeStepping, has_native
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.evaluation.rollouts import require_recordable
 from tiltyard.run import checkpoint
@@ -48,13 +49,13 @@ TINY = [
 ]
 
 
-def group_of(env: Env, rows: int, **more: Any) -> EnvGroup:
+def group_of(env: Env, rows: int, threads: int | None = None) -> EnvGroup:
     """A group without the probe's child process."""
     made = make_env(env, BASE)
     obs, action = observation_specs(made.observation_space), action_spec(made.action_space)
     masked = isinstance(made.observation_space, gymnasium.spaces.Dict) and MASK in made.observation_space.spaces
     spec = EnvSpec(obs, action, frameskip=frames_per_step(made), masked=masked)
-    return make_group(env, spec, rows, 5, base=BASE, **more)
+    return make_group(GroupConfig(env, spec, rows, 5, BASE), threads=threads)
 
 
 def fall(**options: Any) -> tuple[int, bool, bool]:
@@ -103,7 +104,7 @@ def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Pa
         ("pong", "'pong'", "'Pong-v5'"),
         ("", "''", "list_all_envs"),
         ("Go9x9-v1", "has 2 players", "PettingZoo"),
-        ("D1Basic-v1", "cannot be used here", "doom:basic"),
+        ("D1Basic-v1", "is not supported", "doom:basic"),
     ],
 )
 def test_wrong_names_are_one_sentence(name: str, output: str, hint: str) -> None:
@@ -117,11 +118,11 @@ def test_wrong_names_are_one_sentence(name: str, output: str, hint: str) -> None
     ("option", "value", "output", "hint"),
     [
         ("framskip", 4, "takes no option", "frame_skip"),
-        ("frame_skip", 0, "no whole number from 1 on", "4"),
-        ("frame_skip", "four", "is no int", "4"),
-        ("num_envs", 8, "not for env.options", "engine.envs"),
-        ("seed", 8, "not for env.options", "set seed"),
-        ("reward_clip", True, "not for env.options", "env.reward_clip"),
+        ("frame_skip", 0, "must be an integer, at least 1", "4"),
+        ("frame_skip", "four", "must be of type int", "4"),
+        ("num_envs", 8, "cannot be set in env.options", "engine.envs"),
+        ("seed", 8, "cannot be set in env.options", "set seed"),
+        ("reward_clip", True, "cannot be set in env.options", "env.reward_clip"),
         ("name", "Breakout-v5", "given 'name' by Tiltyard", "leave it out"),
     ],
 )
@@ -161,9 +162,9 @@ def test_spaces_are_what_comes() -> None:
 @installed
 def test_it_is_envpools_own_code_that_steps() -> None:
     group = group_of(Env(id="envpool:CartPole-v1"), 2)
-    assert isinstance(group, NativeGroup)
+    assert isinstance(group.stepping, NativeStepping)
     group.reset()
-    pool = group.stepper._rows.pool
+    pool = group.stepping.vector._rows.pool
     assert any(base.__module__ == "envpool.classic_control.classic_control_envpool" for base in type(pool).__mro__)
     assert "classic_control_envpool" in Path("/proc/self/maps").read_text()
     ours, _ = EnvPool("CartPole-v1").reset(seed=7)
@@ -263,7 +264,7 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
     rows, name = 2, env.id.partition(":")[2]
     single = [EnvPool(name, **env.options) for _ in range(rows)]
     group, encoder = group_of(env, rows, threads=2), ObsEncoder(single[0].observation_space)
-    assert isinstance(group, NativeGroup) and group.restore_mode == "fresh"
+    assert isinstance(group.stepping, NativeStepping) and group.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = [one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)]
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows
@@ -294,16 +295,16 @@ def test_threads_are_not_more_than_rows_and_what_was_said() -> None:
     for rows, threads, expected in ((3, 2, 2), (2, 7, 2), (1, None, 1)):
         group = group_of(Env(id="envpool:CartPole-v1"), rows, threads=threads)
         group.reset()
-        assert group.stepper._rows.pool.config["num_threads"] == expected
+        assert group.stepping.vector._rows.pool.config["num_threads"] == expected
         group.close()
 
 
 @installed
 def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
-    assert has_stepper(Env(id="envpool:CartPole-v1"))
+    assert has_native(Env(id="envpool:CartPole-v1"))
     for more in ({"native": False}, {"frameskip": 2}, {"frame_stack": 2}, {"isolate": "thread"}):
         env = Env(id="envpool:CartPole-v1", **more)
-        assert not has_stepper(env)
+        assert not has_native(env)
     spec = spec_from_json(examine(Env(id="envpool:CartPole-v1", native=False), BASE, False))
     assert spec.restore_mode == "rerun" and spec.renders and spec.frameskip == 1
 

@@ -10,8 +10,9 @@ from tests.engines.test_serial import build
 from tiltyard.config.experiment import Env
 from tiltyard.envs.episode_state import History
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import UseError
 from tiltyard.run.checkpoint import read_tree, write_tree
 
@@ -38,7 +39,7 @@ CASES = [
 
 def group_of(env: Env, rows: int = 3, previous: bool = True, seed: int = 3) -> EnvGroup:
     spec = spec_from_json(examine(env, BASE, previous))
-    return EnvGroup(env, spec, rows, seed, base=BASE, previous=previous)
+    return make_group(GroupConfig(env, spec, rows, seed, BASE, previous=previous), native="never")
 
 
 def act(group: EnvGroup, index: int) -> Any:
@@ -94,10 +95,10 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
         group.step(act(group, index))
     fresh = group_of(env)
     (sentence,) = fresh.load(group.save())
-    assert "does not replay exactly: 3 of 3 running episodes were cut" in sentence
+    assert "gives other results when re-run: 3 of 3 running episodes were cut" in sentence
     now = fresh.current()
-    assert now.first.all() and not now.obs["obs"].any() and fresh.tally.number.tolist() == [1, 1, 1]
-    assert not fresh.tally.length.any() and not now.obs["previous.reward"].any()
+    assert now.first.all() and not now.obs["obs"].any() and fresh.stats.number.tolist() == [1, 1, 1]
+    assert not fresh.stats.length.any() and not now.obs["previous.reward"].any()
     assert fresh.save()["restore_mode"] == "fresh" and "actions" not in fresh.save()
     fresh.step(act(fresh, 0))
     (again,) = group_of(env).load(fresh.save())
@@ -123,7 +124,7 @@ def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: En
     manner = forked.restore_mode
     (sentence,) = forked.load(group.save())
     assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
-    assert forked.current().first.all() and not forked.tally.length.any() and forked.tally.number.tolist() == [1, 1, 1]
+    assert forked.current().first.all() and not forked.stats.length.any() and forked.stats.number.tolist() == [1, 1, 1]
     for index in range(3):
         forked.step(act(forked, index))
     write_tree(tmp_path, "envs", forked.save())
@@ -170,7 +171,7 @@ def test_rows_may_become_more_or_fewer() -> None:
         group.step(act(group, index))
     tree = group.save()
     fewer, more = group_of(env, rows=2), group_of(env, rows=5)
-    assert fewer.load(tree) == ["of the checkpoint's 3 rows 2 are left: the episodes of the others were cut"]
+    assert fewer.load(tree) == ["2 of the checkpoint's 3 rows are left: the episodes of the others were cut"]
     assert np.array_equal(fewer.obs["obs"], group.obs["obs"][:2])
     assert more.load(tree) == []
     assert np.array_equal(more.obs["obs"][:3], group.obs["obs"]) and more.first.tolist()[3:] == [True, True]

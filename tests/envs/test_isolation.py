@@ -20,12 +20,12 @@ from gymnasium import spaces
 from tests.counts import count
 from tiltyard.config.experiment import Env
 from tiltyard.envs.isolation.pool import make_copies
-from tiltyard.envs.isolation.wire import Line, Loose, Unsendable, space_of, space_parts
-from tiltyard.envs.multi_agent_vector import group_class
-from tiltyard.envs.native_vector import has_stepper
+from tiltyard.envs.isolation.wire import Connection, DropUnsendable, Unsendable, space_from_parts, space_parts
+from tiltyard.envs.native_vector import has_native
 from tiltyard.envs.probe import examine, probe
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError, UseError
 from tiltyard.types import EnvSpec
 
@@ -51,7 +51,7 @@ def spec_of(env: Env) -> EnvSpec:
 
 def group_of(env: Env, copies: int = 3, **more: Any) -> EnvGroup:
     spec = spec_of(env)
-    return group_class(spec)(env, spec, copies * len(spec.agents), 5, base=BASE, **more)
+    return make_group(GroupConfig(env, spec, copies * len(spec.agents), 5, BASE, **more), native="never")
 
 
 def actions(group: EnvGroup, index: int) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_every_copy_is_made_stepped_and_drawn_in_a_place_of_its_own(isolate: str
 
 
 def test_rows_are_not_stepped_in_one_call_then() -> None:
-    assert has_stepper(Env(id="CartPole-v1")) and not has_stepper(Env(id="CartPole-v1", isolate="thread"))
+    assert has_native(Env(id="CartPole-v1")) and not has_native(Env(id="CartPole-v1", isolate="thread"))
 
 
 @pytest.mark.parametrize("isolate", APART)
@@ -155,8 +155,8 @@ def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolat
         ("process", "sys.exit", "step() called sys.exit('no licence')"),
         ("thread", "interrupt", "step() raised KeyboardInterrupt"),
         ("process", "interrupt", "step() raised KeyboardInterrupt"),
-        ("process", "exit", "step() did not come back: its process ended with exit code 3"),
-        ("process", "kill", "step() did not come back: its process was killed by SIGKILL"),
+        ("process", "exit", "step() did not return: its process exited with code 3"),
+        ("process", "kill", "step() did not return: its process was killed by SIGKILL"),
     ],
 )
 def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fault: str, output: str) -> None:
@@ -185,7 +185,7 @@ def test_a_process_killed_from_outside_is_told_of_its_own_row() -> None:
 
 
 def test_an_env_that_cannot_be_made_or_sent_is_refused_with_its_reason() -> None:
-    with pytest.raises(UseError, match="could not be made: it did not come back: its process ended with exit code 4"):
+    with pytest.raises(UseError, match="could not be made: it did not return: its process exited with code 4"):
         make_copies(Env(id=WHERE, isolate="process", options={"fault": "make"}), BASE, 2)
     with pytest.raises(UseError, match="problem") as caught:
         make_copies(Env(id=WHERE, isolate="process", options={"lenght": 3}), BASE, 1)
@@ -219,11 +219,11 @@ def test_processes_of_envs_end_with_a_parent_that_is_killed(tmp_path: Path) -> N
 
 def through(value: Any) -> Any:
     one, two = socket.socketpair()
-    sender, receiver = Line(one), Line(two)
+    sender, receiver = Connection(one), Connection(two)
     try:
         sending = threading.Thread(target=sender.send, args=(value,))
         sending.start()
-        got = receiver.receive()
+        got = receiver.recv()
         sending.join()
         return got
     finally:
@@ -280,9 +280,9 @@ def test_what_cannot_be_sent_is_refused_or_left_out() -> None:
     one, _two = socket.socketpair()
     for value in (object(), {"a": object()}, np.array([object()]), np.zeros(2, [("x", "f4")])):
         with pytest.raises(Unsendable):
-            Line(one).send(value)
+            Connection(one).send(value)
     info = {"a": np.arange(3), "b": {"c": [np.arange(4), object()], "d": 2}, "e": object(), "f": np.arange(2)}
-    got = through((1, Loose(info)))[1]
+    got = through((1, DropUnsendable(info)))[1]
     assert list(got) == ["a", "b", "f"] and got["b"] == {"d": 2} and got["f"].tolist() == [0, 1]
 
 
@@ -301,5 +301,5 @@ def test_what_cannot_be_sent_is_refused_or_left_out() -> None:
     ids=str,
 )
 def test_spaces_arrive_as_they_were(space: gymnasium.Space[Any]) -> None:
-    got = space_of(through(space_parts(space)))
+    got = space_from_parts(through(space_parts(space)))
     assert got == space and str(got) == str(space)

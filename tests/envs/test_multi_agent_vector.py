@@ -8,9 +8,10 @@ import pytest
 
 from tiltyard.config.experiment import Env
 from tiltyard.data.episodes import read_episodes
-from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import DivergedError, EnvError, UseError
 from tiltyard.evaluation.actors import scripted_actor
 from tiltyard.evaluation.rollouts import play
@@ -28,10 +29,10 @@ def probed(env: Env, previous: bool = False) -> EnvSpec:
     return spec_from_json(examine(env, BASE, previous))
 
 
-def group_of(copies: int = 1, *, id: str = "visitors", previous: bool = False, **settings: Any) -> ParallelGroup:
+def group_of(copies: int = 1, *, id: str = "visitors", previous: bool = False, **settings: Any) -> EnvGroup:
     env = Env(id=id, **settings)
     spec = probed(env, previous)
-    return ParallelGroup(env, spec, copies * len(spec.agents), 3, base=BASE, previous=previous)
+    return make_group(GroupConfig(env, spec, copies * len(spec.agents), 3, BASE, previous=previous))
 
 
 def right(now: Step) -> np.ndarray:
@@ -158,8 +159,8 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
     one, two = group_of(), group_of(options=PAUSES)
     one.reset()
     output = two.load(one.save())
-    assert output == ["of the checkpoint's 3 rows 0 are left: the episodes of the others were cut"]
-    assert two.tally.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds were the others'"
+    assert output == ["0 of the checkpoint's 3 rows are left: the episodes of the others were cut"]
+    assert two.stats.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds were the others'"
     assert two.acting.tolist() == [True, False, True, False]
 
 
@@ -168,12 +169,12 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
     [
         (
             "OtherView",
-            "observation space of agent 'host' is Box(0.0, 1.0, (2,), float32) and that of 'late' is Box(0.0",
+            "same observation space, but that of 'host' is Box(0.0, 1.0, (2,), float32) and that of 'late' is Box(0.0",
         ),
         ("Nobody", "reset() left `agents` empty"),
-        ("Stranger", "agent 'spy' is in `agents` and not in `possible_agents`"),
-        ("Unpaid", "step() gave agent 'early', which acted, no reward"),
-        ("Blind", "step() gave agent 'host' no observation"),
+        ("Stranger", "agent 'spy' is in `agents` but not in `possible_agents`"),
+        ("Unpaid", "step() returned no reward for agent 'early', which acted"),
+        ("Blind", "step() returned no observation for agent 'host'"),
         ("Gymnastic", "step() returned (dict, float, bool, bool, dict) instead of five dicts"),
         ("NotANumber", "the reward of agent 'late' is nan"),
         ("Raises", "step() number 1 raised ValueError: the host is ill"),
@@ -194,11 +195,11 @@ def test_a_wrapper_may_make_the_agents_alike() -> None:
 
 def test_what_goes_wrong_later_is_told_with_the_agent() -> None:
     spec = probed(Env(id="visitors"))
-    group = ParallelGroup(Env(id="agents.py:NotANumber"), spec, 3, 0, base=BASE)
+    group = make_group(GroupConfig(Env(id="agents.py:NotANumber"), spec, 3, 0, BASE))
     now = group.step(right(group.step(right(group.reset()))))
     with pytest.raises(DivergedError, match=r"row 1, episode 0, env step 3, agent 'late': the reward is nan"):
         group.step(right(now))
-    group = ParallelGroup(Env(id="agents.py:Raises"), spec, 3, 0, base=BASE)
+    group = make_group(GroupConfig(Env(id="agents.py:Raises"), spec, 3, 0, BASE))
     with pytest.raises(EnvError, match=r"row 0, episode 0, env step 0: step\(\) raised ValueError: the host is ill"):
         group.step(right(group.reset()))
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.multi_agent_vector import ParallelGroup
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.toys.games import Pennies, Visitors
+from tiltyard.envs.vector import make_group
 from tiltyard.errors import UseError
 from tiltyard.testing import check_env
 
@@ -43,7 +44,7 @@ def test_walkers_fall_one_by_one() -> None:
     env = Env(id="pettingzoo.sisl.multiwalker_v9:parallel_env", options={"terminate_on_fall": False, "max_cycles": 120})
     spec = spec_from_json(examine(env, BASE, False))
     assert spec.renders and len(spec.agents) == 3
-    group, rng = ParallelGroup(env, spec, 3, 0, base=BASE), np.random.default_rng(0)
+    group, rng = make_group(GroupConfig(env, spec, 3, 0, BASE)), np.random.default_rng(0)
     now, decided = group.reset(), np.zeros(3, int)
     ends: list[Any] = []
     while not ends:

@@ -34,11 +34,11 @@ def test_car_pass_has_a_state() -> None:
 @pytest.mark.parametrize(
     ("fault", "output"),
     [
-        ("float64", "step 3: observation 'obs' has dtype float64 and its space declares float32"),
+        ("float64", "step 3: observation 'obs' has dtype float64 but its space declares float32"),
         ("list", "is a list instead of a numpy array"),
         ("nan", "observation 'obs' holds NaN"),
         ("inf", "observation 'obs' holds infinity"),
-        ("shape", "has shape [3] and its space declares [2]"),
+        ("shape", "has shape [3] but its space declares [2]"),
         ("reward_nan", "the reward is nan"),
         ("reward_array", "instead of a number"),
         ("old_reset", "reset() returned one ndarray instead of (obs, info)"),
@@ -58,7 +58,7 @@ def test_broken_contracts_are_named(fault: str, output: str) -> None:
     ("fault", "output"),
     [
         ("segv", "was killed by SIGSEGV"),
-        ("exit", "ended its process with exit code 3"),
+        ("exit", "exited with code 3"),
         ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
         ("sys.exit", "step() number 3 called sys.exit('no licence')"),
         ("interrupt", "step() number 3 raised KeyboardInterrupt"),
@@ -106,11 +106,11 @@ def test_other_printing_is_noted_and_kept_out(env: Env, capfd: pytest.CaptureFix
     assert capfd.readouterr().out == ""
 
 
-def test_without_strict_a_cast_is_noted() -> None:
+def test_without_strict_a_conversion_is_noted() -> None:
     spec = probe(Env(id=BAD, options={"fault": "list", "at": 0}, strict=False), base=BASE)
     assert spec.obs["obs"].dtype == "float32"
     (note,) = spec.notes
-    assert "is a list" in note and "cast because env.strict is off" in note
+    assert "is a list" in note and "converted because env.strict is off" in note
 
 
 def test_a_plugin_that_raises_while_imported_shows_its_own_traceback(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 from tiltyard.config.experiment import Env
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import DivergedError, EnvError, UseError
 from tiltyard.types import EnvSpec
 
@@ -24,7 +25,8 @@ def spec_of(env: Env, previous: bool = False) -> EnvSpec:
 
 
 def group_of(env: Env, rows: int = 2, seed: int = 0, previous: bool = False, **more: Any) -> EnvGroup:
-    return EnvGroup(env, spec_of(env, previous), rows, seed, base=BASE, previous=previous, **more)
+    config = GroupConfig(env, spec_of(env, previous), rows, seed, BASE, previous=previous, **more)
+    return make_group(config, native="never")
 
 
 def flat(value: float, rows: int = 2) -> np.ndarray:
@@ -206,12 +208,11 @@ def test_pictures_of_rows_and_of_ends() -> None:
         assert picture is not None
         last.append(int(picture[0, 0, 0]))
 
-    group.at_end = look
     group.reset()
     for frame in range(3):
         picture = group.render_row(1)
         assert picture is not None and picture.shape == (4, 6, 3) and picture[0, 0, 0] == frame
-        group.step(flat(0))
+        group.step(flat(0), before_reset=look)
     assert last and set(last) == {3}, "the end is seen before the next episode begins"
     assert group.fps == 8
     group.close()
@@ -223,7 +224,7 @@ def test_pictures_of_rows_and_of_ends() -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "output"),
     [
-        ("float64", EnvError, "dtype float64 and its space declares float32"),
+        ("float64", EnvError, "dtype float64 but its space declares float32"),
         ("list", EnvError, "is a list"),
         ("nan", DivergedError, "holds NaN"),
         ("inf", DivergedError, "holds infinity"),
@@ -266,4 +267,4 @@ def test_a_nan_action_is_named() -> None:
 
 def test_another_env_than_the_probed_one_is_refused() -> None:
     with pytest.raises(UseError, match="expected"):
-        EnvGroup(Env(id="CartPole-v1"), spec_of(Env(id="Pendulum-v1")), 1, 0, base=BASE)
+        make_group(GroupConfig(Env(id="CartPole-v1"), spec_of(Env(id="Pendulum-v1")), 1, 0, BASE), native="never")

@@ -51,12 +51,12 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
 @pytest.mark.parametrize(
     ("env", "output", "hint"),
     [
-        (Env(id="doom:basik"), "no Doom scenario 'basik'", "basic"),
+        (Env(id="doom:basik"), "unknown Doom scenario 'basik'", "basic"),
         (Env(id="doom:doom2"), "commercial", "deathmatch"),
         (Env(id="doom:cig"), "other players", "deathmatch"),
         (Env(id="doom:basic", options={"resolution": "160x12"}), "160x12", "160x120"),
         (Env(id="doom:basic", options={"actions": "all"}), "'all'", "groups"),
-        (Env(id="doom:my_way_home", options={"variables": True}), "no game variables", "leave"),
+        (Env(id="doom:my_way_home", options={"variables": True}), "no game variables", "remove"),
     ],
 )
 def test_wrong_names_are_one_sentence(env: Env, output: str, hint: str) -> None:

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from tiltyard.envs.vector import RESETTING
-from tiltyard.envs.watchdog import Watchdog, calling_envs
+from tiltyard.envs.watchdog import RESETTING, Watchdog, calling_envs
 
 
 def stuck(sentence: str) -> None:

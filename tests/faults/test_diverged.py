@@ -63,7 +63,7 @@ def test_what_an_env_gives(tiltyard: Command, runs: Path, tmp_path: Path, what: 
 def test_shapes_and_dtypes_that_change_later(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "rots.py").write_text(ENV)
     assert (
-        "shape [3] and its space declares [4]"
+        "shape [3] but its space declares [4]"
         in tiltyard("train", "rots.py:Rots", "env.options.what=shape", *SETTINGS, expect=1).stderr
     )
     assert "float64" in tiltyard("train", "rots.py:Rots", "env.options.what=dtype", *SETTINGS, expect=1).stderr

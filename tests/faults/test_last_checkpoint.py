@@ -125,7 +125,7 @@ def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path,
     env = ["env.options.where=driver", "env.step_timeout=1", f"env.isolate={isolate}"]
     output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    told = "it did not come back from step() within 1 s (env.step_timeout)"
+    told = "it did not return from step() within 1 s (env.step_timeout)"
     assert told in output.stderr and told in run.status()["reason"]
     assert isolate == "process" or "time.sleep(1000)" in output.stderr, "where it hangs is shown"
     assert newest(run) == 192
@@ -137,7 +137,7 @@ def test_an_env_that_hangs_in_an_evaluation(tiltyard: Command, runs: Path) -> No
     evaluation = ["eval.at_end=true", "eval.episodes=2", "env.step_timeout=1", "stop.env_steps=96"]
     output = tiltyard("train", "hangs.py", *SHORT, *here, *evaluation, "engine.workers=2", expect=1)
     run = find("last", runs)
-    assert "it did not come back from step() within 1 s" in output.stderr and newest(run) == 96
+    assert "it did not return from step() within 1 s" in output.stderr and newest(run) == 96
     output = in_own_process("resume", run.id)  # in another process nothing hangs
     assert "begin new episodes" not in output.stderr, "training itself was not cut"
     assert run.state == "finished" and run.status()["eval_return"] is not None
@@ -155,7 +155,7 @@ def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:
     env = ["env.options.where=driver", "env.options.how=lock", "env.step_timeout=1"]
     output = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    told = "an env hangs: it did not come back from step() within 1 s"
+    told = "an env hangs: it did not return from step() within 1 s"
     assert f"error: {told}" in output.stderr and "hangs.py, line" in run.status()["reason"]
     assert run.state == "failed" and newest(run) == 192
     assert [event["kind"] for event in read_events(run)][-2:] == ["saved", "failed"]

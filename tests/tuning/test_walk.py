@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.native_vector import NativeGroup, make_group
+from tiltyard.envs.native_vector import NativeStepping
 from tiltyard.envs.probe import examine
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError
 from tiltyard.tuning.sampler import DRAWN, EnvStepper
 
@@ -20,7 +21,7 @@ PAUSES = "pauses.py:Pauses"
 
 
 def walk_of(env: Env, rows: int = 3) -> tuple[EnvStepper, EnvGroup]:
-    group = make_group(env, spec_from_json(examine(env, BASE, False)), rows, 0, base=BASE)
+    group = make_group(GroupConfig(env, spec_from_json(examine(env, BASE, False)), rows, 0, BASE))
     return EnvStepper(group, group.reset()), group
 
 
@@ -63,13 +64,13 @@ def test_rows_of_their_own(more: dict[str, Any], resets: int, frames: int) -> No
 @pytest.mark.parametrize(("limit", "resets"), [(None, 1), (5, 4)])
 def test_rows_in_one_call(limit: int | None, resets: int) -> None:
     walk, group = walk_of(Env(id="CartPole-v1", time_limit=limit), rows=4)
-    assert isinstance(group, NativeGroup)
+    assert isinstance(group.stepping, NativeStepping)
     found = counted(group)
     states = np.zeros((4, 4))
     for _ in range(20):
         walk.step()
-        assert not (states == group.stepper._all.state).all()  # type: ignore[attr-defined]
-        states = group.stepper._all.state.copy()  # type: ignore[attr-defined]
+        assert not (states == group.stepping.vector._all.state).all()  # type: ignore[attr-defined]
+        states = group.stepping.vector._all.state.copy()  # type: ignore[attr-defined]
     assert (walk.env_steps, walk.frames) == (80, 80)
     assert sum(found) >= 4 * resets if limit else 0 < sum(found) < 8
     group.close()

@@ -20,7 +20,8 @@ from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.engine_state import read_group, read_state
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
-from tiltyard.envs.native_vector import make_group
+from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.vector import make_group
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
 from tiltyard.run.checkpoint import write_tree
@@ -90,7 +91,7 @@ class Collector:
         self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
         self.generators = Generators(stream_seed(seed, FOREIGN, group))
         with self.generators.active():
-            self.envs = make_group(
+            config = GroupConfig(
                 experiment.env,
                 spec,
                 rows,
@@ -98,9 +99,9 @@ class Collector:
                 base=base,
                 previous=experiment.model.previous,
                 first_row=group * rows,
-                beats=beats,
-                threads=threads,
+                heartbeat=beats,
             )
+            self.envs = make_group(config, threads=threads)
         self.now: Step | None = None  # what the envs last answered; None before the first reset
         self.state = net.initial_state(rows)
         self.begun = np.zeros(rows, np.int64)  # versions of the weights with which running episodes began
@@ -124,7 +125,7 @@ class Collector:
         for t in range(len(rollout.reward)):
             mark = perf_counter()
             if self.players is not None and rollout.policy is not None:
-                rollout.policy[t] = self.players.take_seats(self.envs.tally.seeds)
+                rollout.policy[t] = self.players.take_seats(self.envs.stats.seeds)
                 self.begun[now.first] = version
             for key, stored in rollout.obs.items():
                 stored[t] = now.obs[key]
@@ -248,7 +249,7 @@ class Collector:
             said = self.envs.load(tree["envs"])
             self.now = self.envs.current()
             if self.players is not None and tree.get("seats") is not None:
-                self.players.load(self.envs.tally.seeds, tree["seats"])
+                self.players.load(self.envs.stats.seeds, tree["seats"])
             begun = tree.get("begun", self.begun)[: self.rows]
             self.begun[: len(begun)] = begun
         for key, item in self.state.items():  # with another number of envs, those that both have

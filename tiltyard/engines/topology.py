@@ -18,7 +18,7 @@ from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.candidates import even_workers
 from tiltyard.engines.learner import device_named
-from tiltyard.envs.native_vector import has_stepper
+from tiltyard.envs.native_vector import has_native
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.types import EnvSpec
@@ -77,7 +77,7 @@ def _workers(
     if groups is not None and engine.envs % groups == 0:
         alone = groups == 1 and engine.mode == "sync" and not asked
         return Topology(0 if alone else groups, "as before")
-    if has_stepper(experiment.env) and not asked:
+    if has_native(experiment.env) and not asked:
         return Topology(int(engine.mode == "async"), "the env steps all rows in one call")
     if spec.step_seconds < CHEAP and engine.mode == "sync" and not asked:
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")

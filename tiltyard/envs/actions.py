@@ -1,6 +1,6 @@
-"""Action spaces as flat float32 rows, and back: the one place where an env's own action is put together.
+"""Action spaces as flat float32 rows: the only place that converts between rows and an env's own actions.
 
-A row has the columns of all leaves side by side, in the order of the space. Decoding works on many rows at once.
+A row has the columns of all leaves, in the order of the space. Decoding works on many rows at once.
 
     Discrete -> 1 categorical column     MultiDiscrete -> 1 categorical column per element
     MultiBinary -> n binary columns      Box -> n continuous columns: [-1, 1] means [low, high] where both are finite
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 def action_spec(space: gym_spaces.Space[Any]) -> ActionSpec:
     """The flat form of an action space."""
     parts: list[ActionPart] = []
-    tree = _grow(space, parts)
+    tree = _action_tree(space, parts)
     if not parts:
-        raise UseError(f"the action space {space} leaves nothing to decide", "give it at least one Discrete or Box")
+        raise UseError(f"the action space {space} is empty", "give it at least one Discrete or Box")
     return ActionSpec(tuple(parts), tree)
 
 
-def _grow(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[str, Any]:
-    """A JSON tree that says how to rebuild an action; adds the leaves' parts in order."""
+def _action_tree(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[str, Any]:
+    """A JSON tree from which an action is rebuilt; appends the parts of the leaves in order."""
     if isinstance(space, gym_spaces.Discrete):
         parts.append(ActionPart("categorical", 1, int(space.n)))
         return {"kind": "discrete", "start": int(space.start)}
@@ -55,10 +55,10 @@ def _grow(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[str, An
         parts.append(ActionPart("continuous", len(low), low=low, high=high))
         return {"kind": "box", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
     if isinstance(space, gym_spaces.Tuple):
-        return {"kind": "tuple", "items": [_grow(inner, parts) for inner in space.spaces]}
+        return {"kind": "tuple", "items": [_action_tree(inner, parts) for inner in space.spaces]}
     if isinstance(space, gym_spaces.Dict):
         # Pairs, not an object: the order of keys is the order of columns and survives any JSON writer.
-        return {"kind": "dict", "items": [[key, _grow(inner, parts)] for key, inner in space.spaces.items()]}
+        return {"kind": "dict", "items": [[key, _action_tree(inner, parts)] for key, inner in space.spaces.items()]}
     raise UseError(
         f"the action space has a part that Tiltyard cannot act in: {type(space).__name__}",
         "use Discrete, MultiDiscrete, MultiBinary, Box, or Tuple and Dict of them; a wrapper can convert it",
@@ -66,7 +66,7 @@ def _grow(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[str, An
 
 
 class ActionCodec:
-    """Flat rows <-> an env's own actions. Bounds are turned into arrays once."""
+    """Flat rows <-> an env's own actions. Converts the bounds to arrays once."""
 
     def __init__(self, spec: ActionSpec) -> None:
         self.spec = spec
@@ -113,7 +113,7 @@ class ActionCodec:
         return list(flat.astype(node["dtype"], copy=False).reshape(len(rows), *node["shape"])), end
 
     def inside(self, rows: Array) -> Array:
-        """A copy with bounded continuous columns clipped to [-1, 1], as `decode_rows` takes them."""
+        """A copy with bounded continuous columns clipped to [-1, 1], as `decode_rows` does."""
         clipped = rows.copy()
         for column, box in self._boxes.items():
             columns = clipped[:, column : column + len(box.finite)]
@@ -171,10 +171,8 @@ class _Bounds:
         self._low, self._high = np.asarray(part.low, np.float64), np.asarray(part.high, np.float64)
         self.finite = np.isfinite(self._low) & np.isfinite(self._high)
         low, high = np.where(self.finite, self._low, -1.0), np.where(self.finite, self._high, 1.0)
-        self._middle, self._half = (
-            low / 2 + high / 2,
-            high / 2 - low / 2,
-        )  # halves first: no overflow at the largest floats
+        # Halves first: no overflow at the largest floats.
+        self._middle, self._half = low / 2 + high / 2, high / 2 - low / 2
         self._most = np.where(self.finite, 1.0, np.inf).astype(np.float32)
         self._ends: dict[np.dtype[Any], tuple[Array, Array]] = {}  # bounds in the env's dtype
 
@@ -188,7 +186,7 @@ class _Bounds:
         if dtype not in self._ends:
             self._ends[dtype] = (self._low.astype(dtype), self._high.astype(dtype))
         low, high = self._ends[dtype]
-        # Rounding to the env's dtype may not step over a bound: 0.1 is less in float64 than in float32.
+        # Rounding to the env's dtype must not cross a bound: 0.1 is less in float64 than in float32.
         np.minimum(np.maximum(cast, low, out=cast), high, out=cast)
         return cast
 
@@ -210,7 +208,7 @@ def flat_mask(spec: ActionSpec, value: Any) -> Array:
     mask = np.asarray(value).reshape(-1).astype(bool)
     if mask.shape != (spec.mask_size,):
         raise ValueError(
-            f"the action mask has {mask.size} entries and the categorical actions {spec.mask_size} options"
+            f"the action mask has {mask.size} entries but the categorical actions have {spec.mask_size} options"
         )
     return mask
 

@@ -1,6 +1,6 @@
-"""What an env owes: the faults of an answer of reset or step in one sentence each. Used by the probe and the group.
+"""The contract of an env: each check returns what is wrong with a value in one sentence, or None; and the errors.
 
-Pure checks; who raises what is the caller's business. `strict` refuses dtypes other than the declared ones.
+The probe (env_check.py) and groups of envs (vector.py) use them. `strict` refuses dtypes other than the declared ones.
 
     reset() -> (obs, info)     step(action) -> (obs, reward, terminated, truncated, info)
     obs: declared shape and dtype, finite      reward: one finite number      terminated, truncated: bool
@@ -16,21 +16,30 @@ import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.envs.spaces import MASK, Leaf
+from tiltyard.errors import DivergedError, EnvError, TiltyardError, raised
+from tiltyard.plugins import resolve
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
 
 _SHOWN = 200  # characters of a value in a message
+# Modules that call an env and unpack what it returns.
+_UNPACKING = (
+    "tiltyard.envs.single_agent_vector",
+    "tiltyard.tuning.sampler",
+    "tiltyard.envs.isolation.server",
+    "tiltyard.envs.actions",
+)
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr on one line, cut."""
+    """A value in a message: its repr on one line, shortened."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def reset_fault(answer: Any) -> str | None:
-    """What is wrong with the form of reset's answer."""
+    """Check the form of what reset() returned."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         return f"reset() returned {_form(answer)} instead of (obs, info)"
     if not isinstance(answer[1], Mapping):
@@ -39,7 +48,7 @@ def reset_fault(answer: Any) -> str | None:
 
 
 def step_fault(answer: Any) -> str | None:
-    """What is wrong with the form of step's answer."""
+    """Check the form of what step() returned, and the reward."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         return f"step() returned {_form(answer)} instead of (obs, reward, terminated, truncated, info)"
     for name, value in (("terminated", answer[2]), ("truncated", answer[3])):
@@ -57,7 +66,7 @@ def _form(answer: Any) -> str:
 
 
 def reward_fault(reward: Any) -> str | None:
-    """A reward is one finite number: Python's or numpy's, also as an array without dimensions."""
+    """Check that a reward is one finite number: Python's or numpy's, also as an array without dimensions."""
     if isinstance(reward, np.ndarray) and reward.shape == () and reward.dtype.kind in "fiub":
         reward = reward.item()
     if not isinstance(reward, (int, float, np.integer, np.floating, np.bool_)):
@@ -66,21 +75,21 @@ def reward_fault(reward: Any) -> str | None:
 
 
 def structure_fault(leaves: list[Leaf], obs: Any) -> str | None:
-    """Whether every leaf's path leads somewhere."""
+    """Check that the observation has every declared leaf."""
     for leaf in leaves:
         value = obs
         for part in leaf.path:
             if isinstance(part, str) and (not isinstance(value, Mapping) or part not in value):
                 keys = sorted(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-                return f"observation {leaf.name!r} is declared and missing: found {keys}"
+                return f"observation {leaf.name!r} is declared but missing: found {keys}"
             if isinstance(part, int) and (not isinstance(value, (tuple, list)) or part >= len(value)):
-                return f"observation {leaf.name!r} is declared and missing: found {shown(value)}"
+                return f"observation {leaf.name!r} is declared but missing: found {shown(value)}"
             value = value[part]
     return None
 
 
 def obs_fault(leaf: Leaf, value: Any, strict: bool) -> str | None:
-    """What is wrong with one leaf: type, shape, dtype, then whether its numbers are finite and in range."""
+    """Check one leaf: its type, shape and dtype, then whether its numbers are finite and in range."""
     space, name = leaf.space, f"observation {leaf.name!r}"
     if isinstance(space, gym_spaces.Text):
         return None if isinstance(value, str) else f"{name} is a {type(value).__name__} instead of a str"
@@ -91,13 +100,13 @@ def obs_fault(leaf: Leaf, value: Any, strict: bool) -> str | None:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        return f"{name} is no array: {error}"
+        return f"{name} is not an array: {error}"
     if array.dtype.kind not in "fiub":
         return f"{name} is an array of {array.dtype} instead of {space.dtype}"
     if array.shape != space.shape:
-        return f"{name} has shape {list(array.shape)} and its space declares {list(space.shape or ())}"
+        return f"{name} has shape {list(array.shape)} but its space declares {list(space.shape or ())}"
     if strict and array.dtype != space.dtype:
-        return f"{name} has dtype {array.dtype} and its space declares {space.dtype}"
+        return f"{name} has dtype {array.dtype} but its space declares {space.dtype}"
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return f"{name} holds {'NaN' if np.isnan(array).any() else 'infinity'}"
     if isinstance(space, gym_spaces.MultiDiscrete):
@@ -118,14 +127,14 @@ def _category_fault(space: gym_spaces.Discrete[Any], value: Any, name: str) -> s
 
 
 def mask_in(obs: Any, info: Mapping[str, Any]) -> Any:
-    """The action mask of an answer: a key of the observation or of info; None when there is none."""
+    """The action mask, a key of the observation or of info; None if there is none."""
     if isinstance(obs, Mapping) and MASK in obs:
         return obs[MASK]
     return info.get(MASK)
 
 
 def mask_fault(mask: Array, options: list[int]) -> str | None:
-    """Every categorical part needs at least one allowed option. `mask` is bool [sum of options]."""
+    """Check that every categorical part has an allowed option. `mask` is bool [sum of options]."""
     offset = 0
     for index, n in enumerate(options):
         if not mask[offset : offset + n].any():
@@ -135,7 +144,7 @@ def mask_fault(mask: Array, options: list[int]) -> str | None:
 
 
 def info_scalars(info: Mapping[str, Any]) -> dict[str, float]:
-    """The finite scalars of an episode's last info, also of a nested `episode_extra_stats`: metrics by name."""
+    """The finite scalars of an episode's last info and of its `episode_extra_stats`: metrics by name."""
     found: dict[str, float] = {}
     nested = info.get("episode_extra_stats")
     for source in (info, nested if isinstance(nested, Mapping) else {}):
@@ -145,3 +154,47 @@ def info_scalars(info: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and math.isfinite(value):
                 found[str(key)] = float(value)
     return found
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+class InvalidEnvData(Exception):
+    """An env returned data that break the contract. `key` is the name of the observation, `value` what it returned."""
+
+    def __init__(self, message: str, key: str, value: Any) -> None:
+        super().__init__(message)
+        self.key, self.value = key, value
+
+
+def env_error(error: BaseException, where: str, method: str) -> TiltyardError:
+    """Explain an exception that came out of an env's `method` to the user."""
+    if isinstance(error, TiltyardError):
+        return error
+    if isinstance(error, InvalidEnvData):
+        if "NaN" in str(error) or "infinity" in str(error):
+            return diverged(str(error), where, {f"obs.{error.key}": np.asarray(error.value)})
+        hint = "return what the env's spaces declare; env.strict=false converts dtypes"
+        return EnvError(f"{where}: {error}", hint)
+    if _raised_here(error):  # while unpacking or storing what the env returned
+        hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
+        return EnvError(f"{where}: {method}() returned a value of the wrong form: {error}", hint)
+    return EnvError(
+        f"{where}: {method}() {raised(error)}", "the traceback is the env's own", resolve.user_traceback(error)
+    )
+
+
+def diverged(what: str, where: str, batch: dict[str, object]) -> DivergedError:
+    """The error for NaN or infinity, with the arrays that hold it."""
+    hint = "find where the env divides by zero or overflows; the offending arrays are saved"
+    if what.startswith("the action"):
+        hint = "it comes from the policy: lower algo.lr or normalise observations; the offending arrays are saved"
+    return DivergedError(f"{where}: {what}", hint, batch)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether this package's code raised it, not the env's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") in _UNPACKING

@@ -1,8 +1,8 @@
-"""An env put to the test by the probe's child: reset, act at random, and the same again with the same seed.
+"""The probe's test of an env: reset, act at random, and repeat both with the same seed.
 
-Raises a UseError at the first broken rule of contract.py, naming when it happened; says whether the second time
-equalled the first to the bit, which is what replaying episodes after a resume relies on. What reset() and step() print
-is found by the size of the file that is the child's stdout, so that C libraries and processes of the env count too.
+Raises a UseError at the first violation of checks.py, naming when it happened, and finds out whether the repetition
+equals the first time bit for bit, which restoring episodes by re-running them needs. Output of reset() and step() is
+found by the size of the file that is the child's stdout, which includes that of C libraries and child processes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import ctypes
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -29,118 +30,196 @@ from tiltyard.types import ActionSpec
 if TYPE_CHECKING:
     from tiltyard.types import Array
 
+Masks = dict[int, "Array | None"]
+"""index of each agent that acts next -> its action mask; empty at the end of an episode"""
+
 _HINTS = (
-    ("dtype", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it cast"),
-    ("numpy array", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it cast"),
+    ("dtype", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it converted"),
+    ("numpy array", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it converted"),
     ("shape", "every observation must have the shape that observation_space declares"),
     ("NaN", "find where the env divides by zero; observations and rewards must be finite"),
     ("infinity", "find where the env overflows; observations and rewards must be finite"),
-    ("instead of (obs", "the env follows an older interface: see gymnasium.farama.org on migrating"),
-    ("mask", "give a bool per option, at least one of them true, in every observation or every info"),
+    ("instead of (obs", "the env has an older interface: see gymnasium.farama.org on migrating"),
+    ("mask", "give one bool per option, at least one of them true, in every observation or every info"),
 )
 
 
+class _Agents(Protocol):
+    """Calls the env for its agents and checks what each of them gets."""
+
+    count: int
+
+    def reset(self, seed: int, first: bool) -> Masks: ...
+
+    def step(self, actions: dict[int, Any], number: int) -> Masks: ...
+
+
 class EnvCheck:
-    """One env being examined. `masked` is known after the first reset."""
+    """The test of one env. `masked` and `step_times` are known after `run`."""
 
     def __init__(self, env: Env, made: gymnasium.Env[Any, Any] | Parallel, action: ActionSpec) -> None:
         self._env, self._action = env, action
-        self._made: Any = made
         self._leaves = observation_leaves(made.observation_space)
         self._codec = ActionCodec(action)
-        self._options = [part.options for part in action.parts if part.kind == "categorical"]
+        self._agents: _Agents = _ManyAgents(self, made) if isinstance(made, Parallel) else _OneAgent(self, made)
+        self.options = [part.options for part in action.parts if part.kind == "categorical"]
         self.masked = False
         self.step_times: list[float] = []  # seconds
-        self._heard = 0  # bytes of stdout that are not the fault of reset() and step()
-        self.casts: dict[str, str] = {}  # with env.strict off: a sentence per observation of another dtype
+        self.digest = hashlib.sha256()  # of everything the env has returned
+        self._stdout_size = 0  # before reset() and step() were called
+        self.conversions: dict[str, str] = {}  # with env.strict off: a note per observation of another dtype
 
     def run(self, steps: int, seed: int) -> bool:
         """Act twice from the same seed; whether both times gave the same."""
-        self._heard = _printed()  # importing and constructing it may have greeted
+        self._stdout_size = _stdout_size()  # importing and constructing the env may print
         actions: list[Array] = []
-        first = self._episode(steps, seed, actions, record=True)
-        return first == self._episode(steps, seed, actions, record=False)
+        first = self._rollout(steps, seed, actions, record=True)
+        return first == self._rollout(steps, seed, actions, record=False)
 
-    def _episode(self, steps: int, seed: int, actions: list[Array], record: bool) -> str:
-        """Act `steps` times, resetting at ends; the digest of everything seen."""
+    def _rollout(self, steps: int, seed: int, actions: list[Array], record: bool) -> str:
+        """Act `steps` times, reset at episode ends, and return the digest of everything observed."""
         rng = np.random.default_rng(seed)
-        digest = hashlib.sha256()
-        mask = self._reset(seed, digest, first=record)
+        self.digest = hashlib.sha256()
+        masks = self._agents.reset(seed, first=record)
         for index in range(steps):
             if record:
-                actions.append(self._codec.random_rows(rng, 1, None if mask is None else mask[None])[0])
-            action = self._codec.decode(actions[index])
-            when = f"step {index + 1}"
-            began = perf_counter()
-            answer = self.call(f"step() number {index + 1}", lambda action=action: self._made.step(action))
-            self.step_times.append(perf_counter() - began)
-            self._listen("step()")
-            self._refuse(step_fault(answer), when)
-            obs, reward, terminated, truncated, info = answer
-            digest.update(repr((float(reward), bool(terminated), bool(truncated))).encode())
-            ended = bool(terminated or truncated)
-            mask = self._look(obs, info, when, digest, ended)
-            if ended:
-                mask = self._reset(seed + index + 1, digest, first=False)
-        return digest.hexdigest()
+                allowed = [masks.get(agent) for agent in range(self._agents.count)]
+                drawn = [self._codec.random_rows(rng, 1, None if mask is None else mask[None])[0] for mask in allowed]
+                actions.append(np.stack(drawn))
+            chosen = {agent: self._codec.decode(actions[index][agent]) for agent in masks}
+            masks = self._agents.step(chosen, index + 1)
+            if not masks:
+                masks = self._agents.reset(seed + index + 1, first=False)
+        return self.digest.hexdigest()
 
-    def _reset(self, seed: int, digest: Any, first: bool) -> Array | None:
-        answer = self.call("reset()", lambda: self._made.reset(seed=seed))
-        self._listen("reset()")
-        self._refuse(reset_fault(answer), "reset")
-        if first:
-            self.masked = mask_in(*answer) is not None and bool(self._options)
-        obs, info = answer
-        return self._look(obs, info, "reset", digest, ended=False)
+    def call_reset(self, reset: Callable[[], Any]) -> Any:
+        answer = self.call("reset()", reset)
+        self._require_silence("reset()")
+        return answer
 
-    def _look(self, obs: Any, info: Any, when: str, digest: Any, ended: bool) -> Array | None:
-        """Check one observation; the action mask that comes with it, which at an episode's end may be anything."""
-        self._refuse(structure_fault(self._leaves, obs), when)
-        for leaf in self._leaves:
-            value = pick(obs, leaf.path)
-            self._refuse(obs_fault(leaf, value, self._env.strict), when)
-            cast = None if self._env.strict else obs_fault(leaf, value, strict=True)
-            if cast and leaf.name not in self.casts:
-                self.casts[leaf.name] = f"env {self._env.id}: {cast}; it is cast because env.strict is off"
-            digest.update(encode_leaf(leaf, value).tobytes())
-        if not self.masked or ended:
-            return None
-        given = mask_in(obs, info)
-        if given is None:
-            self._refuse("the action mask of reset() is missing here", when)
-        try:
-            mask = flat_mask(self._action, given)
-        except ValueError as error:
-            raise UseError(f"env {self._env.id}, {when}: {error}", "give one bool per option") from None
-        self._refuse(mask_fault(mask, self._options), when)
-        return mask
+    def call_step(self, number: int, step: Callable[[], Any]) -> Any:
+        began = perf_counter()
+        answer = self.call(f"step() number {number}", step)
+        self.step_times.append(perf_counter() - began)
+        self._require_silence("step()")
+        return answer
 
-    def call(self, what: str, call: Any) -> Any:
-        """What a method of the env gives; whatever it raises is told as the env's, also what would end the process."""
+    def call(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call a method of the env; a UseError reports whatever it raises, even SystemExit."""
         try:
             return call()
         except BaseException as error:
             text = f"env {self._env.id}: {what} {raised(error)}"
             raise UseError(text, "the traceback is the env's own", resolve.user_traceback(error)) from error
 
-    def _listen(self, what: str) -> None:
-        """Refuse an env that prints while it is used: in training that is every step, and stdout is for data."""
-        if not self._env.strict or _printed() == self._heard:
+    def check_obs(self, obs: Any, info: Any, when: str, *, ended: bool) -> Array | None:
+        """Check one observation and return its action mask, which is not checked at an episode's end."""
+        self.refuse(structure_fault(self._leaves, obs), when)
+        for leaf in self._leaves:
+            value = pick(obs, leaf.path)
+            self.refuse(obs_fault(leaf, value, self._env.strict), when)
+            converted = None if self._env.strict else obs_fault(leaf, value, strict=True)
+            if converted and leaf.name not in self.conversions:
+                note = f"env {self._env.id}: {converted}; it is converted because env.strict is off"
+                self.conversions[leaf.name] = note
+            self.digest.update(encode_leaf(leaf, value).tobytes())
+        if not self.masked or ended:
+            return None
+        given = mask_in(obs, info)
+        if given is None:
+            self.refuse("the action mask, which reset() gave, is missing", when)
+        try:
+            mask = flat_mask(self._action, given)
+        except ValueError as error:
+            raise UseError(f"env {self._env.id}, {when}: {error}", "give one bool per option") from None
+        self.refuse(mask_fault(mask, self.options), when)
+        return mask
+
+    def _require_silence(self, what: str) -> None:
+        """Refuse an env that prints in reset() or step(): it would print all through training."""
+        if not self._env.strict or _stdout_size() == self._stdout_size:
             return
-        lines = os.pread(1, 200, self._heard).decode(errors="replace").strip().splitlines()
+        lines = os.pread(1, 200, self._stdout_size).decode(errors="replace").strip().splitlines()
         raise UseError(
             f"env {self._env.id}: {what} prints to stdout, which is for data: {(lines or [''])[0][:80]!r}",
-            "print to stderr, or set env.strict=false, which sends it there",
+            "print to stderr, or set env.strict=false to redirect it there",
         )
 
-    def _refuse(self, fault: str | None, when: str) -> None:
+    def refuse(self, fault: str | None, when: str) -> None:
+        """Raise a UseError if there is a fault."""
         if fault:
-            hint = next((hint for word, hint in _HINTS if word in fault), "the env must keep to the spaces it declares")
+            hint = next((hint for word, hint in _HINTS if word in fault), "the env must return what its spaces declare")
             raise UseError(f"env {self._env.id}, {when}: {fault}", hint)
 
 
-def _printed() -> int:
-    """Bytes that have come to stdout so far; always 0 where that is no file."""
+class _OneAgent:
+    count = 1
+
+    def __init__(self, check: EnvCheck, made: gymnasium.Env[Any, Any]) -> None:
+        self._check, self._made = check, made
+
+    def reset(self, seed: int, first: bool) -> Masks:
+        check = self._check
+        answer = check.call_reset(lambda: self._made.reset(seed=seed))
+        check.refuse(reset_fault(answer), "reset")
+        obs, info = answer
+        if first:
+            check.masked = mask_in(obs, info) is not None and bool(check.options)
+        return {0: check.check_obs(obs, info, "reset", ended=False)}
+
+    def step(self, actions: dict[int, Any], number: int) -> Masks:
+        check, when = self._check, f"step {number}"
+        answer = check.call_step(number, lambda: self._made.step(actions[0]))
+        check.refuse(step_fault(answer), when)
+        obs, reward, terminated, truncated, info = answer
+        check.digest.update(repr((float(reward), bool(terminated), bool(truncated))).encode())
+        ended = bool(terminated or truncated)
+        mask = check.check_obs(obs, info, when, ended=ended)
+        return {} if ended else {0: mask}
+
+
+class _ManyAgents:
+    def __init__(self, check: EnvCheck, made: Parallel) -> None:
+        self._check, self._made, self.count = check, made, len(made.names)
+        self._done: set[int] = set()
+
+    def reset(self, seed: int, first: bool) -> Masks:
+        check, env = self._check, self._made
+        answer = check.call_reset(lambda: env.reset(seed=seed))
+        check.refuse(env.reset_fault(answer), "reset")
+        obs, infos = answer
+        self._done, present = set(), env.present()
+        if first:
+            given = mask_in(env.of(obs, present[0]), env.of(infos, present[0]) or {})
+            check.masked = given is not None and bool(check.options)
+        return {agent: self._check_agent(agent, obs, infos, "reset") for agent in present}
+
+    def step(self, actions: dict[int, Any], number: int) -> Masks:
+        check, env, when = self._check, self._made, f"step {number}"
+        answer = check.call_step(number, lambda: env.step(actions))
+        check.refuse(env.step_fault(answer, actions), when)
+        obs, rewards, terminated, truncated, infos = answer
+        for agent in sorted(actions):
+            over = bool(env.of(terminated, agent)), bool(env.of(truncated, agent))
+            reward = float(env.of(rewards, agent))
+            check.digest.update(repr((agent, reward, over)).encode())
+            if not np.isfinite(reward):
+                check.refuse(f"the reward of agent {env.names[agent]!r} is {reward}, NaN or infinity", when)
+            if any(over):
+                self._done.add(agent)
+        present = [agent for agent in env.present() if agent not in self._done]
+        for agent in sorted(set(actions) - set(present)):
+            if env.of(obs, agent) is not None:
+                self._check_agent(agent, obs, infos, when, ended=True)
+        return {agent: self._check_agent(agent, obs, infos, when) for agent in present}
+
+    def _check_agent(self, agent: int, obs: Any, infos: Any, when: str, ended: bool = False) -> Array | None:
+        env, place = self._made, f"{when}, agent {self._made.names[agent]!r}"
+        return self._check.check_obs(env.of(obs, agent), env.of(infos, agent) or {}, place, ended=ended)
+
+
+def _stdout_size() -> int:
+    """Bytes written to stdout so far; always 0 if stdout is not a file."""
     sys.stdout.flush()
-    ctypes.CDLL(None).fflush(None)  # C libraries keep what goes to a file in memory
+    ctypes.CDLL(None).fflush(None)  # C libraries buffer their output to files
     return os.fstat(1).st_size

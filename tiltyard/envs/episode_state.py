@@ -1,11 +1,11 @@
-"""Running episodes of a group of envs into a checkpoint and back.
+"""Running episodes of a group of envs, saved in a checkpoint and restored from it.
 
-    state    the env's own get_state() / set_state(state), trees of arrays and scalars
-    replay   the episode's seed and its actions since then; what comes out must equal what was saved, to the bit
-    fresh    nothing: every row begins a new episode, and how many were cut is said
+    state    by the env's own get_state() and set_state(state): trees of arrays and scalars
+    rerun    by repeating the episode's actions from its seed; the result must equal what was saved, bit for bit
+    fresh    not at all: every row begins a new episode, and a warning counts those that were cut
 
-Episodes of other settings (a fork may change them) are cut too: they cannot go on in this env, which is no fault of it.
-Observations, stacks and counters are always saved as they are; the env below them is what has to be brought back.
+Episodes with other env settings (a fork may change them) are cut too, whatever the env can do. Observations, stacks and
+counters are always saved as they are; only the env below them has to be restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiltyard.envs.vector import EnvGroup
     from tiltyard.types import Array
 
-# Counters that a replayed episode does not bring back by itself, or that its return is compared with
+# Counters that a re-run does not restore, or that are compared with its return
 _SAVED_ONLY = ("number", "length", "total", "reward", "terminated", "truncated", "first")
 
 
@@ -40,12 +40,12 @@ class History:
 
     def append(self, action: Array) -> None:
         if self._now == len(self._actions):
-            self._make_room()
+            self._grow()
         self._actions[self._now] = action
         self._now += 1
 
-    def _make_room(self) -> None:
-        """Drop what no running episode needs; double the array when that is less than half of it."""
+    def _grow(self) -> None:
+        """Drop what no running episode needs; double the array if more than half of it is still needed."""
         oldest = int(self._begin.min())
         kept = self._actions[oldest : self._now]
         if len(kept) > len(self._actions) // 2:
@@ -76,12 +76,12 @@ class History:
 
 
 def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | EnvProxy, *, anywhere: bool) -> Any:
-    """The env or wrapper that has get_state and set_state; the outermost that is not Gymnasium's own, or any.
+    """The outermost env or wrapper, if it has get_state and set_state; with `anywhere`, also one further in.
 
-    A wrapper between may have a state of its own, so a keeper further in counts only when the user asks for it.
+    Gymnasium's own stateless wrappers are skipped. Others may have a state, which one further in would not restore.
     """
     layer: Any = env.inner if isinstance(env, Parallel) else env
-    if isinstance(layer, EnvProxy):  # looked up where it lives
+    if isinstance(layer, EnvProxy):  # its server has looked
         return layer if layer.keeps_state else None
     while True:
         if hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"):
@@ -92,145 +92,130 @@ def state_keeper(env: gymnasium.Env[Any, Any] | Parallel | EnvProxy, *, anywhere
         layer = layer.env
 
 
-def save(group: EnvGroup) -> Tree:
-    """The tree of a group: common arrays, and per copy of the env what its kind of coming back needs."""
+def save(group: EnvGroup) -> dict[str, Any]:
+    """The state of a group: common arrays, and what its restore mode needs of every copy of the env."""
+    data = group.data
     tree: dict[str, Any] = {
-        "restore_mode": group.restore_mode,
+        "restore_mode": data.restore_mode,
         "agents": group.agents,
         "settings": group.env.episode_digest(),
-        "seeds": list(group.tally.seeds),
+        "seeds": list(group.stats.seeds),
         "obs": {name: array.copy() for name, array in group.obs.items()},
         "mask": None if group.mask is None else group.mask.copy(),
         "counters": {name: array.copy() for name, array in group.counters.items()},
     }
-    if group.restore_mode == "state":
-        tree["states"] = [_get_state(group, copy) for copy in range(group.copies)]
-    elif group.restore_mode == "rerun":
-        assert group.history is not None
-        tree["actions"] = [group.history.of(row) for row in range(group.rows)]
+    if data.restore_mode == "state":
+        tree["states"] = [_call_keeper(group, copy, "get_state") for copy in range(group.copies)]
+    elif data.restore_mode == "rerun":
+        assert data.history is not None
+        tree["actions"] = [data.history.of(row) for row in range(group.rows)]
     return tree
 
 
-def _get_state(group: EnvGroup, copy: int) -> Tree:
-    group.tick()
+def _call_keeper(group: EnvGroup, copy: int, method: str, *state: Tree) -> Any:
+    """Call get_state or set_state of a copy of the env."""
+    group.data.heartbeat[0] += 1
     try:
-        return _keeper(group, copy).get_state()
+        keeper = state_keeper(group.envs[copy], anywhere=True)
+        if keeper is None:
+            raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.restore_mode=rerun")
+        return getattr(keeper, method)(*state)
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _attributed(group, copy, "get_state", error) from error
-
-
-def _set_state(group: EnvGroup, copy: int, state: Tree) -> None:
-    group.tick()
-    try:
-        _keeper(group, copy).set_state(state)
-    except (TiltyardError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise _attributed(group, copy, "set_state", error) from error
-
-
-def _attributed(group: EnvGroup, copy: int, doing: str, error: BaseException) -> EnvError:
-    return EnvError(
-        f"env {group.env.id}, row {group.tally.span(copy).start}: {doing}() {raised(error)}",
-        "the traceback is the env's own; env.restore_mode=rerun does without it",
-        user_traceback(error),
-    )
-
-
-def _keeper(group: EnvGroup, copy: int) -> Any:
-    keeper = state_keeper(group.envs[copy], anywhere=True)
-    if keeper is None:
-        raise UseError(f"env {group.env.id} has no get_state() and set_state()", "set env.restore_mode=rerun")
-    return keeper
+        raise EnvError(
+            f"env {group.env.id}, row {group.stats.span(copy).start}: {method}() {raised(error)}",
+            "the traceback is the env's own; env.restore_mode=rerun does not need this method",
+            user_traceback(error),
+        ) from error
 
 
 def load(group: EnvGroup, tree: Tree) -> list[str]:
-    """Bring the rows back; sentences about those that begin a new episode instead."""
-    _fit(group, tree)
-    now = group.env.episode_digest()
-    same = tree.get("settings", now) == now  # older checkpoints do not say
-    if same and restore_mode_in(tree) == "fresh":  # once found not to replay, it stays that way
-        group.restore_mode, group.history = "fresh", None
-    # Rows of more or fewer agents are others, and so are those of an env that counts otherwise.
+    """Restore the rows; returns warnings about those that begin a new episode instead."""
+    _require_same_obs(group, tree)
+    data, now = group.data, group.env.episode_digest()
+    same = tree.get("settings", now) == now  # older checkpoints do not have it
+    if same and restore_mode_in(tree) == "fresh":  # a re-run has failed before: it is not tried again
+        data.restore_mode, data.history = "fresh", None
+    # Rows with another number of agents or other counters cannot be matched.
     alike = tree.get("agents", 1) == group.agents and tree["counters"].keys() == group.counters.keys()
     common = min(group.rows, len(tree["seeds"])) if alike else 0
-    _take_counters(group, tree, common)
-    group.tally.seeds[:common] = [int(seed) for seed in tree["seeds"][:common]]
-    if group.history is not None:
+    _load_counters(group, tree, common)
+    group.stats.seeds[:common] = [int(seed) for seed in tree["seeds"][:common]]
+    if data.history is not None:
         saved = tree.get("actions") or []
-        group.history.fill(
-            [saved[row] if row < min(common, len(saved)) else group.history.of(row)[:0] for row in range(group.rows)]
+        data.history.fill(
+            [saved[row] if row < min(common, len(saved)) else data.history.of(row)[:0] for row in range(group.rows)]
         )
     copies = common // group.agents
-    broken = [copy for copy in range(copies) if not (same and _bring_back(group, tree, copy))]
-    _take_counters(group, tree, common)  # again: bringing back begins anew first
+    broken = [copy for copy in range(copies) if not (same and _restore(group, tree, copy))]
+    _load_counters(group, tree, common)  # again: restoring an episode resets them
     for name, array in group.obs.items():
         array[:common] = tree["obs"][name][:common]
     if group.mask is not None and tree["mask"] is not None:
         group.mask[:common] = tree["mask"][:common]
-    group.counters["number"][common:] = np.max(tree["counters"]["number"], initial=0)  # seeds that nobody has had
+    group.stats.number[common:] = np.max(tree["counters"]["number"], initial=0)  # their seeds are unused
     for copy in [*broken, *range(copies, group.copies)]:
-        group.first[group.tally.span(copy)] = True
+        group.first[group.stats.span(copy)] = True
         group.begin(copy)
     began = np.asarray(tree["counters"]["length"])[:common][:: group.agents] > 0
     running, cut = int(began.sum()), int(began[broken].sum())
-    said = _fewer(len(tree["seeds"]), common)
-    return said if cut == 0 else [*said, _cut(group, tree, f"{cut} of {running} running episodes were cut", same)]
+    warnings = []
+    if common < len(tree["seeds"]):
+        before = len(tree["seeds"])
+        warnings.append(f"{common} of the checkpoint's {before} rows are left: the episodes of the others were cut")
+    if cut:
+        warnings.append(_explain_cut(group, tree, f"{cut} of {running} running episodes were cut", same))
+    return warnings
 
 
-def _take_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
+def _load_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
     for name, array in group.counters.items() if rows else ():
         array[:rows] = tree["counters"][name][:rows]
 
 
-def _fit(group: EnvGroup, tree: Tree) -> None:
-    """A checkpoint of another env is refused with both shapes."""
+def _require_same_obs(group: EnvGroup, tree: Tree) -> None:
+    """Refuse the checkpoint of an env with other observations."""
     mine = {name: (list(array.shape[1:]), array.dtype.name) for name, array in group.obs.items()}
     theirs = {name: (list(array.shape[1:]), array.dtype.name) for name, array in tree["obs"].items()}
     if mine != theirs:
         raise UseError(
-            f"the checkpoint's observations are {theirs} and the env's are {mine}", "use the env it was made with"
+            f"the checkpoint's observations are {theirs} but the env's are {mine}", "use the env it was made with"
         )
 
 
-def _bring_back(group: EnvGroup, tree: Tree, copy: int) -> bool:
-    """Put a copy of the env where it was; False when that does not work out to the bit."""
-    if restore_mode_in(tree) != group.restore_mode or group.restore_mode == "fresh":
+def _restore(group: EnvGroup, tree: Tree, copy: int) -> bool:
+    """Put a copy of the env where it was; False if the result differs in any bit."""
+    mode = group.data.restore_mode
+    if restore_mode_in(tree) != mode or mode == "fresh":
         return False
-    rows, counters = group.tally.span(copy), tree["counters"]
-    group.restart(copy, group.tally.seeds[rows.start])
-    if group.restore_mode == "state":
-        _set_state(group, copy, tree["states"][copy])
+    rows, counters = group.stats.span(copy), tree["counters"]
+    group.stepping.reset(copy, group.stats.seeds[rows.start])
+    if mode == "state":
+        _call_keeper(group, copy, "set_state", tree["states"][copy])
         return True
     try:
-        replayed = group.replay(copy, tree["actions"][rows])
+        returns = group.stepping.rerun(copy, tree["actions"][rows])
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - an env that raises now and did not before is one that does not replay
+    except BaseException:  # noqa: BLE001 - it did not raise the first time, so the re-run differs
         return False
-    if replayed != [float(total) for total in counters["total"][rows]]:
+    if returns != [float(total) for total in counters["total"][rows]]:
         return False
-    told = {name: array for name, array in group.counters.items() if name not in _SAVED_ONLY}
-    if not all(np.array_equal(array[rows], counters[name][rows]) for name, array in told.items()):
+    compared = {name: array for name, array in group.counters.items() if name not in _SAVED_ONLY}
+    if not all(np.array_equal(array[rows], counters[name][rows]) for name, array in compared.items()):
         return False
-    return all(np.array_equal(array[rows], tree["obs"][name][rows]) for name, array in group.buffer.now.items())
+    return all(np.array_equal(array[rows], tree["obs"][name][rows]) for name, array in group.data.buffer.now.items())
 
 
-def _fewer(then: int, now: int) -> list[str]:
-    words = f"of the checkpoint's {then} rows {now} are left: the episodes of the others were cut"
-    return [words] if now < then else []
-
-
-def _cut(group: EnvGroup, tree: Tree, what: str, same: bool) -> str:
-    """Why episodes were cut. An env that does not replay under the same settings is not asked to again."""
+def _explain_cut(group: EnvGroup, tree: Tree, what: str, same: bool) -> str:
+    """Why episodes were cut. If a re-run failed under the same settings, no further one is tried."""
     if not same:
         return f"the settings of env {group.env.id} changed: {what} and new ones begun"
-    if restore_mode_in(tree) == group.restore_mode == "rerun":
-        group.restore_mode, group.history = "fresh", None
+    if restore_mode_in(tree) == group.data.restore_mode == "rerun":
+        group.data.restore_mode, group.data.history = "fresh", None
         return (
-            f"env {group.env.id} does not replay exactly: {what} and new ones begun; from now on checkpoints keep no "
-            "actions (set env.restore_mode=fresh to say so from the start)"
+            f"env {group.env.id} gives other results when re-run: {what} and new ones begun; from now on checkpoints "
+            "keep no actions (env.restore_mode=fresh does this from the start)"
         )
     return f"env {group.env.id} begins new episodes after a resume: {what}"

@@ -1,9 +1,9 @@
-"""The running episode of every row of a group: its number, seed, length, frames and return, and when it is cut.
+"""The running episode of every row of a group: its number, seed, length, frames and return, and its time limit.
 
-Owns seeds of episodes, the count of frames and the time limits; knows nothing of envs, observations or who acts. Rows
-of one copy of an env (several agents) begin and end together, so that their numbers, seeds and lengths are equal.
+Knows nothing of envs and observations. The rows of one copy of an env with several agents begin and end together, so
+their numbers, seeds and lengths are equal.
 
-    limit   of every episode, or none        first   of each row's episode 0, where env.decorrelate asks for it
+    limit   of every episode, or none        first   of each row's episode 0, with env.decorrelate
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays
 
 Seeds = Callable[[int, int], int]
-"""(copy among all of the run, number of its episode) -> seed"""
+"""(number of the copy in the run, number of its episode) -> seed"""
 
 
 def episode_seed(seed: int, role: str, row: int, number: int) -> int:
-    """The seed of one episode, 31 bits: nothing but the run's seed, the role, the row and the episode's number."""
+    """The seed of one episode, 31 bits: depends on the run's seed, the role, the row and the episode's number only."""
     key = (zlib.crc32(role.encode()), row, number)
     return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1)[0]) >> 1
 
 
 def row_seeds(seed: int, rows: int) -> Array:
-    """The seeds of all rows, 31 bits, from that of the first episode: for simulators that seed each row once."""
+    """The seeds of all rows, 31 bits, from the first episode's: for simulators that seed each row once."""
     return (np.random.SeedSequence(seed).generate_state(rows) >> 1).astype(np.int64)
 
 
-def first_limits(seed: int, role: str, places: Sequence[int], longest: int) -> Array:
-    """After how many env steps the first episode of each copy is cut: drawn from 1 .. `longest` for its place."""
-    draws = [np.random.default_rng(episode_seed(seed, f"{role}/first", place, 0)) for place in places]
+def first_limits(seed: int, role: str, copies: Sequence[int], longest: int) -> Array:
+    """The env steps after which the first episode of each copy is cut, drawn from 1 .. `longest`."""
+    draws = [np.random.default_rng(episode_seed(seed, f"{role}/first", copy, 0)) for copy in copies]
     return np.array([each.integers(1, longest, endpoint=True) for each in draws], np.int64)
 
 
 class EpisodeStats:
-    """Counters of `rows` rows, `agents` to a copy. Limits are in env steps, `frames` the simulator's per env step."""
+    """Counters of `rows` rows, `agents` per copy. Limits are in env steps; `frames` are frames per env step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EpisodeStats:
         self._first = None if first is None else np.repeat(first, agents)
         self.number = np.full(rows, -1, np.int64)  # episodes begun by each row, minus one
         self.length = np.zeros(rows, np.int64)  # env steps of the running episode
-        self.saved_frames = np.zeros(rows, np.int64)  # frames that frameskip did not need because the episode ended
+        self.saved_frames = np.zeros(rows, np.int64)  # frames not taken because the episode ended within an env step
         self.total = np.zeros(rows, np.float64)  # return so far: raw rewards
         self.seeds = [0] * rows
         self._ended_frames = 0
@@ -68,34 +68,34 @@ class EpisodeStats:
 
     @property
     def counters(self) -> Arrays:
-        """What a checkpoint keeps, by name."""
+        """The arrays that a checkpoint keeps, by name."""
         return {"number": self.number, "length": self.length, "saved_frames": self.saved_frames, "total": self.total}
 
     def step(self, raw: Array) -> None:
-        """Every row has taken an env step that paid `raw`, float64 [B]."""
+        """Count an env step of every row with rewards `raw`, float64 [B]."""
         self.total += raw
         self.length += 1
         self.countdown -= 1
 
     def set_countdown(self) -> None:
-        """How many steps no row can reach the time limit: rows that begin anew meanwhile only make it longer."""
+        """Set the number of steps in which no row can reach its limit; rows that are reset meanwhile only add to it."""
         if self._first is None:
             self.countdown = self._limit - int(self.length.max())
         else:
             self.countdown = int((self._limits() - self.length).min())
 
     def _limits(self) -> Array | int:
-        """Of the running episodes; that of a first one is known by its number, in a later life of the run too."""
+        """The limits of the running episodes; a first one is known by its number, also after a resume."""
         if self._first is None:
             return self._limit
         return np.where(self.number == 0, np.minimum(self._first, self._limit), self._limit)
 
     def late(self) -> Array | None:
-        """Which rows have reached their limit; None when there can be none."""
+        """Which rows have reached their limit; None if none can have."""
         return None if self.countdown > 0 else self.length >= self._limits()
 
     def shortened(self, ended: Array) -> Array | None:
-        """Which rows are late for no other reason than that it is their first episode; `ended` have by themselves."""
+        """Which rows are late only because env.decorrelate shortens their first episode; not those that `ended`."""
         if self._first is None:
             return None
         late: Array = (self.number == 0) & (self.length >= self._first) & (self.length < self._limit)
@@ -106,7 +106,7 @@ class EpisodeStats:
         return slice(copy * self.agents, (copy + 1) * self.agents)
 
     def begin(self, copy: int) -> int:
-        """Count from nothing for the next episode of a copy; its seed."""
+        """Reset the counters of a copy for its next episode and return that episode's seed."""
         rows = self.span(copy)
         self.number[rows] += 1
         seed = self._seeds(self.first_row // self.agents + copy, int(self.number[rows.start]))
@@ -116,7 +116,7 @@ class EpisodeStats:
         return seed
 
     def end(self, row: int, total: float, metrics: dict[str, float]) -> EpisodeEnd:
-        """How the episode of a copy went whose first row this is; its frames are counted as taken."""
+        """The summary of the episode of the copy whose first row is `row`; counts its frames as taken."""
         frames = self.frames(row)
         self._ended_frames += frames
         return EpisodeEnd(
@@ -135,6 +135,6 @@ class EpisodeStats:
 
     @property
     def frames_taken(self) -> int:
-        """Simulator frames of all copies; a load may change it, so take differences within one life only."""
+        """Simulator frames of all copies. A load may change it: compare values of one process only."""
         running = self.length[:: self.agents].sum() * self._frames - self.saved_frames[:: self.agents].sum()
         return self._ended_frames + int(running)

@@ -1,9 +1,7 @@
-"""One env from its settings, then its wrappers.
+"""Make one env from its settings, with its wrappers.
 
-The id is Gymnasium's, built-in, `family:name`, `package.module:Class` or `path/file.py:Class`.
-
-Time limits registered with Gymnasium are left out here and given back as a number (`registered_limit`): the group of
-envs (vector.py) cuts episodes itself, so that there is one place where `truncated` is made.
+The id is Gymnasium's, built-in, `family:name`, `package.module:Class` or `path/file.py:Class`. Time limits registered
+with Gymnasium are not applied here but returned by `registered_limit`: the group (vector.py) truncates episodes.
 
     env.id ──> constructor ──check env.options──> env ──> wrappers, innermost first ──> the env that is stepped
 """
@@ -53,10 +51,10 @@ BUILTIN_WRAPPERS: Mapping[str, str] = {
 }
 
 RENDER_MODE = "rgb_array"
-# Pictures are arrays here: SDL needs neither sound nor screen for that, and MuJoCo aborts the process without a screen.
+# Images are arrays here: SDL needs no sound or screen for that, and MuJoCo aborts the process without a screen.
 _WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 _PIP = re.compile(r"pip install [^`;\n]+")
-# Packages with envs, by the module that is missing. Any other name may be a typo, and anybody may own it on PyPI.
+# Packages with envs, by the missing module. Another name may be a typo, and a stranger may own it on PyPI.
 _PACKAGES = {
     "Box2D": "'tiltyard[box2d]'",
     "ale_py": "'tiltyard[atari]'",
@@ -73,13 +71,13 @@ _PACKAGES = {
     "pygame": "'tiltyard[classic]'",
     "vizdoom": "'tiltyard[vizdoom]'",
 }
-_EXTRAS = {"box2d": "tiltyard[box2d]", "pygame": "tiltyard[classic]"}  # by a word of Gymnasium's own complaint
+_EXTRAS = {"box2d": "tiltyard[box2d]", "pygame": "tiltyard[classic]"}  # by a word in Gymnasium's own message
 
-_of_rooms: dict[tuple[str, str], Registered] = {}  # by the module that registers and the id: two rooms may use one id
+_project_envs: dict[tuple[str, str], Registered] = {}  # by registering module and id: two projects may use one id
 
 
 def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any]:
-    """An env with one agent, and its wrappers; with `render` it can draw itself as RGB arrays."""
+    """Make an env with one agent and its wrappers; with `render` it can draw itself as RGB arrays."""
     made = make_any(env, base, render)
     require_agents(env, made, several=False)
     assert not isinstance(made, Parallel)
@@ -87,14 +85,14 @@ def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
 
 
 def require_agents(env: Env, made: Any, *, several: bool) -> None:
-    """An env must have one agent or several as it had when it was probed."""
+    """Raise UseError if the env has several agents and had one when it was probed, or the reverse."""
     if isinstance(made, Parallel) != several:
         now, before = ("one agent", "several") if several else ("several agents", "one")
         raise UseError(f"env.id = {env.id} has {now} now and had {before} before", "the env itself changed")
 
 
 def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any] | Parallel:
-    """The env with its wrappers, which for one with several agents take and give such an env too."""
+    """Make an env and its wrappers. A wrapper of an env with several agents takes and returns such an env."""
     if render and not os.environ.get("DISPLAY"):
         for name, value in _WITHOUT_SCREEN.items():
             os.environ.setdefault(name, value)
@@ -107,7 +105,7 @@ def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
         made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
         if not isinstance(made, gymnasium.Env) and not is_parallel(made):
             raise UseError(
-                f"{setting}.id = {plugin.id} made a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"
+                f"{setting}.id = {plugin.id} returned a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"
             )
     return made if isinstance(made, gymnasium.Env) else Parallel(made, env.id)
 
@@ -124,7 +122,7 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
     if not isinstance(made, gymnasium.Env) and not is_parallel(made):
         bases = ", ".join(f"{b.__module__}.{b.__qualname__}" for b in type(made).__mro__[1:-1]) or "nothing"
         raise UseError(
-            f"env.id = {env.id} made a {type(made).__name__} (derived from {bases}), which is no gymnasium.Env",
+            f"env.id = {env.id} made a {type(made).__name__} (derived from {bases}), which is not a gymnasium.Env",
             "derive the class from gymnasium.Env, or from pettingzoo.ParallelEnv for several agents; an env of the old "
             "gym package needs a small conversion",
         )
@@ -132,12 +130,12 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
 
 
 def _is_registered(env_id: str) -> bool:
-    """Whether an id is one of Gymnasium's registry, not a class that is named here."""
+    """Whether an id is one of Gymnasium's registry, not the name of a class."""
     return resolve.family_of(env_id) is None and resolve.kind_of(env_id, BUILTIN_ENVS) is None
 
 
 def _creator(env: Env, base: Sequence[Path]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The class of an env that is not registered, and what it is given first: the name, when it makes a family."""
+    """The class of an env that is not registered, and its first arguments: the name, if the class makes a family."""
     family = resolve.family_of(env.id)
     if family is not None:
         return resolve.load_family(family[0]), family[1:]
@@ -152,9 +150,7 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
     registered = _registered(env.id, base)
     if "max_episode_steps" in env.options:
         hint = f"set env.time_limit={env.options['max_episode_steps']}"
-        raise ConfigError(
-            [Problem("env.options.max_episode_steps", "", "time limits are a setting of their own", hint)]
-        )
+        raise ConfigError([Problem("env.options.max_episode_steps", "", "time limits are set by env.time_limit", hint)])
     if isinstance(registered.entry_point, str) or registered.entry_point is None:
         entry = registered.entry_point or ""
         creator = _construct(lambda: load_env_creator(entry), f"env {env.id}")
@@ -172,7 +168,7 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
 
 
 def _registered(name: str, base: Sequence[Path]) -> Registered:
-    """Gymnasium's own entry for an id, also `module:Id-v0`, which imports the module that registers it."""
+    """Gymnasium's registry entry for an id, also `module:Id-v0`, which imports the module that registers it."""
     try:
         ref = resolve.parse_registering(name, base)
         if ref is not None:
@@ -188,26 +184,26 @@ def _registered(name: str, base: Sequence[Path]) -> Registered:
         stem = name.rsplit("-v", 1)[0]
         versions = sorted(id_ for id_ in known if id_.rsplit("-v", 1)[0].lower() == stem.lower())
         hint = f"did you mean {versions[-1]!r}?" if versions else did_you_mean(name, known)
-        fallback = "a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class is needed"
+        fallback = "give a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class"
         shown = name if name.isprintable() else repr(name)
         if is_folder(Path(name)):
-            said = f"{shown} is a folder, and no env of that name is known here"
-            raise UseError(said, hint or "give a YAML file or path/file.py:Class inside it") from error
-        raise UseError(f"env.id = {shown} is no env that is known here", hint or fallback) from error
+            message = f"{shown} is a folder, and there is no env of that name"
+            raise UseError(message, hint or "give a YAML file or path/file.py:Class inside it") from error
+        raise UseError(f"env.id = {shown} is not a known env", hint or fallback) from error
 
 
 def _registered_by_own(ref: resolve.Ref, folder: Path) -> Registered:
-    """The entry of an id that a module of the project registers, with the class from that module's own room."""
+    """The entry of an id that a module of the project registers, with the class as that project imports it."""
     module = resolve.load_own(folder, str(ref.module), ref.text)
     key = (module.__name__, ref.attribute)
-    if key not in _of_rooms:
+    if key not in _project_envs:
         entry = copy.deepcopy(gymnasium.spec(ref.attribute))
         if isinstance(entry.entry_point, str):
             place, _, name = entry.entry_point.partition(":")
             if is_own(folder, place):
                 entry.entry_point = resolve.load(resolve.Ref(entry.entry_point, "module", folder, place, name))
-        _of_rooms[key] = entry
-    return _of_rooms[key]
+        _project_envs[key] = entry
+    return _project_envs[key]
 
 
 def _register_atari(name: str) -> None:
@@ -231,21 +227,21 @@ def frames_per_step(made: gymnasium.Env[Any, Any] | Parallel) -> int:
     if isinstance(registered, Registered) and registered.id.startswith("ALE/"):
         skipped = registered.kwargs.get("frameskip")
         return skipped if isinstance(skipped, int) else 1
-    said = getattr(inner, "frames_per_step", 1)
-    if not isinstance(said, int) or said < 1:
-        raise UseError(f"frames_per_step of {type(inner).__name__} is {said!r}", "it must be a whole number from 1 on")
-    return said
+    frames = getattr(inner, "frames_per_step", 1)
+    if not isinstance(frames, int) or frames < 1:
+        raise UseError(f"frames_per_step of {type(inner).__name__} is {frames!r}", "set it to an integer, at least 1")
+    return frames
 
 
 def can_render(env: Env, made: gymnasium.Env[Any, Any] | Parallel, base: Sequence[Path]) -> bool:
-    """Whether the env says that it draws RGB arrays and lets itself be told to."""
+    """Whether the env lists rgb_array among its render modes and takes render_mode."""
     modes = made.metadata.get("render_modes", ()) if isinstance(made.metadata, Mapping) else ()
     if RENDER_MODE not in modes:
         return False
     return _is_registered(env.id) or _takes(_creator(env, base)[0], "render_mode")
 
 
-# ---------------------------------------------------------------------------------------------- what can go wrong
+# ---------------------------------------------------------------------------------------------- options and errors
 
 
 def _takes(creator: Callable[..., Any], name: str) -> bool:
@@ -258,7 +254,7 @@ def _takes(creator: Callable[..., Any], name: str) -> bool:
 
 def _callable(target: Any, setting: str, name: str) -> Callable[..., Any]:
     if not callable(target):
-        raise UseError(f"{setting} = {name} names a {type(target).__name__}, not a class", "name a class or a function")
+        raise UseError(f"{setting} = {name} is a {type(target).__name__}, not a class", "name a class or a function")
     return target  # type: ignore[no-any-return]
 
 
@@ -268,7 +264,7 @@ def _refuse(problems: list[Problem]) -> None:
 
 
 def _construct(build: Callable[[], Any], what: str) -> Any:
-    """Run a constructor; whatever it raises becomes one sentence, a missing package the command that installs it."""
+    """Run a constructor; what it raises becomes one sentence, with the install command for a missing package."""
     try:
         return build()
     except TiltyardError:
@@ -280,7 +276,7 @@ def _construct(build: Callable[[], Any], what: str) -> Any:
         raise UseError(f"{what} needs a package that is not installed: {_first_line(error)}", hint) from error
     except ModuleNotFoundError as error:
         known = _PACKAGES.get((error.name or "").partition(".")[0])
-        hint = f"pip install {known}" if known else "it is looked for beside your own code and among installed packages"
+        hint = f"pip install {known}" if known else "it is neither next to your code nor among the installed packages"
         raise UseError(f"{what} needs the package {error.name!r}, which is not installed", hint) from error
     except KeyboardInterrupt:
         raise

@@ -1,12 +1,12 @@
-"""Copies of an env with several agents as a group of rows: row = copy x agents + the agent's place.
+"""Copies of an env with several agents as rows of a group: row = copy x agents + the agent's index.
 
-An agent acts while it is in the env's `agents`; meanwhile its row is valid. Otherwise the row sees zeros, what the
-policy chooses for it goes nowhere, and `valid` is false. Episodes belong to the env, ends to agents:
+An agent acts while it is in the env's `agents`; its row is valid then. Otherwise the row observes zeros, the action
+chosen for it is dropped, and `valid` is false. An episode belongs to the env, an end to an agent:
 
-    terminated or truncated   its part is over: the row waits, invalid, until the env's episode ends
-    gone without either       counted as truncated where it went; it may come back, and then begins like a new one
-    comes (late, or back)     `first` is true: it has no memory and no history
-    nobody left, or the time limit is reached: the env is reset with its next seed, and every row begins
+    terminated or truncated   the agent is done: its row stays invalid until the env's episode ends
+    absent without either     counts as truncated where it left; it may return, and then starts like a new agent
+    joins (late, or again)    `first` is true: it has no memory and no history
+    none left or time limit   the env is reset with its next seed, and every row begins
 
 All rows of a copy have the same episode number, seed and length (calls of the env, not decisions of the agent).
 """
@@ -18,50 +18,58 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiltyard.envs.checks import info_scalars
-from tiltyard.envs.env_errors import attributed
-from tiltyard.envs.obs_buffer import FaultyObs
+from tiltyard.envs.actions import ActionCodec
+from tiltyard.envs.checks import InvalidEnvData, info_scalars
+from tiltyard.envs.row_data import RowData
+from tiltyard.envs.single_agent_vector import close_envs
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
-from tiltyard.envs.vector import RESETTING, EnvGroup
+from tiltyard.envs.watchdog import RESETTING
 from tiltyard.errors import TiltyardError
-from tiltyard.types import EnvSpec, EpisodeEnd, Tree
+from tiltyard.types import EpisodeEnd, Tree
 
 if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays
 
 
-class ParallelGroup(EnvGroup):
-    """An EnvGroup with as many copies of an env as its rows make, a row per agent."""
+class MultiAgentStepping:
+    """Steps copies of an env that have a row per agent."""
 
-    def _allocate(self, previous: bool) -> None:
-        super()._allocate(previous)
-        self.over = np.zeros(self.rows, bool)  # whose part in the running episode is over for good
-        self.decisions = np.zeros(self.rows, np.int64)  # of each agent in the running episode
-        self.last_words: list[dict[str, float]] = [{} for _ in range(self.rows)]  # scalars of each agent's last info
-        self._answers: list[tuple[Any, Any]] = [({}, {})] * self.copies  # obs and infos as the env last gave them
+    def __init__(self, data: RowData, envs: list[Any]) -> None:
+        config = data.config
+        rows, self._agents = config.rows, config.agents
+        self._data, self.envs = data, envs
+        self._frameskip, self._isolated = config.env.frameskip, config.env.isolate != "none"
+        self._done = np.zeros(rows, bool)  # agents that are done for the running episode
+        self._decisions = np.zeros(rows, np.int64)  # of each agent in the running episode
+        self._last_infos: list[dict[str, float]] = [{} for _ in range(rows)]  # scalars of each agent's last info
+        self._answers: list[tuple[Any, Any]] = [({}, {})] * len(envs)  # obs and infos as the env last returned them
+        self.counters: Arrays = {"acting": data.acting, "over": self._done, "decisions": self._decisions}
 
     # ------------------------------------------------------------------------------------------ stepping
 
-    def _advance_all(self, actions: list[Any]) -> None:
-        self.valid[:] = self.acting
-        self.decisions += self.acting
+    def step(self, actions: list[Any]) -> None:
+        data = self._data
+        data.valid[:] = data.acting
+        self._decisions += data.acting
         copy = 0
         try:
-            for copy, ahead in enumerate(self._aheads):  # envs of their own step side by side
-                at = copy * self.agents
-                ahead({p: actions[at + p] for p in range(self.agents) if self.acting[at + p]}, self._frameskip)
-            for copy in range(self.copies):
-                self._beats[0] += 1
-                self._advance(copy, actions[self.tally.span(copy)])
-        except KeyboardInterrupt:  # the user's own
+            for copy, env in enumerate(self.envs if self._isolated else ()):  # isolated envs step side by side
+                at = copy * self._agents
+                acting = [place for place in range(self._agents) if data.acting[at + place]]
+                env.send_step({place: actions[at + place] for place in acting}, self._frameskip)
+            for copy in range(len(self.envs)):
+                data.heartbeat[0] += 1
+                self._step_copy(copy, actions[data.stats.span(copy)])
+        except KeyboardInterrupt:  # from the user
             raise
         except BaseException as error:
-            raise self._blamed_on_copy(error, copy, "step") from error
+            raise self._copy_error(error, copy, "step") from error
 
-    def _advance(self, copy: int, actions: list[Any]) -> None:
-        """One env step of one copy: as many calls as frameskip says, fewer when somebody ends, comes or goes."""
-        env, at = self.envs[copy], copy * self.agents
-        acting = np.flatnonzero(self.acting[self.tally.span(copy)]).tolist()
+    def _step_copy(self, copy: int, actions: list[Any]) -> None:
+        """One env step of one copy: `frameskip` calls, fewer if an agent ends, joins or leaves."""
+        data, env, at = self._data, self.envs[copy], copy * self._agents
+        rows = data.stats.span(copy)
+        acting = np.flatnonzero(data.acting[rows]).tolist()
         rewards = dict.fromkeys(acting, 0.0)
         left, over, cut = self._frameskip, {}, {}
         while left:
@@ -69,187 +77,178 @@ class ParallelGroup(EnvGroup):
             left -= 1
             fault = env.step_fault(answer, acting)
             if fault:
-                raise FaultyObs(fault, "", answer)
+                raise InvalidEnvData(fault, "", answer)
             obs, reward, terminated, truncated, infos = answer
             for place in acting:
                 rewards[place] += float(env.of(reward, place))
             over = {place: bool(env.of(terminated, place)) for place in acting}
             cut = {place: bool(env.of(truncated, place)) for place in acting}
-            there = {place for place in env.present() if not self.over[at + place]}
-            if there != set(acting) or any(over.values()) or any(cut.values()):
+            present = {place for place in env.present() if not self._done[at + place]}
+            if present != set(acting) or any(over.values()) or any(cut.values()):
                 break
-        self.tally.saved_frames[self.tally.span(copy)] += left * (self._frames // self._frameskip)
-        for place in range(self.agents):
+        data.stats.saved_frames[rows] += left * (data.config.spec.frameskip // self._frameskip)
+        for place in range(self._agents):
             row, acted = at + place, place in rewards
-            self._raw[row] = rewards[place] if acted else 0.0
-            self._over[row] = acted and over[place]
-            self.over[row] |= acted and (over[place] or cut[place])
-            self._cut[row] = acted and (cut[place] or place not in there)
+            data.raw_reward[row] = rewards[place] if acted else 0.0
+            data.raw_terminated[row] = acted and over[place]
+            self._done[row] |= acted and (over[place] or cut[place])
+            data.raw_truncated[row] = acted and (cut[place] or place not in present)
             if acted:
-                self.infos[row] = env.of(infos, place) or {}
+                data.infos[row] = env.of(infos, place) or {}
                 if env.of(obs, place) is not None or not over[place]:
-                    self._see(copy, place, obs, infos, self.buffer.write)
+                    self._store(copy, place, obs, infos, data.buffer.write)
         self._answers[copy] = obs, infos
 
-    def _see(self, copy: int, place: int, obs: Any, infos: Any, store: Callable[[int, Any], None]) -> None:
-        """Store what an agent sees now, and what it may do."""
-        env, row = self.envs[copy], copy * self.agents + place
+    def _store(self, copy: int, place: int, obs: Any, infos: Any, write: Callable[[int, Any], None]) -> None:
+        """Store an agent's observation and action mask."""
+        data, env, row = self._data, self.envs[copy], copy * self._agents + place
         try:
-            store(row, env.of(obs, place))
-            if self.mask is not None and not (self._over[row] or self._cut[row]):
-                self._store_mask(row, env.of(obs, place), env.of(infos, place) or {})
-        except FaultyObs as error:
-            raise self._attributed(error, row, "step") from None
+            write(row, env.of(obs, place))
+            if data.mask is not None and not (data.raw_terminated[row] or data.raw_truncated[row]):
+                data.store_mask(row, env.of(obs, place), env.of(infos, place) or {})
+        except InvalidEnvData as error:
+            raise data.env_error(error, row, "step") from None
 
-    # ------------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------------ agents join and leave
 
-    def _finish_ended(self) -> list[EpisodeEnd]:
-        late = self.tally.late()
+    def finish(self, before_reset: Callable[[int], None] | None) -> list[EpisodeEnd]:
+        """Set terminated, truncated and first; let agents leave and join; reset the copies with no agent left."""
+        data, stats = self._data, self._data.stats
+        late = stats.late()
         short = None
         if late is not None:
-            short = self.tally.shortened(np.asarray(self._over) | np.asarray(self._cut) | ~self.acting)
-            self._cut = [bool(cut) for cut in np.asarray(self._cut) | (late & self.acting)]
-            self.over |= late
-        self.terminated[:] = self._over
-        self.truncated[:] = self._cut
-        self.truncated &= ~self.terminated
-        self.first[:] = False
-        left = [copy for copy in range(self.copies) if not self._settle(copy)]
-        ends = [self._finish(copy) for copy in left]
-        if self._previous:
-            self.obs[PREVIOUS_ACTION][~self.acting | self.first] = 0
-            self.obs[PREVIOUS_REWARD][~self.acting | self.first] = 0
-        if self.first.any():
-            self._check_finite({})
-        self.tally.set_countdown()
-        if short is not None:  # whoever was cut short, the episode was
-            short = np.repeat(short.reshape(-1, self.agents).any(axis=1), self.agents)
-        return self._whole(ends, short)
+            over, cut = np.asarray(data.raw_terminated), np.asarray(data.raw_truncated)
+            short = stats.shortened(over | cut | ~data.acting)
+            data.raw_truncated = [bool(each) for each in cut | (late & data.acting)]
+            self._done |= late
+        data.terminated[:] = data.raw_terminated
+        data.truncated[:] = data.raw_truncated
+        data.truncated &= ~data.terminated
+        data.first[:] = False
+        over_now = [copy for copy in range(len(self.envs)) if not self._update_agents(copy)]
+        ends = [self._finish(copy, before_reset) for copy in over_now]
+        if data.config.previous:
+            data.obs[PREVIOUS_ACTION][~data.acting | data.first] = 0
+            data.obs[PREVIOUS_REWARD][~data.acting | data.first] = 0
+        if data.first.any():
+            data.check_finite({})
+        stats.set_countdown()
+        if short is not None:  # if one agent was cut short, the whole episode was
+            short = np.repeat(short.reshape(-1, self._agents).any(axis=1), self._agents)
+        return data.without_shortened(ends, short)
 
-    def _settle(self, copy: int) -> bool:
-        """Let those go whose part ended, and those begin who came; whether anybody is left to act."""
-        env, at = self.envs[copy], copy * self.agents
-        for place in range(self.agents):
+    def _update_agents(self, copy: int) -> bool:
+        """Let agents leave and join; whether any is left to act."""
+        data, env, at = self._data, self.envs[copy], copy * self._agents
+        for place in range(self._agents):
             row = at + place
-            if self._over[row] or self._cut[row]:
-                self._leave(row)
+            if data.raw_terminated[row] or data.raw_truncated[row]:
+                data.keep_final(row)
+                self._last_infos[row] = info_scalars(data.infos[row])
+                self._clear(row)
         try:
             for place in env.present():
                 row = at + place
-                if not self.acting[row] and not self.over[row]:
-                    self._come(copy, place)
+                if not data.acting[row] and not self._done[row]:
+                    self._join(copy, place)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed_on_copy(error, copy, "step") from error
-        return bool(self.acting[self.tally.span(copy)].any())
-
-    def _leave(self, row: int) -> None:
-        self.buffer.keep_final(row)
-        if self._previous:
-            for name in (PREVIOUS_ACTION, PREVIOUS_REWARD):
-                self.final_obs[name][row] = self.obs[name][row]
-        self.last_words[row] = info_scalars(self.infos[row])
-        self._clear(row)
+            raise self._copy_error(error, copy, "step") from error
+        return bool(data.acting[data.stats.span(copy)].any())
 
     def _clear(self, row: int) -> None:
-        self.acting[row] = False
-        self.buffer.clear(row)
-        if self.mask is not None:
-            self.mask[row] = True
+        """Mark a row as not acting: it observes zeros."""
+        data = self._data
+        data.acting[row] = False
+        data.buffer.clear(row)
+        if data.mask is not None:
+            data.mask[row] = True
 
-    def _come(self, copy: int, place: int) -> None:
-        row = copy * self.agents + place
-        self._over[row] = self._cut[row] = False
-        self.acting[row] = self.first[row] = True
-        self._see(copy, place, *self._answers[copy], self.buffer.restart)
+    def _join(self, copy: int, place: int) -> None:
+        data, row = self._data, copy * self._agents + place
+        data.raw_terminated[row] = data.raw_truncated[row] = False
+        data.acting[row] = data.first[row] = True
+        self._store(copy, place, *self._answers[copy], data.buffer.restart)
 
     # ------------------------------------------------------------------------------------------ episodes
 
-    def _finish(self, copy: int) -> EpisodeEnd:
-        """Say how a copy's episode went, and begin the next one."""
-        rows = self.tally.span(copy)
-        if self.at_end is not None:
-            self.at_end(rows.start)
-        total = float(self.tally.total[rows][self.decisions[rows] > 0].mean())
-        end = self.tally.end(rows.start, total, self._told(rows))
-        self.begin(copy)
-        self.first[rows] = True
+    def _finish(self, copy: int, before_reset: Callable[[int], None] | None) -> EpisodeEnd:
+        """Report a copy's episode and begin the next one."""
+        data, stats = self._data, self._data.stats
+        rows = stats.span(copy)
+        if before_reset is not None:
+            before_reset(rows.start)
+        total = float(stats.total[rows][self._decisions[rows] > 0].mean())
+        end = stats.end(rows.start, total, self._metrics(rows))
+        self.reset(copy, data.begin_episode(copy))
+        data.first[rows] = True
         return end
 
-    def _told(self, rows: slice) -> dict[str, float]:
-        """What agents reported last, averaged by name, and the return of each that took part."""
-        told: dict[str, list[float]] = {}
-        for words in self.last_words[rows]:
-            for name, value in words.items():
-                told.setdefault(name, []).append(value)
-        means = {name: sum(values) / len(values) for name, values in told.items()}
-        took_part = np.flatnonzero(self.decisions[rows] > 0).tolist()
-        totals = self.tally.total[rows].tolist()
-        return means | {f"{self.spec.agents[place]}_return": totals[place] for place in took_part}
+    def _metrics(self, rows: slice) -> dict[str, float]:
+        """The agents' last info scalars, averaged by name, and the return of each agent that acted."""
+        found: dict[str, list[float]] = {}
+        for info in self._last_infos[rows]:
+            for name, value in info.items():
+                found.setdefault(name, []).append(value)
+        means = {name: sum(values) / len(values) for name, values in found.items()}
+        totals, names = self._data.stats.total[rows].tolist(), self._data.config.spec.agents
+        acted = np.flatnonzero(self._decisions[rows] > 0).tolist()
+        return means | {f"{names[place]}_return": totals[place] for place in acted}
 
-    def restart(self, copy: int, seed: int) -> None:
-        """Reset a copy; those that are there see its beginning, the rows of others are empty."""
-        self._beats[0] += 1
-        before, self._beats[1] = self._beats[1], RESETTING
-        rows = self.tally.span(copy)
-        self.over[rows], self.decisions[rows] = False, 0
-        self._over[rows] = self._cut[rows] = [False] * self.agents
-        self.last_words[rows] = [{} for _ in range(self.agents)]
+    def reset(self, copy: int, seed: int) -> None:
+        """Reset a copy: the agents that are present observe its start, the rows of the others are empty."""
+        data, beat = self._data, self._data.heartbeat
+        beat[0] += 1
+        before, beat[1] = beat[1], RESETTING
+        rows = data.stats.span(copy)
+        self._done[rows], self._decisions[rows] = False, 0
+        data.raw_terminated[rows] = data.raw_truncated[rows] = [False] * self._agents
+        self._last_infos[rows] = [{} for _ in range(self._agents)]
         for row in range(rows.start, rows.stop):
             self._clear(row)
         try:
             answer = self.envs[copy].reset(seed=seed)
-            self._beats[1] = before
+            beat[1] = before
             fault = self.envs[copy].reset_fault(answer)
             if fault:
-                raise FaultyObs(fault, "", answer)
+                raise InvalidEnvData(fault, "", answer)
             self._answers[copy] = answer
             for place in self.envs[copy].present():
-                self._come(copy, place)
+                self._join(copy, place)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._blamed_on_copy(error, copy, "reset") from error
+            raise self._copy_error(error, copy, "reset") from error
 
-    def replay(self, copy: int, actions: list[Array]) -> list[float] | None:
-        rows = self.tally.span(copy)
-        totals = np.zeros(self.agents)
-        self.tally.saved_frames[rows] = 0
-        for together in zip(*(self.codec.decode_rows(own) for own in actions), strict=True):
-            self.tick()
-            self.decisions[rows] += self.acting[rows]
+    def rerun(self, copy: int, actions: list[Array]) -> list[float] | None:
+        """Repeat the actions of a copy's agents; their returns, or None if the episode ends on the way."""
+        data, codec = self._data, ActionCodec(self._data.config.spec.action)
+        rows = data.stats.span(copy)
+        totals = np.zeros(self._agents)
+        data.stats.saved_frames[rows] = 0
+        for together in zip(*(codec.decode_rows(own) for own in actions), strict=True):
+            data.heartbeat[0] += 1
+            self._decisions[rows] += data.acting[rows]
             for row in range(rows.start, rows.stop):
-                self.buffer.shift_row(row)
-            self._advance(copy, list(together))
-            totals += self._raw[rows]
-            if not self._settle(copy):
+                data.buffer.shift_row(row)
+            self._step_copy(copy, list(together))
+            totals += data.raw_reward[rows]
+            if not self._update_agents(copy):
                 return None
         return [float(total) for total in totals]
 
-    @property
-    def counters(self) -> Arrays:
-        return {**super().counters, "acting": self.acting, "over": self.over, "decisions": self.decisions}
+    def save(self) -> dict[str, Tree]:
+        return {"last_words": [dict(info) for info in self._last_infos]}
 
-    def save(self) -> Tree:
-        return {**super().save(), "last_words": [dict(words) for words in self.last_words]}
+    def load(self, tree: Tree) -> None:
+        for row, info in enumerate(tree.get("last_words", [])[: len(self._done)]):
+            if self._data.stats.length[row] > 0:  # else a new episode has begun
+                self._last_infos[row] = dict(info)
 
-    def load(self, tree: Tree) -> list[str]:
-        said = super().load(tree)
-        for row, words in enumerate(tree.get("last_words", [])[: self.rows]):
-            if self.tally.length[row] > 0:  # else its episode was cut
-                self.last_words[row] = dict(words)
-        return said
+    def _copy_error(self, error: BaseException, copy: int, method: str) -> TiltyardError:
+        """An error that belongs to no single agent."""
+        return self._data.env_error(error, self._data.stats.span(copy).start, method, agent=False)
 
-    def _where(self, row: int) -> str:
-        return f"{super()._where(row)}, agent {self.spec.agents[row % self.agents]!r}"
-
-    def _blamed_on_copy(self, error: BaseException, copy: int, doing: str) -> TiltyardError:
-        """What is no single agent's fault."""
-        row = self.tally.span(copy).start
-        return attributed(error, super()._where(row), doing)
-
-
-def group_class(spec: EnvSpec) -> type[EnvGroup]:
-    """What steps the rows of an env copy by copy."""
-    return ParallelGroup if spec.parallel else EnvGroup
+    def close(self) -> None:
+        close_envs(self.envs)

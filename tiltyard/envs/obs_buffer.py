@@ -1,6 +1,6 @@
-"""The observations of all rows as preallocated arrays [B, ...]: storing frames, stacking them, finding bad ones.
+"""The observations of all rows as preallocated arrays [B, ...]: store frames, stack them, find invalid ones.
 
-Owns `obs` and `final_obs` of a group of envs; knows nothing of episodes. Each array changes in place.
+Owns `obs` and `final_obs` of a group of envs, which change in place; knows nothing of episodes.
 
     frame stack of 3, oldest first:   reset a -> a a a    step b -> a a b    step c -> a b c
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
-from tiltyard.envs.checks import obs_fault, structure_fault
+from tiltyard.envs.checks import InvalidEnvData, obs_fault, structure_fault
 from tiltyard.envs.spaces import (
     Leaf,
     encode_leaf,
@@ -30,20 +30,12 @@ if TYPE_CHECKING:
 
 
 def all_finite(array: Array) -> bool:
-    """Whether no element is NaN or infinite. The sum finds that in half the time of isfinite, overflow being rare."""
+    """Whether no element is NaN or infinite. Summing first takes half the time of isfinite."""
     return math.isfinite(np.add.reduce(array, axis=None)) or bool(np.isfinite(array).all())
 
 
-class FaultyObs(Exception):
-    """An observation broke the contract; the message is the sentence, `key` the observation's name."""
-
-    def __init__(self, message: str, key: str, value: Any) -> None:
-        super().__init__(message)
-        self.key, self.value = key, value
-
-
 class _Slot:
-    """One leaf's arrays and the views that frames are written into."""
+    """The arrays of one leaf, and views of them for writing frames."""
 
     def __init__(self, leaf: Leaf, rows: int, stack: int) -> None:
         self.leaf = leaf
@@ -55,7 +47,7 @@ class _Slot:
         self.newest = self.now  # [B, *frame]: where the latest frame of each row goes
         space = leaf.space
         copied = isinstance(space, gym_spaces.Box) and space.shape == leaf.spec.shape
-        self.plain = (space.shape, space.dtype) if copied else None  # what can be copied as it is
+        self.plain = (space.shape, space.dtype) if copied else None  # of a value that needs no encoding
         self.categories = (int(space.start), int(space.n)) if isinstance(space, gym_spaces.Discrete) else None
         if stack > 1:
             axis = 1 + (stack_axis(leaf.spec) if leaf.spec.shape else 0)
@@ -67,8 +59,8 @@ class _Slot:
             if not leaf.spec.shape:
                 self.newest = self.newest[:, 0]
 
-    def quick(self, row: int, value: Any) -> bool:
-        """Store a frame that is exactly what the space declares; False when it needs a closer look."""
+    def write_plain(self, row: int, value: Any) -> bool:
+        """Store a frame that is exactly what the space declares; False if it needs checks or encoding."""
         if self.plain is not None:
             if type(value) is np.ndarray and (value.shape, value.dtype) == self.plain:
                 self.newest[row] = value
@@ -82,7 +74,7 @@ class _Slot:
 
 
 class ObsBuffer:
-    """Arrays of all rows. The hot path (vector.py) copies plain frames itself, see `plain`."""
+    """Arrays of all rows. The hot loop (single_agent_vector.py) copies plain frames itself, see `plain`."""
 
     def __init__(self, space: gym_spaces.Space[Any], rows: int, stack: int, strict: bool) -> None:
         self._slots = [_Slot(leaf, rows, stack) for leaf in observation_leaves(space)]
@@ -91,40 +83,40 @@ class ObsBuffer:
         self._stack = stack
         self.now: Arrays = {slot.leaf.name: slot.now for slot in self._slots}
         self.final: Arrays = {slot.leaf.name: slot.final for slot in self._slots}
-        # One plain Box whose numbers can be copied as they are: no encoding and one comparison each of shape and dtype.
+        # For a single Box that needs no encoding, comparing shape and dtype is enough.
         only = self._slots[0]
         alone = len(self._slots) == 1 and not only.leaf.path and only.plain is not None
         self.plain = (only.newest, *(only.plain if alone and only.plain else (None, None)))
-        """where a plain frame may be copied to, and the shape and dtype it must have; None: use `write`"""
+        """the array for plain frames, and the shape and dtype they must have; None: use `write`"""
 
     def shift(self) -> None:
-        """Make room for the next frame of every row. Whole arrays at once; numpy handles the overlap."""
+        """Shift the stacks of all rows for the next frame. Numpy handles the overlap."""
         if self._stack > 1:
             for slot in self._slots:
                 slot.older[...] = slot.younger
 
     def shift_row(self, row: int) -> None:
-        """The same for one row."""
+        """Shift the stack of one row."""
         if self._stack > 1:
             for slot in self._slots:
                 slot.older[row] = slot.younger[row]
 
     def write(self, row: int, obs: Any) -> None:
-        """Check and store a row's latest frame. Plain numbers are found finite or not by `check_finite`."""
+        """Check and store a row's latest frame. `check_finite` looks for NaN in plain frames."""
         for slot in self._slots:
             try:
                 value = pick(obs, slot.leaf.path)
             except (KeyError, IndexError, TypeError):
                 fault = structure_fault(self._leaves, obs) or f"observation {slot.leaf.name!r} is missing"
-                raise FaultyObs(fault, slot.leaf.name, obs) from None
-            if not slot.quick(row, value):
+                raise InvalidEnvData(fault, slot.leaf.name, obs) from None
+            if not slot.write_plain(row, value):
                 broken = obs_fault(slot.leaf, value, self._strict)
                 if broken:
-                    raise FaultyObs(broken, slot.leaf.name, value)
+                    raise InvalidEnvData(broken, slot.leaf.name, value)
                 slot.newest[row] = encode_leaf(slot.leaf, value)
 
     def write_all(self, obs: Any) -> None:
-        """Store the latest frames of all rows, [B, ...] per leaf, of an env that steps them in one call: no checks."""
+        """Store the latest frames of all rows unchecked, [B, ...] per leaf, for envs that step them in one call."""
         if self.plain[1] is not None:
             self.plain[0][...] = obs
             return
@@ -139,7 +131,7 @@ class ObsBuffer:
                 slot.now[row] = fill_stack(slot.newest[row].copy(), slot.now.shape[1:])
 
     def clear(self, row: int) -> None:
-        """Nothing is seen in a row: zeros."""
+        """Set a row's observation to zeros."""
         for slot in self._slots:
             slot.now[row] = 0
 

@@ -1,7 +1,7 @@
-"""What an env is, found out in a child process: a simulator that crashes or hangs cannot take the parent down.
+"""Find out what an env is in a child process: a simulator that crashes or hangs cannot take the parent down.
 
-Owns the questions; the rules are in contract.py. The child gets its job and leaves its answer as JSON files in a
-private folder; whatever the env prints goes to other files. The child imports no torch.
+The rules are in checks.py and their test in env_check.py. Job and answer are JSON files in a temporary folder; output
+of the env goes to other files. The child does not import torch.
 
     parent: probe() ── job.json ──> child: make, reset, act at random, reset and act again ── answer.json ──> EnvSpec
 """
@@ -29,12 +29,12 @@ from tiltyard.types import EnvSpec
 
 STEPS = 16
 _SEED = 20_011
-_TAIL = 2_000  # characters of the env's last words that are shown
+_TAIL = 2_000  # characters of the env's output in an error
 _START = "import sys; sys.path.append({root!r}); from tiltyard.envs.probe import main; main({folder!r})"
 
 
 def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
-    """The spec of an env, or a UseError that says what is wrong with it."""
+    """The spec of an env; UseError if something is wrong with it."""
     from tiltyard.envs.spaces import spec_from_json
 
     with tempfile.TemporaryDirectory(prefix="tiltyard-probe-") as name:
@@ -46,23 +46,23 @@ def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
         }
         (folder / "job.json").write_text(json.dumps(job))
         code = _run_child(env, folder)
-        said = _tail(folder / "stdout"), _tail(folder / "stderr")
+        stdout, stderr = _tail(folder / "stdout"), _tail(folder / "stderr")
         try:
             answer = json.loads((folder / "answer.json").read_text())
         except (OSError, ValueError):
-            raise _died(env, code, said) from None
+            raise _crashed(env, code, "\n".join(text for text in (stdout, stderr) if text)) from None
     if "problems" in answer:
         raise ConfigError([Problem(**problem) for problem in answer["problems"]], answer["source"])
     if "message" in answer:
         raise UseError(answer["message"], answer["hint"], answer["details"])
-    if said[0].strip():
-        first = said[0].strip().splitlines()[0]
+    if stdout:
+        first = stdout.splitlines()[0]
         answer["notes"].append(f"env {env.id} prints to stdout, which is for data: {first[:80]!r} goes to stderr")
     return spec_from_json(answer)
 
 
 def _run_child(env: Env, folder: Path) -> int:
-    """Run the child to its end or its timeout; what it has started and left behind is ended then, too."""
+    """Run the child until it ends or times out, then end every process that it has left behind."""
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-P", "-c", _START.format(root=root, folder=str(folder))]
     mark = f"{reaper.own_mark()}.{folder.name}"
@@ -80,7 +80,7 @@ def _run_child(env: Env, folder: Path) -> int:
         except subprocess.TimeoutExpired:
             raise UseError(
                 f"env {env.id} did not start and step within {env.start_timeout:g} s (env.start_timeout)",
-                "set env.start_timeout higher if it is that slow; otherwise it hangs in its constructor, reset or step",
+                "raise env.start_timeout if the env is that slow; otherwise it hangs in its constructor, reset or step",
                 _tail(folder / "stderr"),
             ) from None
         finally:
@@ -90,12 +90,10 @@ def _run_child(env: Env, folder: Path) -> int:
             reaper.end_marked(mark)
 
 
-def _died(env: Env, code: int, said: tuple[str, str]) -> UseError:
-    cause = killed_by(-code) if code < 0 else f"ended its process with exit code {code}"
-    hint = (
-        "the simulator crashed, not Tiltyard; its last words are below" if any(said) else "run it by itself to see why"
-    )
-    return UseError(f"env {env.id} {cause} while it was probed", hint, "\n".join(text for text in said if text))
+def _crashed(env: Env, code: int, output: str) -> UseError:
+    cause = killed_by(-code) if code < 0 else f"exited with code {code}"
+    hint = "the simulator crashed, not Tiltyard; its last output is below" if output else "run it by itself to see why"
+    return UseError(f"env {env.id} {cause} while it was probed", hint, output)
 
 
 def _tail(path: Path) -> str:
@@ -111,7 +109,7 @@ def _tail(path: Path) -> str:
 
 
 def main(folder: str) -> None:
-    """The child: read job.json, examine, write answer.json."""
+    """Run the child: read job.json, examine the env, write answer.json."""
     job = json.loads((Path(folder) / "job.json").read_text())
     env = Env.model_validate(job["env"])
     try:
@@ -121,24 +119,23 @@ def main(folder: str) -> None:
         answer = {"problems": problems, "source": error.message.partition(" in ")[2]}
     except UseError as error:
         answer = {"message": error.message, "hint": error.hint, "details": error.details}
-    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # nobody's wish: no signal for us comes here
-        told = f"env {env.id} {raised(error)} while it was probed"
-        answer = {"message": told, "hint": "the traceback is the env's own", "details": user_traceback(error)}
+    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # the env's: this process gets no signals
+        message = f"env {env.id} {raised(error)} while it was probed"
+        answer = {"message": message, "hint": "the traceback is the env's own", "details": user_traceback(error)}
     temporary = Path(folder) / "answer.tmp"
     temporary.write_text(json.dumps(answer))
     temporary.replace(Path(folder) / "answer.json")
     sys.stdout.flush()
-    os._exit(0)  # threads and exit handlers of a simulator are no longer our business
+    os._exit(0)  # skip threads and exit handlers of the simulator
 
 
 def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
-    """The spec as JSON, after making the env in this process and acting in it."""
+    """Make the env in this process, test it and return its spec as JSON."""
     from tiltyard.envs.actions import action_spec
     from tiltyard.envs.env_check import EnvCheck
     from tiltyard.envs.episode_state import state_keeper
     from tiltyard.envs.isolation.pool import make_copies
     from tiltyard.envs.make import can_render, frames_per_step, registered_limit
-    from tiltyard.envs.multi_agent_check import MultiAgentCheck
     from tiltyard.envs.pettingzoo import Parallel
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
@@ -150,9 +147,9 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     action = action_spec(made.action_space)
     if previous:
         obs |= previous_specs(action)
-    found = MultiAgentCheck(env, made, action) if isinstance(made, Parallel) else EnvCheck(env, made, action)
+    found = EnvCheck(env, made, action)
     repeats = found.run(STEPS, _SEED)
-    notes = list(found.casts.values())
+    notes = list(found.conversions.values())
     restore_mode = env.restore_mode
     keeper = state_keeper(made, anywhere=restore_mode == "state")
     if restore_mode == "state" and keeper is None:
@@ -165,7 +162,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     if not repeats and restore_mode != "state":
         notes.append(
             f"env {env.id} behaves differently when reset with the same seed and given the same actions: "
-            "runs are not reproducible, and a resume begins new episodes"
+            "runs are not reproducible, and a resumed run begins new episodes"
         )
     if env.id.startswith("ALE/") and any(item.image for item in obs.values()):
         notes.append(
@@ -185,7 +182,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
         episode_limit=limit,
         restore_mode=restore_mode,
         renders=can_render(env, made, base),
-        env_bytes=_one_more(env, base),
+        env_bytes=_measure_memory(env, base),
         step_seconds=median(found.step_times) * env.frameskip,
         notes=tuple(notes),
     )
@@ -193,9 +190,8 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     return spec_to_json(spec)
 
 
-def _one_more(env: Env, base: Sequence[Path]) -> int:
-    """Bytes by which this process grows for a second copy of the env, or that it takes in a process of its own; 0 where
-    the system does not tell."""
+def _measure_memory(env: Env, base: Sequence[Path]) -> int:
+    """Bytes by which a second copy of the env grows this process, or of its own process if it has one; 0 if unknown."""
     from tiltyard.envs.isolation.pool import make_copies
     from tiltyard.envs.pettingzoo import Parallel
 
@@ -205,8 +201,8 @@ def _one_more(env: Env, base: Sequence[Path]) -> int:
         second.reset(seed=0)
         grown = rss_bytes() - before
         if env.isolate == "process":
-            grown = (second.inner if isinstance(second, Parallel) else second).weight()
+            grown = (second.inner if isinstance(second, Parallel) else second).memory()
         second.close()
-    except Exception:  # noqa: BLE001 - a simulator that allows one copy only says so itself when a second is needed
+    except Exception:  # noqa: BLE001 - a simulator may allow one copy only
         return 0
     return max(0, grown)

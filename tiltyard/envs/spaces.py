@@ -1,6 +1,6 @@
-"""Observation spaces as named arrays: what is stored of each, and how one observation becomes those arrays.
+"""Observation spaces as named arrays: how each space is stored, and how an observation is encoded.
 
-Owns names, shapes and dtypes; knows no env and no buffer (buffers.py). Actions are next door in actions.py.
+Owns names, shapes and dtypes. The arrays are in obs_buffer.py, action spaces in actions.py.
 
     Box float64, float16 -> float32   bool -> uint8      Discrete      -> int64 [], counted from 0
     Box integers         -> the same, unsigned widened   MultiDiscrete -> int64 [n], counted from 0
@@ -53,7 +53,7 @@ PREVIOUS_ACTION = "previous.action"
 PREVIOUS_REWARD = "previous.reward"
 TEXT_WORDS = 32
 TEXT_HASHES = 4095
-SMALLEST_GREY = 16  # pixels; a smaller uint8 matrix is a table rather than a picture
+SMALLEST_GREY = 16  # pixels; a smaller uint8 matrix is a table, not an image
 
 _STORED = {
     "bool": "uint8", "uint8": "uint8", "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64",
@@ -63,7 +63,7 @@ _STORED = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of an observation: its name, the way to it, its own space, and how a single frame of it is stored."""
+    """One array of an observation: its name, path and space, and how a frame of it is stored."""
 
     name: str
     path: tuple[str | int, ...]
@@ -74,26 +74,24 @@ class Leaf:
 def observation_leaves(space: gym_spaces.Space[Any]) -> list[Leaf]:
     """All leaves in order; the action mask of a Dict space is not among them."""
     found: list[Leaf] = []
-    _walk(space, (), found)
+    _add_leaves(space, (), found)
     if not found:
-        raise UseError(
-            f"the observation space {space} holds nothing to observe", "give it at least one Box or Discrete"
-        )
+        raise UseError(f"the observation space {space} is empty", "give it at least one Box or Discrete")
     names = [leaf.name for leaf in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UseError(f"two observations are both named {twice[0]!r}", "rename one: nested keys are joined by dots")
+        raise UseError(f"two observations are both named {twice[0]!r}", "rename one; nested keys are joined by dots")
     return found
 
 
-def _walk(space: gym_spaces.Space[Any], path: tuple[str | int, ...], found: list[Leaf]) -> None:
+def _add_leaves(space: gym_spaces.Space[Any], path: tuple[str | int, ...], found: list[Leaf]) -> None:
     if isinstance(space, gym_spaces.Dict):
         for key, inner in space.spaces.items():
             if path or key != MASK:
-                _walk(inner, (*path, key), found)
+                _add_leaves(inner, (*path, key), found)
     elif isinstance(space, gym_spaces.Tuple):
         for index, inner in enumerate(space.spaces):
-            _walk(inner, (*path, index), found)
+            _add_leaves(inner, (*path, index), found)
     else:
         name = ".".join(str(part) for part in path) or BARE
         found.append(Leaf(name, path, space, _frame_spec(space, name)))
@@ -108,7 +106,7 @@ def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
         if declared == "bool":
             return ArraySpec("multi_binary", shape, "uint8")
         if declared == "uint8" and int(np.max(space.high, initial=0)) < 255:
-            dtype = "float32"  # counts or flags: only bytes that go up to 255 are brightness, and seen as 0 to 1
+            dtype = "float32"  # counts or flags: only bytes up to 255 are brightness, scaled to 0..1
         if declared == "uint8" and len(shape) == 2 and min(shape) >= SMALLEST_GREY:
             shape = (1, *shape)
         return ArraySpec("box", shape, dtype, image=len(shape) == 3)
@@ -133,7 +131,7 @@ def stack_axis(spec: ArraySpec) -> int:
 
 
 def stacked(spec: ArraySpec, frames: int) -> ArraySpec:
-    """The spec of `frames` observations given together, oldest first."""
+    """The spec of `frames` stacked observations, oldest first."""
     if frames == 1:
         return spec
     if not spec.shape:  # one category becomes several
@@ -142,13 +140,13 @@ def stacked(spec: ArraySpec, frames: int) -> ArraySpec:
     axis = stack_axis(spec)
     shape = tuple(n * frames if i == axis else n for i, n in enumerate(spec.shape))
     options = spec.options * frames if spec.kind == "multi_discrete" else spec.options
-    # So many channels that they no longer are the smallest side: no conv net would find them.
+    # With so many channels that they are not the smallest side, it is no longer an image to a conv net.
     still = spec.image and stack_axis(ArraySpec(spec.kind, shape, spec.dtype, image=True)) == axis
     return ArraySpec(spec.kind, shape, spec.dtype, options, image=still)
 
 
 def observation_specs(space: gym_spaces.Space[Any], frame_stack: int = 1) -> dict[str, ArraySpec]:
-    """Name -> spec of everything that is stored of one observation."""
+    """Name -> spec of each array of an observation."""
     return {leaf.name: stacked(leaf.spec, frame_stack) for leaf in observation_leaves(space)}
 
 
@@ -172,14 +170,14 @@ def hash_words(text: str) -> Array:
 
 
 def encode_leaf(leaf: Leaf, value: Any) -> Array:
-    """One frame of a leaf as it is stored. The value has been checked (contract.py)."""
+    """One frame of a leaf as it is stored. The value has been checked (checks.py)."""
     if leaf.spec.kind == "text":
         return hash_words(value)
     return encode_leaves(leaf, np.asarray(value)[None]).reshape(leaf.spec.shape)
 
 
 def encode_leaves(leaf: Leaf, array: Array) -> Array:
-    """The frames [B, ...] of a leaf that is no text as they are stored."""
+    """The frames [B, ...] of a leaf as they are stored; not for Text."""
     spec, space = leaf.spec, leaf.space
     if isinstance(space, gym_spaces.Discrete):
         array = array - int(space.start)
@@ -263,6 +261,6 @@ def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
 
 
 def restore_mode_in(data: Mapping[str, Any]) -> Any:
-    """How saved episodes continue; checkpoints of version 0.1 call it `comes_back`, and `rerun` `replay`."""
+    """How saved episodes are restored. Checkpoints of version 0.1 call this `comes_back`, and `rerun` `replay`."""
     mode = data["restore_mode"] if "restore_mode" in data else data["comes_back"]
     return "rerun" if mode == "replay" else mode

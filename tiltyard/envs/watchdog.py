@@ -1,11 +1,11 @@
-"""Envs in the driver's own process, which no other process watches: a thread does, as long as training goes on.
+"""A watchdog for envs that run in the driver's own process: a thread that interrupts an env call that hangs.
 
-    main thread   beats[0] += 1 at every env call, beats[1] = what is going on (vector.py)
-    Watch         has beats[0] stood still for env.step_timeout or env.reset_timeout?  ->  TimeoutError over there
+    main thread   heartbeat[0] += 1 at every env call, heartbeat[1] = the phase
+    Watchdog      has heartbeat[0] not changed for env.step_timeout or env.reset_timeout?  ->  TimeoutError over there
 
-A signal brings it there, so that it ends sleeping and waiting, too. Who is in a library that never comes back to Python
-does not hear it; then `stuck` is called with the reason, and is to end this process. A library that keeps the
-interpreter's lock meanwhile cannot be helped: no thread of this process does anything any more.
+A signal delivers the error, so it also ends sleeping and waiting. Code blocked in a native library misses the signal;
+then `stuck` is called with the reason and must end this process. A library that also holds the interpreter lock stops
+this thread too, and nothing can be done.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from tiltyard.envs.vector import HERE, IDLE, RESETTING, STEPPING
+import numpy as np
 
-POLL_SECONDS = 0.25  # seconds between two looks
-SUSPENDED = 20 * POLL_SECONDS  # a look that took this long was held up together with what it looks at
-DEAF = 5.0  # seconds after which nobody will hear a signal any more
-DOING = {STEPPING: "step", RESETTING: "reset"}
+IDLE, STEPPING, RESETTING = range(3)  # phases of a process that runs envs
+PROCESS_HEARTBEAT = np.zeros(2, np.int64)  # of all groups in this process that were given no other
+POLL_SECONDS = 0.25
+SUSPENDED_SECONDS = 20 * POLL_SECONDS  # a poll this late means that the whole process was suspended
+SIGNAL_SECONDS = 5.0  # after this long the main thread will not handle the signal any more
+METHODS = {STEPPING: "step", RESETTING: "reset"}
 
 
 @contextmanager
-def calling_envs(doing: int = STEPPING) -> Iterator[None]:
-    """While entered, the envs in this process are at work: one that does not come back is a hang."""
-    before, HERE[1] = HERE[1], doing
+def calling_envs(phase: int = STEPPING) -> Iterator[None]:
+    """While entered, this process calls envs: a call that does not return is a hang."""
+    before, PROCESS_HEARTBEAT[1] = PROCESS_HEARTBEAT[1], phase
     try:
         yield
     finally:
-        HERE[1] = before
+        PROCESS_HEARTBEAT[1] = before
 
 
 class Watchdog:
-    """While entered, from the main thread. Elsewhere nobody watches: only there signals are heard."""
+    """Watches while entered from the main thread. Does nothing in other threads, which get no signals."""
 
     def __init__(self, step_timeout: float, reset_timeout: float, stuck: Callable[[str], None]) -> None:
-        self._seconds = {STEPPING: step_timeout, RESETTING: reset_timeout}
+        self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
         self._stuck = stuck
-        self._sentence = ""
-        self._heard, self._ended = threading.Event(), threading.Event()
+        self._message = ""
+        self._ended, self._received = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGUSR1, self._interrupt)
-            self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
@@ -63,38 +65,38 @@ class Watchdog:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL if self._before is None else self._before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._heard.set()
-        if self._sentence:
-            sentence, self._sentence = self._sentence, ""
-            raise TimeoutError(sentence)
-        if callable(self._before):  # it is somebody else's signal
+        self._received.set()
+        if self._message:
+            message, self._message = self._message, ""
+            raise TimeoutError(message)
+        if callable(self._before):  # the signal is meant for the previous handler
             self._before(number, frame)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         beat, since, last = -1, time.monotonic(), time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
-            count, phase = HERE.tolist()
-            if count != beat or phase == IDLE or now - last > SUSPENDED or _debugged():
+            count, phase = PROCESS_HEARTBEAT.tolist()
+            if count != beat or phase == IDLE or now - last > SUSPENDED_SECONDS or _in_debugger():
                 beat, since = count, now
-            elif now - since > self._seconds[phase]:
-                self._end_hang(DOING[phase], self._seconds[phase])
+            elif now - since > self._timeouts[phase]:
+                self._end_hang(METHODS[phase], self._timeouts[phase])
                 since = time.monotonic()
             last = time.monotonic()
 
-    def _end_hang(self, doing: str, seconds: float) -> None:
+    def _end_hang(self, method: str, seconds: float) -> None:
         main = threading.main_thread()
         assert main.ident is not None
-        self._heard.clear()
-        self._sentence = sentence = f"it did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout)"
+        self._received.clear()
+        self._message = message = f"it did not return from {method}() within {seconds:g} s (env.{method}_timeout)"
         signal.pthread_kill(main.ident, signal.SIGUSR1)
-        if not self._heard.wait(DEAF) and not self._ended.is_set():
+        if not self._received.wait(SIGNAL_SECONDS) and not self._ended.is_set():
             where = traceback.extract_stack(sys._current_frames()[main.ident])[-1]
-            self._stuck(f"an env hangs: {sentence}, in {where.filename}, line {where.lineno}")
+            self._stuck(f"an env hangs: {message}, in {where.filename}, line {where.lineno}")
 
 
-def _debugged() -> bool:
-    """Whether the main thread is in a debugger, as by `breakpoint()` in an env: then a person takes the time."""
+def _in_debugger() -> bool:
+    """Whether the main thread is in a debugger, such as after `breakpoint()` in an env: the pause is a person's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") in ("pdb", "bdb"):

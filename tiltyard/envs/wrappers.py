@@ -1,8 +1,8 @@
-"""Wrappers by short name (make.py): none of them has a state, so that episodes still replay exactly.
+"""Built-in wrappers (make.py has their names). None has state, so episodes can still be re-run exactly.
 
 flatten_multi_discrete   MultiDiscrete [3, 4] actions as one Discrete(12), the last element counting fastest
 discrete_steps           a bounded Box of actions as `steps` evenly spaced values per element, ends included
-grey_image               uint8 [H, W, 3] -> uint8 [1, H, W], weighted as the eye does
+grey_image               uint8 [H, W, 3] -> uint8 [1, H, W], brightness as the eye sees it
 resize_image             uint8 images to `height` x `width`, averaging areas
 """
 
@@ -28,7 +28,7 @@ class FlattenMultiDiscrete(gymnasium.ActionWrapper[Any, Any, Any]):
         inner = env.action_space
         if not isinstance(inner, spaces.MultiDiscrete):
             raise UseError(
-                f"flatten_multi_discrete needs a MultiDiscrete action space, not {inner}", "leave the wrapper out"
+                f"flatten_multi_discrete needs a MultiDiscrete action space, not {inner}", "remove the wrapper"
             )
         self._inner, self._options = inner, np.asarray(inner.nvec).reshape(-1)
         self.action_space = spaces.Discrete(int(np.prod(self._options)))
@@ -40,15 +40,17 @@ class FlattenMultiDiscrete(gymnasium.ActionWrapper[Any, Any, Any]):
 
 
 class DiscreteSteps(gymnasium.ActionWrapper[Any, Any, Any]):
-    """A choice among values instead of a number: a policy can then favour two far ends at once, as no normal can."""
+    """A choice among values instead of a number: unlike a normal, a policy can then prefer both extremes."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, steps: int = 11) -> None:
         super().__init__(env)
         inner = env.action_space
         if not isinstance(inner, spaces.Box) or not (np.isfinite(inner.low) & np.isfinite(inner.high)).all():
-            raise UseError(f"discrete_steps needs a Box of actions with finite bounds, not {inner}", "leave it out")
+            raise UseError(
+                f"discrete_steps needs a Box action space with finite bounds, not {inner}", "remove the wrapper"
+            )
         if not 2 <= steps <= 1000:
-            raise UseError(f"discrete_steps takes 2 to 1000 steps, not {steps}", "11 is a good start")
+            raise UseError(f"steps of discrete_steps must be from 2 to 1000, not {steps}", "11 is a good start")
         low, high = inner.low.astype(np.float64).reshape(-1), inner.high.astype(np.float64).reshape(-1)
         self._inner = inner
         self._values = np.linspace(low, high, steps, axis=1)  # [elements, steps]
@@ -60,13 +62,13 @@ class DiscreteSteps(gymnasium.ActionWrapper[Any, Any, Any]):
 
 
 class GreyImage(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Colours to brightness."""
+    """Colour images to brightness."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         height, width, channels = _image_shape(env.observation_space, "grey_image")
         if channels != 3:
-            raise UseError(f"grey_image needs 3 channels at the end, not {channels}", "leave the wrapper out")
+            raise UseError(f"grey_image needs 3 channels at the end, not {channels}", "remove the wrapper")
         self.observation_space = spaces.Box(0, 255, (1, height, width), np.uint8)
 
     def observation(self, observation: Array) -> Array:
@@ -76,14 +78,14 @@ class GreyImage(gymnasium.ObservationWrapper[Any, Any, Any]):
 
 
 class ResizeImage(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Pictures to another size, channels kept where they are."""
+    """Images in another size; the channel axis stays."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], *, height: int, width: int) -> None:
         super().__init__(env)
         shape = _image_shape(env.observation_space, "resize_image")
         if height < 1 or width < 1:
             raise UseError(
-                f"resize_image needs a height and width of at least 1, not {height} and {width}", "give more"
+                f"height and width of resize_image must be at least 1, not {height} and {width}", "84 is usual"
             )
         self._first = shape[0] < shape[2]
         self._size = (width, height)
@@ -103,6 +105,6 @@ class ResizeImage(gymnasium.ObservationWrapper[Any, Any, Any]):
 
 def _image_shape(space: spaces.Space[Any], name: str) -> tuple[int, int, int]:
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) != 3:
-        raise UseError(f"{name} needs uint8 observations of three dimensions, not {space}", "leave the wrapper out")
+        raise UseError(f"{name} needs uint8 observations of three dimensions, not {space}", "remove the wrapper")
     first, second, third = space.shape
     return int(first), int(second), int(third)

@@ -59,7 +59,7 @@ def trained_actor(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) ->
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             nonlocal state
             if isinstance(net, MultiPolicyActor):
-                net.take_seats(group.tally.seeds)
+                net.take_seats(group.stats.seeds)
             acted = net.act(obs, state, first, mask, greedy=greedy, generator=generator, with_value=False)
             state = acted.state
             return acted.action
@@ -98,7 +98,7 @@ def scripted_actor(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
 def _seed(group: EnvGroup, row: int) -> int:
     """What a row's policy may draw from: the episode's seed, and for a second agent of the same env another."""
     place = row % group.agents
-    seed = group.tally.seeds[row]
+    seed = group.stats.seeds[row]
     return episode_seed(seed, "agent", place, 0) if place else seed
 
 

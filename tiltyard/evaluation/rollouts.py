@@ -20,10 +20,9 @@ import numpy as np
 from tiltyard.config.experiment import Env
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.episode_stats import episode_seed
-from tiltyard.envs.multi_agent_vector import group_class
-from tiltyard.envs.native_vector import make_group
-from tiltyard.envs.vector import RESETTING, EnvGroup
-from tiltyard.envs.watchdog import calling_envs
+from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.vector import EnvGroup, make_group
+from tiltyard.envs.watchdog import RESETTING, calling_envs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.actors import Begin
 from tiltyard.evaluation.video import VideoWriter
@@ -136,14 +135,13 @@ def play(
         share = shares[slot]  # a slot that has played its share goes on unheeded until the others are done
         return episode_seed(seed, "eval", share[number] if number < len(share) else number, int(number >= len(share)))
 
-    how: dict[str, Any] = {"base": base, "role": "eval", "previous": previous, "seeds": seeds}
-    with calling_envs(RESETTING):  # making envs may take what their resets may
-        if video is None and keep is None:
-            group = make_group(env, spec, envs * agents, seed, exact=True, **how)
-        else:  # what is drawn or kept needs the single envs
-            group = group_class(spec)(env, spec, envs * agents, seed, render=video is not None, **how)
+    config = GroupConfig(
+        env, spec, envs * agents, seed, base, "eval", render=video is not None, previous=previous, seeds=seeds
+    )
+    with calling_envs(RESETTING):  # making an env may take as long as a reset
+        # Drawing and recording need the single envs.
+        group = make_group(config, native="exact" if video is None and keep is None else "never")
     film = _Film(video[0], group, video[1]) if video is not None else None
-    group.at_end = film.end if film is not None else None
     played: list[EpisodeResult] = []
     taken = 0
     try:
@@ -159,11 +157,11 @@ def play(
             deciding = group.acting & np.repeat([slot.playing is not None for slot in table], agents)
             rows = np.flatnonzero(deciding).tolist()
             taken += len(rows)
-            began = list(group.tally.seeds)
+            began = list(group.stats.seeds)
             if keep is not None:
                 _note_before(records, rows, now.obs, group.codec.inside(action))
             with calling_envs():
-                now = group.step(action)
+                now = group.step(action, before_reset=film.end if film is not None else None)
             if keep is not None:
                 _note_after(records, rows, group.raw_reward, group.infos)
                 for row in [row for row in rows if now.terminated[row] or now.truncated[row]]:

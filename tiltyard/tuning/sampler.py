@@ -25,11 +25,12 @@ import numpy as np
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.config.site_file import runs_root
-from tiltyard.envs.env_errors import attributed
-from tiltyard.envs.native_vector import NativeGroup, make_group
+from tiltyard.envs.checks import env_error
+from tiltyard.envs.native_vector import NativeStepping
 from tiltyard.envs.probe import probe
+from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
-from tiltyard.envs.vector import EnvGroup
+from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.plugins.snapshot import copy_plugins
 from tiltyard.processes.child import Parent, children, serve
 from tiltyard.processes.resources import rss_bytes, usable_cores
@@ -197,7 +198,7 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     env, spec = Env.model_validate(task["env"]), spec_from_json(task["spec"])
 
     def build(envs: int) -> tuple[EnvGroup, Step]:
-        group = make_group(
+        config = GroupConfig(
             env,
             spec,
             envs * len(spec.agents),
@@ -205,8 +206,8 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
             base=[Path(place) for place in task["base"]],
             previous=task["previous"],
             first_row=task["first"] * len(spec.agents),
-            threads=task["threads"],
         )
+        group = make_group(config, threads=task["threads"])
         return group, group.reset()
 
     env_bytes = spec.env_bytes
@@ -220,7 +221,7 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     else:
         group, now = build(task["envs"])
     timed = [_Timed(made) for made in group.envs]
-    group.envs = [*timed]
+    group.envs[:] = timed
     parent.send({"ready": True, "env_bytes": env_bytes})
     parent.recv()
     _step(EnvStepper(group, now), timed, task["seconds"], parent)
@@ -263,7 +264,7 @@ class EnvStepper:
         if group.spec.parallel or group.spec.masked or group.env.isolate != "none":
             return self._as_training
         self._actions = [group.codec.random_rows(self._rng, group.rows) for _ in range(DRAWN)]
-        if isinstance(group, NativeGroup):
+        if isinstance(group.stepping, NativeStepping):
             self._actions = [np.asarray(group.codec.decode_rows(actions)) for actions in self._actions]
             self._lengths: Array = np.zeros(group.rows, np.int64)
             return self._all_at_once
@@ -295,15 +296,15 @@ class EnvStepper:
         except KeyboardInterrupt:  # the user's own
             raise
         except BaseException as error:
-            raise self._attributed(error, row, doing) from error
+            raise self._env_error(error, row, doing) from error
         self.env_steps += len(calls)
 
     def _all_at_once(self) -> None:
         group = self.group
-        assert isinstance(group, NativeGroup)
+        assert isinstance(group.stepping, NativeStepping)
         lengths, doing, row = self._lengths, "step", 0
         try:
-            _, _, terminated, truncated = group.stepper.step(self._next_actions())
+            _, _, terminated, truncated = group.stepping.vector.step(self._next_actions())
             lengths += 1
             ended = terminated | truncated | (lengths >= self._limit)
             if ended.any():
@@ -314,7 +315,7 @@ class EnvStepper:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise self._attributed(error, row, doing) from error
+            raise self._env_error(error, row, doing) from error
         self.env_steps += group.rows
         self.frames += group.rows * group.spec.frameskip
 
@@ -324,9 +325,9 @@ class EnvStepper:
         self.env_steps += int(self.now.valid.sum())
         self.frames += self.group.frames_taken - before
 
-    def _attributed(self, error: BaseException, row: int, doing: str) -> Exception:
+    def _env_error(self, error: BaseException, row: int, doing: str) -> Exception:
         where = f"env {self.group.env.id}, row {self.group.first_row + row}, env step {self.env_steps}"
-        return attributed(error, where, doing)
+        return env_error(error, where, doing)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiltyard.engines.local.shared_memory import InferenceBuffers
-from tiltyard.envs.vector import IDLE
+from tiltyard.envs.watchdog import IDLE
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput, choose_action

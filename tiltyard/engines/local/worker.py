@@ -31,7 +31,7 @@ from tiltyard.engines.policies.multi_policy import make_actor
 from tiltyard.engines.policies.opponent_pool import version_pools
 from tiltyard.engines.policies.policy_set import joined
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
+from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.resources import usable_cores
@@ -103,7 +103,7 @@ class _Worker:
                 self.restock()  # who plays on is among them
                 self.beat[1] = RESETTING  # replaying an episode takes as long as it did
                 said = self.collector.load(Path(word["folder"]))
-                self.answer(loaded=(int(self.collector.envs.tally.number.max()), said))
+                self.answer(loaded=(int(self.collector.envs.stats.number.max()), said))
                 self.beat[1] = IDLE
             mark = perf_counter()
         self.collector.close()

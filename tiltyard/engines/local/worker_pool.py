@@ -26,7 +26,7 @@ from typing import Any
 from tiltyard.engines.local import INFERENCE_SERVER, PRELOAD, WORKER
 from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
 from tiltyard.envs.isolation.server import STACK
-from tiltyard.envs.vector import IDLE, RESETTING, STEPPING
+from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.processes import fork_server
 from tiltyard.processes.child import killed_by

@@ -54,7 +54,7 @@ class Rows(Collector):
         ends: list[EpisodeEnd] = []
         for _ in range(steps):
             mark = perf_counter()
-            seats = self.players.take_seats(self.envs.tally.seeds) if self.players is not None else None
+            seats = self.players.take_seats(self.envs.stats.seeds) if self.players is not None else None
             seen = {name: array.copy() for name, array in now.obs.items()}
             mask = None if now.mask is None else now.mask.copy()
             memory = {f"{BEFORE}.{name}": item.cpu().numpy().copy() for name, item in self._memory(now.first).items()}
@@ -62,7 +62,7 @@ class Rows(Collector):
             action, columns, self.state = decide(tensors, torch.from_numpy(now.first.copy()), mask)
             if mask is not None:
                 seen[MASK] = mask.astype(np.int8)
-            numbers = self.envs.tally.number.copy()
+            numbers = self.envs.stats.number.copy()
             between = perf_counter()
             self.spent["inference"] += between - mark
             now = self.envs.step(action)

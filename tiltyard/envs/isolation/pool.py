@@ -1,8 +1,13 @@
-"""Copies of an env, each as alone as `env.isolate` says: beside each other, in threads or in processes of their own.
+"""Copies of an env, each isolated as `env.isolate` says: not at all, in a thread or in a process of its own.
 
-Owns the threads and processes; what envs do there is resident.py, and how a group sees them is away.py. Some envs need
-this (a graphics context per thread, a library with one simulator per process), others gain from it: while one steps,
-the others do.
+    process of the group                                           processes of the envs
+      make_copies ── EnvProcessPool ── starts ───────────────────> fork server (server.py: main)
+         │                 ^ {"env": 2, "status": -9} at an exit ──    │ forks one process per env
+         │                                                             v
+      EnvProxy (proxy.py) ── Channel: send/recv ── socket (wire.py) ── EnvServer (server.py) ── the env
+
+With `thread`, the channel is a pair of queues and EnvServer runs in a thread of the group's process. Some envs need
+isolation (a graphics context per thread, one simulator per process); others gain from it, because all step at once.
 """
 
 from __future__ import annotations
@@ -15,29 +20,33 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.isolation.proxy import Channel, EnvProxy
 from tiltyard.envs.isolation.server import EnvServer
-from tiltyard.envs.isolation.wire import Line
+from tiltyard.envs.isolation.wire import Connection
 from tiltyard.envs.make import make_any
 from tiltyard.envs.pettingzoo import Parallel
+from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
 
+if TYPE_CHECKING:
+    from tiltyard.types import Array
+
 _START = (
     "import sys; sys.path.append({root!r}); "
-    "from tiltyard.envs.isolation.server import main; main({owner}, {news}, {fds})"
+    "from tiltyard.envs.isolation.server import main; main({owner}, {control}, {fds})"
 )
-_CLOSING = 5.0  # seconds that an env has to close itself
-_KINDS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
+_CLOSE_SECONDS = 5.0  # that an env may take to close
+_ERRORS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 
 
 def make_copies(
@@ -47,13 +56,22 @@ def make_copies(
     *,
     render: bool = False,
     seed: int = 0,
-    told: Callable[[], None] = lambda: None,
+    heartbeat: Array | None = None,
 ) -> list[Any]:
-    """`copies` of an env, the first of which can draw itself with `render`. Where they live apart, they are `Away`.
-    `told` is called whenever another one is there. As long as they are, what is started here ends with this process."""
+    """Make `copies` of an env, the first of which can draw itself with `render`; isolated ones are `EnvProxy`.
+
+    `heartbeat[0]` counts the finished ones. While the first copy lives, processes started here end with this one.
+    """
+    beat = PROCESS_HEARTBEAT if heartbeat is None else heartbeat
+    made: list[Any] = []
     reaper.begin()
     try:
-        made = _made(env, base, copies, render, seed, told)
+        if env.isolate != "none":
+            made += _make_isolated(env, base, copies, render, seed, beat)
+        else:
+            for copy in range(copies):
+                made.append(make_any(env, base, render and copy == 0))
+                beat[0] += 1
     except BaseException:
         reaper.end()
         raise
@@ -61,89 +79,87 @@ def make_copies(
     return made
 
 
-def _made(env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, told: Callable[[], None]) -> list[Any]:
-    made: list[Any] = []
-    if env.isolate == "none":
-        for copy in range(copies):
-            made.append(make_any(env, base, render and copy == 0))
-            told()
-        return made
-    rooms: Sequence[Channel] = (
-        [_Thread(n) for n in range(copies)] if env.isolate == "thread" else EnvProcessPool(copies).rooms
+def _make_isolated(
+    env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, heartbeat: Array
+) -> list[EnvProxy | Parallel]:
+    made: list[EnvProxy | Parallel] = []
+    channels: Sequence[Channel] = (
+        [_ThreadChannel(n) for n in range(copies)] if env.isolate == "thread" else EnvProcessPool(copies).channels
     )
-    job = env.model_dump(mode="json"), [str(Path(place).absolute()) for place in base]
+    settings, folders = env.model_dump(mode="json"), [str(Path(folder).absolute()) for folder in base]
     try:
-        for copy, room in enumerate(rooms):
-            room.ask("make", *job, render and copy == 0, episode_seed(seed, "make", copy, 0))
-        for room in rooms:
-            made.append(_seen(room, env))
-            told()
+        for copy, channel in enumerate(channels):
+            channel.send("make", settings, folders, render and copy == 0, episode_seed(seed, "make", copy, 0))
+        for channel in channels:
+            made.append(_make_proxy(channel, env))
+            heartbeat[0] += 1
         return made
     except BaseException:
-        for room in rooms:
-            room.close()
+        for channel in channels:
+            channel.close()
         raise
 
 
-def _seen(room: Channel, env: Env) -> EnvProxy | Parallel:
+def _make_proxy(channel: Channel, env: Env) -> EnvProxy | Parallel:
     try:
-        away = EnvProxy(room, room.hear())
-    except RaisedElsewhere as error:  # it took its process with it
+        proxy = EnvProxy(channel, channel.recv())
+    except RaisedElsewhere as error:  # its process is gone
         raise UseError(f"env {env.id} could not be made: it {error.message}", "run it by itself to see why") from error
-    return away if away.possible_agents is None else Parallel(away, env.id)
+    return proxy if proxy.possible_agents is None else Parallel(proxy, env.id)
 
 
 # ---------------------------------------------------------------------------------------------- threads
 
 
-class _Thread:
-    """A room that is a thread of this process."""
+class _ThreadChannel:
+    """An env in a thread of this process."""
 
     def __init__(self, number: int) -> None:
-        self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name=f"env-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"env-{number}", daemon=True)
         self._thread.start()
 
-    def _live(self) -> None:
-        resident = EnvServer()
-        while (word := self._asked.get()) is not None:
+    def _serve(self) -> None:
+        server = EnvServer()
+        while (request := self._requests.get()) is not None:
+            method, arguments = request
             try:
-                self._answers.put((getattr(resident, word[0])(*word[1]), None))
-            except KeyboardInterrupt as error:  # no signal comes here: it is the env's own, and must not end the run
+                self._answers.put((getattr(server, method)(*arguments), None))
+            except KeyboardInterrupt as error:  # the env's: threads get no signals
                 self._answers.put((None, RaisedElsewhere(raised(error), user_traceback(error))))
-            except BaseException as error:  # noqa: BLE001 - raised again where it is asked for
+            except BaseException as error:  # noqa: BLE001 - recv() raises it again
                 self._answers.put((None, error))
 
-    def ask(self, do: str, *given: Any) -> None:
-        self._asked.put((do, given))
+    def send(self, method: str, *arguments: Any) -> None:
+        self._requests.put((method, arguments))
 
-    def hear(self) -> Any:
+    def recv(self) -> Any:
         value, error = self._answers.get()
         if error is not None:
             raise error
         return value
 
     def close(self) -> None:
-        """A thread that does not come back cannot be ended; it holds up nothing when the process ends."""
-        self.ask("close")
-        self._asked.put(None)
-        self._thread.join(_CLOSING)
+        """A thread that hangs cannot be ended; as a daemon it does not delay the end of the process."""
+        self.send("close")
+        self._requests.put(None)
+        self._thread.join(_CLOSE_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------- processes
 
 
 class EnvProcessPool:
-    """Processes for so many envs, and the landlord that started them."""
+    """A fork server and the processes of `count` envs that it has forked."""
 
     def __init__(self, count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
-        self._news, control = socket.socketpair()
+        self._exits, control = socket.socketpair()
         theirs = [pair[1].fileno() for pair in pairs]
         root = str(Path(__file__).resolve().parents[3])
-        start = _START.format(root=root, owner=os.getpid(), news=control.fileno(), fds=theirs)
-        self._landlord = subprocess.Popen(
+        start = _START.format(root=root, owner=os.getpid(), control=control.fileno(), fds=theirs)
+        self._fork_server = subprocess.Popen(
             [sys.executable, "-P", "-c", start],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -153,73 +169,73 @@ class EnvProcessPool:
         control.close()
         for _, end in pairs:
             end.close()
-        self._text, self._ends = b"", dict[int, int]()
+        self._text, self._exit_codes = b"", dict[int, int]()
         self._open = set(range(count))
-        self.rooms = [_Process(self, place, pair[0]) for place, pair in enumerate(pairs)]
+        self.channels = [_ProcessChannel(self, index, pair[0]) for index, pair in enumerate(pairs)]
 
-    def end_of(self, place: int) -> str:
-        """How a process ended, which has."""
-        while place not in self._ends:
-            got = self._news.recv(1 << 16)
-            if not got:
-                code = self._landlord.wait()
-                return f"its process ended with the one that had started it ({_status(code)})"
-            *lines, self._text = (self._text + got).split(b"\n")
+    def explain_exit(self, index: int) -> str:
+        """How a process that is gone has ended."""
+        while index not in self._exit_codes:
+            received = self._exits.recv(1 << 16)
+            if not received:
+                code = self._fork_server.wait()
+                return f"its process ended with its fork server ({_status(code)})"
+            *lines, self._text = (self._text + received).split(b"\n")
             for line in lines:
-                word = json.loads(line)
-                self._ends[word["place"]] = word["status"]
-        return f"its process {_status(self._ends[place])}"
+                message = json.loads(line)
+                self._exit_codes[message["env"]] = message["status"]
+        return f"its process {_status(self._exit_codes[index])}"
 
-    def left(self, place: int) -> None:
-        """An env is closed; with the last one all that is left ends."""
-        self._open.discard(place)
+    def release(self, index: int) -> None:
+        """An env is closed; the fork server ends with the last one."""
+        self._open.discard(index)
         if not self._open:
-            self._news.close()
-            self._landlord.wait()
+            self._exits.close()
+            self._fork_server.wait()
 
 
 def _status(code: int) -> str:
-    return killed_by(-code, explained=True) if code < 0 else f"ended with exit code {code}"
+    return killed_by(-code, explained=True) if code < 0 else f"exited with code {code}"
 
 
-class _Process:
-    """A room that is a process."""
+class _ProcessChannel:
+    """An env in a process of its own."""
 
-    def __init__(self, lodgings: EnvProcessPool, place: int, end: socket.socket) -> None:
-        self._lodgings, self._place = lodgings, place
-        self._socket, self._line = end, Line(end)
+    def __init__(self, pool: EnvProcessPool, index: int, end: socket.socket) -> None:
+        self._pool, self._index = pool, index
+        self._socket, self._connection = end, Connection(end)
         self._busy = False
 
-    def ask(self, do: str, *given: Any) -> None:
+    def send(self, method: str, *arguments: Any) -> None:
         self._busy = True
-        with suppress(BrokenPipeError, ConnectionResetError):  # that it is gone is told by `hear`
-            self._line.send((do, given))
+        with suppress(BrokenPipeError, ConnectionResetError):  # recv() reports that the process is gone
+            self._connection.send((method, arguments))
 
-    def hear(self) -> Any:
+    def recv(self) -> Any:
         try:
-            word = self._line.receive()
+            answer = self._connection.recv()
         except EOFError:
-            raise RaisedElsewhere(f"did not come back: {self._lodgings.end_of(self._place)}", "") from None
+            raise RaisedElsewhere(f"did not return: {self._pool.explain_exit(self._index)}", "") from None
         self._busy = False
-        match word:
-            case "did", value:
+        match answer:
+            case "returned", value:
                 return value
-            case "refused", problems, source:
+            case "config_error", problems, source:
                 raise ConfigError([Problem(**problem) for problem in problems], source)
-            case "failed", kind, message, hint, details:
-                raise _KINDS.get(kind, TiltyardError)(message, hint, details)
+            case "tiltyard_error", kind, message, hint, details:
+                raise _ERRORS.get(kind, TiltyardError)(message, hint, details)
             case _:
-                raise RaisedElsewhere(*word[1:])
+                raise RaisedElsewhere(*answer[1:])
 
     def close(self) -> None:
-        """Let the env finish what it does and close itself; one that is stuck is ended with its process."""
+        """Let the env finish its call and close; if it hangs, its process ends with the fork server."""
         if self._socket.fileno() < 0:
             return
-        self._socket.settimeout(_CLOSING)
+        self._socket.settimeout(_CLOSE_SECONDS)
         with suppress(Exception):
             if self._busy:
-                self._line.receive()
-            self._line.send(("close", ()))
-            self._line.receive()
-        self._line.close()
-        self._lodgings.left(self._place)
+                self._connection.recv()
+            self._connection.send(("close", ()))
+            self._connection.recv()
+        self._connection.close()
+        self._pool.release(self._index)

@@ -1,10 +1,10 @@
-"""An env that lives in a thread or process of its own, seen from the group it belongs to.
+"""The group's side of an isolated env: an object that looks like the env and forwards its methods.
 
-Owns the questions and their order; what carries them is a `Room` (isolate.py), what answers them is resident.py. Steps
-can be asked for ahead, so that many envs do theirs at the same time:
+Owns the order of requests; a `Channel` (pool.py) carries them and EnvServer (server.py) executes them. Steps can be
+requested ahead, so that many envs step at the same time:
 
-    ahead(action, frames) -> the env does up to that many frames, fewer when an episode ends or agents come or go
-    step(action)          -> the next of those frames; asks for it now when none is left
+    send_step(action, frames) -> the env takes up to that many frames, fewer when an episode ends or agents change
+    step(action)              -> the next of those frames; requests one if none is left
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from tiltyard.envs.isolation.wire import space_of
+from tiltyard.envs.isolation.wire import space_from_parts
 
 
 class Channel(Protocol):
-    """Where one env lives. Every `ask` is followed by one `hear`."""
+    """The way to one isolated env. Every `send` is followed by one `recv`."""
 
-    def ask(self, do: str, *given: Any) -> None:
-        """Have the env do something; comes back at once."""
+    def send(self, method: str, *arguments: Any) -> None:
+        """Call a method of the EnvServer; returns at once."""
 
-    def hear(self) -> Any:
-        """What came of it: the value, or what the env raised."""
+    def recv(self) -> Any:
+        """Wait for what the method returned, or raise what it raised."""
 
     def close(self) -> None:
-        """Close the env and end what it lived in."""
+        """Close the env and end its thread or process."""
 
 
 class EnvProxy:
-    """The env, or what `Parallel` takes for one where it has several agents."""
+    """An isolated env; `Parallel` wraps it if it has several agents."""
 
-    def __init__(self, room: Channel, facts: dict[str, Any]) -> None:
-        self._room, self._asked = room, False
-        self._done: deque[Any] = deque()  # frames that nobody has looked at yet
-        observes, acts = space_of(facts["observes"]), space_of(facts["acts"])
-        several = facts["agents"] is not None  # then spaces are asked for by agent, and are the same for all of them
-        self.observation_space: Any = (lambda agent: observes) if several else observes
-        self.action_space: Any = (lambda agent: acts) if several else acts
-        self.possible_agents, self.agents = facts["agents"], facts["agents"]
-        self.metadata, self.frames_per_step = facts["metadata"], facts["frames_per_step"]
-        self.keeps_state: bool = facts["keeps_state"]
+    def __init__(self, channel: Channel, about: dict[str, Any]) -> None:
+        self._channel, self._requested = channel, False
+        self._frames: deque[Any] = deque()  # received, not yet returned by `step`
+        observation, action = space_from_parts(about["observation_space"]), space_from_parts(about["action_space"])
+        several = about["agents"] is not None  # then spaces are methods of the agent, and equal for all of them
+        self.observation_space: Any = (lambda agent: observation) if several else observation
+        self.action_space: Any = (lambda agent: action) if several else action
+        self.possible_agents, self.agents = about["agents"], about["agents"]
+        self.metadata, self.frames_per_step = about["metadata"], about["frames_per_step"]
+        self.keeps_state: bool = about["keeps_state"]
 
     def reset(self, *, seed: int) -> Any:
         answer, self.agents = self._call("reset", seed)
         return answer
 
-    def ahead(self, action: Any, frames: int) -> None:
-        """Have the next frames done; `step` gives them one by one."""
-        self._done.clear()
-        self._room.ask("step", action, frames)
-        self._asked = True
+    def send_step(self, action: Any, frames: int) -> None:
+        """Request the next frames; `step` returns them one by one."""
+        self._frames.clear()
+        self._channel.send("step", action, frames)
+        self._requested = True
 
     def step(self, action: Any) -> Any:
-        if not self._done:
-            if not self._asked:
-                self._room.ask("step", action, 1)
-            self._asked = False
-            self._done.extend(self._room.hear())
-        answer, self.agents = self._done.popleft()
+        if not self._frames:
+            if not self._requested:
+                self._channel.send("step", action, 1)
+            self._requested = False
+            self._frames.extend(self._channel.recv())
+        answer, self.agents = self._frames.popleft()
         return answer
 
     def render(self) -> Any:
@@ -70,17 +70,17 @@ class EnvProxy:
     def set_state(self, state: Any) -> None:
         self._call("set_state", state)
 
-    def weight(self) -> int:
-        """Bytes that it takes in a process of its own."""
-        return int(self._call("weight"))
+    def memory(self) -> int:
+        """Bytes that the env takes in a process of its own."""
+        return int(self._call("memory"))
 
     def close(self) -> None:
-        self._room.close()
+        self._channel.close()
 
     @property
     def unwrapped(self) -> EnvProxy:
         return self
 
-    def _call(self, do: str, *given: Any) -> Any:
-        self._room.ask(do, *given)
-        return self._room.hear()
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._channel.send(method, *arguments)
+        return self._channel.recv()

@@ -1,10 +1,10 @@
-"""What goes between an env in a process of its own and the group it belongs to: values and spaces through a socket.
+"""The messages between an env's process and its group: values and spaces through a socket. Nothing is pickled.
 
-Nothing is pickled. A parcel is a line of JSON that says how the value is built, and behind it the bytes of its arrays:
+A message is JSON that says how to rebuild the value, followed by the bytes of its arrays:
 
     12 bytes: lengths | ["t", [["a", "<f4", [4]], 1.0, false, false, ["d", []]]] | 16 bytes
 
-Types survive (a list stays a list, a numpy number one), because the rules of contract.py are about types.
+Types survive (a list stays a list, a numpy number stays one), because the contract in checks.py is about types.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from tiltyard.types import Array
 
 _LENGTHS = struct.Struct("<IQ")  # of the JSON and of the arrays, in bytes
-_AT_ONCE = 4096  # bytes that are asked for first: most parcels are shorter, and then one call is enough
+_FIRST_READ = 4096  # bytes: most messages are shorter, and then one call is enough
 _PLAIN = (bool, int, float, str)
 _AS_THEY_ARE = frozenset((*_PLAIN, type(None)))
-_SERIES: dict[str, Any] = {"t": tuple, "l": list, "s": set}
+_SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set}
 _write, _read = json.JSONEncoder(check_circular=False).encode, json.JSONDecoder().decode
 
 
 class Unsendable(TypeError):
-    """A value that is neither a number, text, array nor made of those."""
+    """A value that is not a number, string, array or a container of them."""
 
 
-class Loose:
-    """A dict of which entries that cannot be sent are left out: infos may hold anything."""
+class DropUnsendable:
+    """A dict that is sent without the entries that cannot be: infos may hold anything."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-class Line:
+class Connection:
     """One end of a socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     def send(self, value: Any) -> None:
-        """Raises Unsendable before anything is sent."""
+        """Send a value; raises Unsendable before anything is sent."""
         arrays: list[Array] = []
-        text = _write(_taken_apart(value, arrays, loose=False)).encode()
+        text = _write(_to_parts(value, arrays, drop=False)).encode()
         parts = [array.tobytes() for array in arrays]
         lengths = _LENGTHS.pack(len(text), sum(map(len, parts)))
         self._end.sendall(b"".join((lengths, text, *parts)))
 
-    def receive(self) -> Any:
-        """The next value; EOFError when the other end is gone. Nothing may come behind it before it is answered."""
-        got = bytearray(_AT_ONCE)
+    def recv(self) -> Any:
+        """Wait for the next value; EOFError if the other end is gone. At most one message may be on its way."""
+        got = bytearray(_FIRST_READ)
         at = self._into(memoryview(got))
         while at < _LENGTHS.size:
             at += self._into(memoryview(got)[at:])
@@ -70,7 +70,7 @@ class Line:
             while at < begin + parts:
                 at += self._into(view[at : begin + parts])
         built = _read(got[_LENGTHS.size : begin].decode())
-        return _put_together(built, _Bytes(got, begin))
+        return _from_parts(built, _Bytes(got, begin))
 
     def _into(self, view: memoryview) -> int:
         try:
@@ -88,40 +88,40 @@ class Line:
 # ---------------------------------------------------------------------------------------------- values
 
 
-def _taken_apart(value: Any, arrays: list[Array], loose: bool) -> Any:
-    """A value as JSON; its arrays are added to the list, in the order in which they are met."""
+def _to_parts(value: Any, arrays: list[Array], drop: bool) -> Any:
+    """A value as JSON; its arrays are appended to `arrays`, in order."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
-    if kind is tuple:  # answers are; the others are asked for below
-        return ["t", [_taken_apart(each, arrays, loose) for each in value]]
+    if kind is tuple:  # the most frequent; other sequences follow below
+        return ["t", [_to_parts(each, arrays, drop) for each in value]]
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject or value.dtype.names:
             raise Unsendable(f"an array of {value.dtype} cannot be sent from one process to another")
         arrays.append(np.asarray(value))
         return ["a", value.dtype.str, list(value.shape)] if isinstance(value, np.ndarray) else ["n", value.dtype.str]
     if isinstance(value, Mapping):
-        return ["d", list(_entries(value, arrays, loose))]
-    for mark, series in _SERIES.items():
-        if isinstance(value, series):
-            return [mark, [_taken_apart(each, arrays, loose) for each in value]]
-    if isinstance(value, Loose):
-        return _taken_apart(value.value, arrays, loose=True)
+        return ["d", list(_entries(value, arrays, drop))]
+    for mark, sequence in _SEQUENCES.items():
+        if isinstance(value, sequence):
+            return [mark, [_to_parts(each, arrays, drop) for each in value]]
+    if isinstance(value, DropUnsendable):
+        return _to_parts(value.value, arrays, drop=True)
     if isinstance(value, bytes):
         arrays.append(np.frombuffer(value, np.uint8))
         return ["b", len(value)]
-    if isinstance(value, _PLAIN):  # a number or text of a class of its own
+    if isinstance(value, _PLAIN):  # a subclass of a number or string
         return next(plain(value) for plain in _PLAIN[1:] if isinstance(value, plain))
     raise Unsendable(f"a {type(value).__name__} cannot be sent from one process to another")
 
 
-def _entries(value: Mapping[Any, Any], arrays: list[Array], loose: bool) -> Iterator[list[Any]]:
+def _entries(value: Mapping[Any, Any], arrays: list[Array], drop: bool) -> Iterator[list[Any]]:
     for key, each in value.items():
         before = len(arrays)
         try:
-            entry = [_taken_apart(key, arrays, loose), _taken_apart(each, arrays, loose)]
+            entry = [_to_parts(key, arrays, drop), _to_parts(each, arrays, drop)]
         except Unsendable:
-            if not loose:
+            if not drop:
                 raise
             del arrays[before:]
             continue
@@ -129,7 +129,7 @@ def _entries(value: Mapping[Any, Any], arrays: list[Array], loose: bool) -> Iter
 
 
 class _Bytes:
-    """The arrays of a parcel, taken from its end piece by piece."""
+    """The bytes behind the JSON of a message, taken array by array."""
 
     def __init__(self, data: bytearray, at: int) -> None:
         self._data, self._at = memoryview(data), at
@@ -143,16 +143,16 @@ class _Bytes:
         return np.frombuffer(self.take(kind.itemsize * math.prod(shape)), kind).reshape(shape)
 
 
-def _put_together(built: Any, data: _Bytes) -> Any:
+def _from_parts(built: Any, data: _Bytes) -> Any:
     if type(built) is not list:
         return built
     mark = built[0]
-    if mark in _SERIES:
-        return _SERIES[mark]([_put_together(each, data) for each in built[1]])
+    if mark in _SEQUENCES:
+        return _SEQUENCES[mark]([_from_parts(each, data) for each in built[1]])
     if mark == "a":
         return data.array(built[1], built[2])
     if mark == "d":
-        return {_put_together(key, data): _put_together(value, data) for key, value in built[1]}
+        return {_from_parts(key, data): _from_parts(value, data) for key, value in built[1]}
     return data.array(built[1], [])[()] if mark == "n" else bytes(data.take(built[1]))
 
 
@@ -160,7 +160,7 @@ def _put_together(built: Any, data: _Bytes) -> Any:
 
 
 def space_parts(space: spaces.Space[Any] | None) -> Any:
-    """A space as a value that can be sent: of those kinds that spaces.py and actions.py know."""
+    """A space as a value that can be sent; None for a kind that spaces.py and actions.py do not know."""
     match space:
         case spaces.Box():
             return "box", space.low, space.high, np.dtype(space.dtype).str
@@ -179,8 +179,8 @@ def space_parts(space: spaces.Space[Any] | None) -> Any:
     return None
 
 
-def space_of(parts: Any) -> Any:
-    """The space again; None where there was none."""
+def space_from_parts(parts: Any) -> Any:
+    """The inverse of space_parts; None for None."""
     match parts:
         case "box", low, high, dtype:
             return spaces.Box(low, high, low.shape, np.dtype(dtype).type)
@@ -193,7 +193,7 @@ def space_of(parts: Any) -> Any:
         case "text", longest, shortest, letters:
             return spaces.Text(longest, min_length=shortest, charset=letters)
         case "dict", inner:
-            return spaces.Dict(OrderedDict((key, space_of(each)) for key, each in inner))
+            return spaces.Dict(OrderedDict((key, space_from_parts(each)) for key, each in inner))
         case "tuple", inner:
-            return spaces.Tuple([space_of(each) for each in inner])
+            return spaces.Tuple([space_from_parts(each) for each in inner])
     return None

@@ -1,10 +1,10 @@
-"""A small process that outlives the owner of Doom engines and ends what a killed one leaves: run by vizdoom.py alone.
+"""A small process that outlives the owner of Doom engines and removes what it leaves. Only vizdoom.py runs it.
 
-An engine does not notice that its owner is gone: without this, a kill -9 would leave it, its shared memory and its
-folder for ever. Run as a program, with the standard library only, in a session of its own.
+An engine does not notice that its owner is gone: after a kill -9, it, its shared memory and its folder would stay for
+ever. Run as a program with the standard library only, in its own session.
 
-    stdin: a folder per line, each the scratch folder of one engine      end of stdin: the owner is gone
-           FOLDER TAB INSTANCE once it has started: an engine may end by itself before anybody can ask it for its name
+    stdin: one line per engine, its temporary folder                     end of stdin: the owner is gone
+           FOLDER TAB INSTANCE once it has started: an engine may exit before /proc shows its instance
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import signal
 import sys
 from pathlib import Path
 
-CONFIG = "vizdoom.ini"  # in the scratch folder; stands in the engine's command line
+CONFIG = "vizdoom.ini"  # in the temporary folder; part of the engine's command line
 _INSTANCE = b"+viz_instance_id"
 _SEGMENTS = ("SM", "MQCtr", "MQDoom")
 
 
 def engines(folder: Path) -> list[tuple[int, str]]:
-    """Process id and instance of the engines that were started with this folder."""
+    """Process id and instance of the engines started with this folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             if os.fsencode(folder / CONFIG) in words:
                 found.append((int(process.name), os.fsdecode(words[words.index(_INSTANCE) + 1])))
-        except (OSError, ValueError, IndexError):  # ended meanwhile, or somebody else's
+        except (OSError, ValueError, IndexError):  # exited meanwhile, or another user's
             continue
     return found
 
 
 def clean(folder: Path, known: set[str]) -> None:
-    """End the engine of a folder and remove its shared memory and the folder itself."""
+    """Kill the engine of a folder and remove its shared memory and the folder."""
     for process, instance in engines(folder):
         known.add(instance)
         with contextlib.suppress(ProcessLookupError):
@@ -47,16 +47,16 @@ def clean(folder: Path, known: set[str]) -> None:
 
 
 def main() -> None:
-    """Wait for the owner's end, then clean up behind it; what it closed itself is gone already."""
+    """Wait for the owner's end, then clean up what it has not closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folders: dict[Path, set[str]] = {}
     for line in sys.stdin:
         folder, _, instance = line.rstrip("\n").partition("\t")
         folders.setdefault(Path(folder), set()).update({instance} - {""})
-    for place, instances in folders.items():
-        if place.is_dir():
-            clean(place, instances)
+    for engine_folder, instances in folders.items():
+        if engine_folder.is_dir():
+            clean(engine_folder, instances)
 
 
 if __name__ == "__main__":

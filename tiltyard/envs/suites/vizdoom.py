@@ -1,14 +1,14 @@
-"""Doom scenarios that ViZDoom ships, `doom:NAME`, straight on its engine: one player, rendered small, resized once.
+"""The Doom scenarios of ViZDoom, `doom:NAME`, directly on its engine: one player, rendered small, resized once.
 
-Needs vizdoom (`pip install 'tiltyard[vizdoom]'`). Each env has an engine process of its own, with shared memory and a
-folder; should this process be killed, doom_reaper.py ends and removes them.
+Needs vizdoom (`pip install 'tiltyard[vizdoom]'`). Each env has its own engine process with shared memory and a
+temporary folder; if this process is killed, doom_reaper.py removes them.
 
     actions "one"      Discrete: nothing, or one of the scenario's buttons             (doom:basic: 4 choices)
-            "any"      MultiBinary: every button by itself
+            "any"      MultiBinary: any set of buttons
             "groups"   MultiDiscrete: opposite buttons are one choice of none, first, second; the others are on or off
 
-Buttons that take a number (TURN_LEFT_RIGHT_DELTA, ...) are left out. The view and the weapon do not bob: the weapon's
-swing would carry over from one episode to the next, and no episode could be replayed to the bit.
+Buttons that take a number (TURN_LEFT_RIGHT_DELTA, ...) are omitted. Bobbing of view and weapon is off: the weapon's
+position would carry over to the next episode, and no episode could be re-run exactly.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from tiltyard.types import Array
 
 TICS_PER_SECOND = 35
-# Scenarios that cannot be played alone with what is shipped, and why.
+# Scenarios that one player cannot play with the shipped files, and why.
 _UNPLAYABLE = {
     "doom": "it needs the commercial doom.wad",
     "doom2": "it needs the commercial doom2.wad",
     "cig": "it needs other players",
     "multi_duel": "it needs another player",
 }
-_MAPS = {"freedoom1": "E1M1"}  # where the scenario itself names none that exists
+_MAPS = {"freedoom1": "E1M1"}  # where the map that the scenario names does not exist
 _OPPOSITE = (
     ("MOVE_LEFT", "MOVE_RIGHT"),
     ("TURN_LEFT", "TURN_RIGHT"),
@@ -52,14 +52,17 @@ _OPPOSITE = (
     ("LOOK_UP", "LOOK_DOWN"),
     ("SELECT_NEXT_WEAPON", "SELECT_PREV_WEAPON"),
 )
-_WARDEN = Path(__file__).with_name("doom_reaper.py")
-_wardens: dict[int, subprocess.Popen[str]] = {}  # by the process that owns it: a forked one gets its own
-# A terminal's Ctrl-C and a cluster's SIGTERM reach the engine too, and end it: it is told to close by us alone.
-_NOT_FOR_ENGINES = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_REAPER = Path(__file__).with_name("doom_reaper.py")
+_reapers: dict[int, subprocess.Popen[str]] = {}  # by owning process: a forked one starts its own
+# Ctrl-C and a cluster's SIGTERM would reach the engine too and end it: only `close` may.
+_BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class Doom(gymnasium.Env[Any, Any]):
-    """One player in one scenario. Equal seeds and actions give equal frames."""
+    """One player in one scenario. Equal seeds and actions give equal frames.
+
+    The keyword arguments are the keys of `env.options`.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": TICS_PER_SECOND}
 
@@ -79,7 +82,7 @@ class Doom(gymnasium.Env[Any, Any]):
     ) -> None:
         for name, value in {"frameskip": frameskip, "height": height, "width": width}.items():
             if type(value) is not int or value < 1:
-                raise UseError(f"env.options.{name} = {value!r} is no whole number from 1 on", f"set {name}=4")
+                raise UseError(f"env.options.{name} = {value!r} must be an integer, at least 1", f"set {name}=4")
         self.frames_per_step = frameskip
         self.render_mode = render_mode
         self._grey, self._size = grey, (width, height)
@@ -91,49 +94,49 @@ class Doom(gymnasium.Env[Any, Any]):
         image = spaces.Box(0, 255, (1 if grey else 3, height, width), np.uint8)
         self._variables = self._game.get_available_game_variables_size() if variables else 0
         if variables and not self._variables:
-            raise UseError(f"doom:{scenario} has no game variables", "leave env.options.variables out")
+            raise UseError(f"doom:{scenario} has no game variables", "remove env.options.variables")
         self.observation_space: spaces.Space[Any] = image
         if variables:
             numbers = spaces.Box(-np.inf, np.inf, (self._variables,), np.float32)
             self.observation_space = spaces.Dict({"screen": image, "variables": numbers})
-        self._scratch: Path | None = None
+        self._folder: Path | None = None
         self._screen: Array = np.zeros(0, np.uint8)
-        self._seen: Any = None
+        self._obs: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._game.set_seed(int(self.np_random.integers(2**32)) if seed is None else seed % 2**32)
-        if self._scratch is None:
+        if self._folder is None:
             self._start()
         else:
             self._game.new_episode()
         self._observe()
-        return self._seen, {}
+        return self._obs, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = self._game.make_action(self._buttons(action), self.frames_per_step)
         finished = bool(self._game.is_episode_finished())
         late = finished and bool(self._game.is_episode_timeout_reached()) and not self._game.is_player_dead()
         if not finished:
-            self._observe()  # after the end there is no screen any more: the last one stays
-        return self._seen, float(reward), finished and not late, late, {}
+            self._observe()  # the engine has no screen after the end: the last observation stays
+        return self._obs, float(reward), finished and not late, late, {}
 
     def render(self) -> Any:
         return np.repeat(self._screen[..., None], 3, 2) if self._grey else self._screen
 
     def close(self) -> None:
-        if self._scratch is not None:
+        if self._folder is not None:
             self._game.close()
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def _start(self) -> None:
-        self._scratch = Path(tempfile.mkdtemp(prefix="tiltyard-doom-"))
-        _tell_warden(str(self._scratch))
-        self._game.set_doom_config_path(str(self._scratch / CONFIG))
-        with _in(self._scratch):  # the engine leaves a folder where it starts
+        self._folder = Path(tempfile.mkdtemp(prefix="tiltyard-doom-"))
+        _notify_reaper(str(self._folder))
+        self._game.set_doom_config_path(str(self._folder / CONFIG))
+        with _child_environment(self._folder):  # the engine creates a folder where it starts
             self._game.init()
-        _tell_warden(f"{self._scratch}\t{self._game.get_instance_id()}")
+        _notify_reaper(f"{self._folder}\t{self._game.get_instance_id()}")
 
     def _observe(self) -> None:
         state = self._game.get_state()
@@ -141,12 +144,12 @@ class Doom(gymnasium.Env[Any, Any]):
         small = np.asarray(Image.fromarray(self._screen).resize(self._size, Image.Resampling.BOX))
         planes = small[None] if self._grey else np.ascontiguousarray(np.moveaxis(small, 2, 0))
         if self._variables:
-            self._seen = {"screen": planes, "variables": np.asarray(state.game_variables, np.float32)}
+            self._obs = {"screen": planes, "variables": np.asarray(state.game_variables, np.float32)}
         else:
-            self._seen = planes
+            self._obs = planes
 
     def _buttons(self, action: Any) -> list[int]:
-        """What is pressed, one number per button."""
+        """The pressed buttons: 0 or 1 for each."""
         if isinstance(self.action_space, spaces.Discrete):
             return self._pressed[0][int(action)]
         parts = [choices[int(chosen)] for choices, chosen in zip(self._pressed, action, strict=True)]
@@ -154,7 +157,7 @@ class Doom(gymnasium.Env[Any, Any]):
 
 
 def scenarios() -> list[str]:
-    """Names of the shipped scenarios that one player can play."""
+    """The names of the shipped scenarios that one player can play."""
     found = [path.stem for path in Path(vizdoom.scenarios_path).glob("*.cfg")]
     return sorted(name for name in found if name not in _UNPLAYABLE)
 
@@ -163,11 +166,13 @@ def _game(scenario: str, resolution: str, grey: bool) -> Any:
     if scenario not in scenarios():
         why = _UNPLAYABLE.get(scenario)
         if why is not None:
-            raise UseError(f"doom:{scenario} cannot be played here: {why}", f"there are: {', '.join(scenarios())}")
-        raise UseError(f"there is no Doom scenario {scenario!r}", did_you_mean(scenario, scenarios()))
+            raise UseError(f"doom:{scenario} is not supported: {why}", f"known: {', '.join(scenarios())}")
+        raise UseError(f"unknown Doom scenario {scenario!r}", did_you_mean(scenario, scenarios()))
     sizes = {name.removeprefix("RES_").lower(): name for name in vizdoom.ScreenResolution.__members__}
     if resolution not in sizes:
-        raise UseError(f"Doom has no screen of {resolution!r} pixels", did_you_mean(resolution, sizes))
+        raise UseError(
+            f"env.options.resolution = {resolution!r} is not a screen size of Doom", did_you_mean(resolution, sizes)
+        )
     game = vizdoom.DoomGame()
     game.load_config(str(Path(vizdoom.scenarios_path) / f"{scenario}.cfg"))
     if scenario in _MAPS:
@@ -185,7 +190,7 @@ def _game(scenario: str, resolution: str, grey: bool) -> Any:
 
 
 def _actions(kind: str, names: list[str]) -> tuple[list[list[list[int]]], spaces.Space[Any]]:
-    """Per part of the action what each of its choices presses, one number per button, and the space."""
+    """For each part of the action the buttons that its choices press, and the action space."""
     nothing = [0] * len(names)
     alone = [[int(other == name) for other in names] for name in names]
     if kind == "one":
@@ -198,14 +203,14 @@ def _actions(kind: str, names: list[str]) -> tuple[list[list[list[int]]], spaces
         parts = [[nothing, *(alone[names.index(name)] for name in pair)] for pair in pairs]
         parts += [[nothing, alone[index]] for index, name in enumerate(names) if name not in paired]
         return parts, spaces.MultiDiscrete([len(part) for part in parts])
-    raise UseError(f"env.options.actions = {kind!r} is no way to act in Doom", "write one, any or groups")
+    raise UseError(f"unknown env.options.actions = {kind!r}", "set one, any or groups")
 
 
 @contextmanager
-def _in(folder: Path) -> Iterator[None]:
-    """Start a process elsewhere and deaf to signals that are meant for us; it inherits both."""
+def _child_environment(folder: Path) -> Iterator[None]:
+    """Change to a folder and block signals while entered, so that a process started here inherits both."""
     before = Path.cwd()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_ENGINES)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     os.chdir(folder)
     try:
         yield
@@ -214,14 +219,14 @@ def _in(folder: Path) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _tell_warden(line: str) -> None:
-    """Have somebody clean up behind an engine when we are gone. It reads from a pipe that only we hold open."""
-    warden = _wardens.get(os.getpid())
-    if warden is None or warden.poll() is not None:
-        command = [sys.executable, "-I", "-S", str(_WARDEN)]
-        nowhere = subprocess.DEVNULL
-        warden = _wardens[os.getpid()] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True
+def _notify_reaper(line: str) -> None:
+    """Send a line to the process that cleans up when this one is gone. It reads from a pipe that only we hold open."""
+    reaper = _reapers.get(os.getpid())
+    if reaper is None or reaper.poll() is not None:
+        command = [sys.executable, "-I", "-S", str(_REAPER)]
+        null = subprocess.DEVNULL
+        reaper = _reapers[os.getpid()] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, text=True, start_new_session=True
         )
-    assert warden.stdin is not None
-    print(line, file=warden.stdin, flush=True)
+    assert reaper.stdin is not None
+    print(line, file=reaper.stdin, flush=True)
