@@ -212,7 +212,7 @@ def test_a_replacement_that_takes_its_time_is_not_hung_in_its_predecessors_step(
     (tmp_path / "slow-model").touch()
     (tmp_path / "die-in-step").touch()
     events = engine.step().events
-    assert len(events) == 1 and "ended by itself with exit code 3" in events[0]
+    assert len(events) == 1 and "exited with code 3" in events[0]
     engine.close()
 
 

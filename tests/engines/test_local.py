@@ -140,7 +140,7 @@ class CustomEnv(CartPoleEnv):
     ("does", "output"),
     [
         ("raise", "step() raised ValueError: the physics blew up"),
-        ("exit", "ended by itself with exit code 3"),
+        ("exit", "exited with code 3"),
         ("kill", "was killed by SIGKILL"),
         ("hang", "did not come back from step() within 1 s (env.step_timeout) (it was in"),
     ],
@@ -338,7 +338,7 @@ def test_training_learns_while_workers_raise_hang_exit_and_are_killed(runs: Path
     for does, words in (
         ("r", "raised ValueError: the physics blew up"),
         ("h", "did not come back from step() within 1 s"),
-        ("e", "ended by itself with exit code 3"),
+        ("e", "exited with code 3"),
         ("k", "was killed by SIGKILL"),
     ):
         assert output.count(words) >= done.count(does), words

@@ -1,4 +1,4 @@
-"""What is said of the end of a process."""
+"""How the end of a process is described."""
 
 import signal
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from tiltyard.processes.child import OutOfMemory, killed_by
 
 
-def test_memory_is_blamed_only_where_the_kernel_counts_that_it_ran_out(tmp_path: Path) -> None:
+def test_a_kill_is_attributed_to_memory_only_if_the_kernel_counts_one(tmp_path: Path) -> None:
     nothing, counter = tmp_path / "nothing", tmp_path / "memory.events"
-    assert OutOfMemory([nothing]).explain() == "the kernel does that when memory runs out"  # nobody can know
+    assert OutOfMemory([nothing]).explain() == "possibly out of memory"
     counter.write_text("low 0\noom 7\noom_kill 2\n")
     memory = OutOfMemory([nothing, counter])
-    assert memory.explain() == "from outside: the kernel had memory left"
+    assert memory.explain() == "sent by another process; memory had not run out"
     counter.write_text("low 0\noom 9\noom_kill 4\n")
-    assert [memory.explain() for _ in range(2)] == ["memory ran out"] * 2, "there were two"
-    assert memory.explain() == "from outside: the kernel had memory left"
+    assert [memory.explain() for _ in range(2)] == ["out of memory"] * 2, "there were two"
+    assert memory.explain() == "sent by another process; memory had not run out"
 
 
 def test_signals_are_named() -> None:

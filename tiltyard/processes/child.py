@@ -1,11 +1,11 @@
-"""Child processes that perform a task for this one: JSON lines both ways, nothing pickled, none outlives its parent.
+"""Child processes that perform one task: JSON lines both ways, nothing pickled, none outlives its parent.
 
     parent                                   child: python -m MODULE PARENT, which calls `serve`
       task as one line  -> stdin  ------------> performs it
-      more words        -> stdin  ------------> hear(); the end of stdin: the parent is gone, so it ends
-                        <- stdout ------------- tell(), and at last the answer; what an env prints goes to stderr
+      more messages     -> stdin  ------------> recv(); it exits at the end of stdin, because the parent is gone
+                        <- stdout ------------- send(), and finally the result; what an env prints goes to stderr
 
-On Linux the kernel ends a child whose parent dies, even one that is stuck in an env's native code.
+On Linux the kernel kills a child whose parent dies, even one that is stuck in an env's native code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tiltyard.errors import EXIT_FAILED, TiltyardError, UseError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-Word = dict[str, Any]
+Message = dict[str, Any]
 
 
 class Child:
-    """The parent's end. `name` and `hint` are for the sentence about one that dies."""
+    """The parent's end. `name` and `hint` are for the error when the child dies."""
 
-    def __init__(self, module: str, task: Word, name: str, hint: str) -> None:
+    def __init__(self, module: str, task: Message, name: str, hint: str) -> None:
         self._name, self._hint = name, hint
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid())],
@@ -41,34 +41,34 @@ class Child:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
-            start_new_session=True,  # no terminal: an env that reads passwords there would stop the whole job
+            start_new_session=True,  # no terminal: an env that reads a password there would stop the whole job
         )
         self.send(task)
 
-    def send(self, word: Word) -> None:
+    def send(self, message: Message) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # that it is dead is told by `hear`
-            self.process.stdin.write(json.dumps(word) + "\n")
+        with suppress(BrokenPipeError):  # `recv` reports that it is dead
+            self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def recv(self) -> Word:
-        """The next line of the child; what it failed with is raised here."""
+    def recv(self) -> Message:
+        """The child's next message; raises the error that it failed with."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        if not line.endswith("\n"):  # nothing more, or the beginning of something
+        if not line.endswith("\n"):  # the child is gone; the last line may be cut
             code = self.process.wait()
-            how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with exit code {code}"
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             raise TiltyardError(f"{self._name} {how}", self._hint)
-        told: Word = json.loads(line)
-        if "error" in told:
-            kind = UseError if told["wrong_use"] else TiltyardError
-            raise kind(told["error"], told["hint"], told["details"])
-        return told
+        message: Message = json.loads(line)
+        if "error" in message:
+            kind = UseError if message["wrong_use"] else TiltyardError
+            raise kind(message["error"], message["hint"], message["details"])
+        return message
 
 
 @contextmanager
-def children(module: str, tasks: Sequence[Word], name: str, hint: str) -> Iterator[list[Child]]:
-    """One child per task, called `name` and its number. However this is left, all of them have ended."""
+def children(module: str, tasks: Sequence[Message], name: str, hint: str) -> Iterator[list[Child]]:
+    """Start one child per task, called `name` and its number; all of them are gone when the context is left."""
     started: list[Child] = []
     try:
         for number, task in enumerate(tasks):
@@ -87,54 +87,54 @@ def children(module: str, tasks: Sequence[Word], name: str, hint: str) -> Iterat
 class Parent:
     """The child's end."""
 
-    def __init__(self, answers: TextIO, words: queue.SimpleQueue[Word]) -> None:
-        self._answers, self._words = answers, words
+    def __init__(self, answers: TextIO, messages: queue.SimpleQueue[Message]) -> None:
+        self._answers, self._messages = answers, messages
 
-    def send(self, word: Word) -> None:
-        self._answers.write(json.dumps(word) + "\n")
+    def send(self, message: Message) -> None:
+        self._answers.write(json.dumps(message) + "\n")
         self._answers.flush()
 
-    def recv(self) -> Word:
-        """The next word, the task being the first; waits for it."""
-        return self._words.get()
+    def recv(self) -> Message:
+        """Wait for the next message; the first one is the task."""
+        return self._messages.get()
 
 
-def serve(parent: int, perform: Callable[[Word, Parent], Word]) -> None:
-    """Perform the task that comes from stdin; what `perform` returns or fails with is the last line of stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # some send ^C to all processes of a job; the parent ends this one
+def serve(parent: int, perform: Callable[[Message, Parent], Message]) -> None:
+    """Perform the task read from stdin; the result or the error of `perform` is the last line of stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C may reach all processes of a job; the parent ends this one
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    told = os.dup(0)
+    stdin = os.dup(0)
     with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take what is meant for us
-    line = Parent(answers, _listen_to(parent, told))
-    task = line.recv()
+        os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take our messages
+    channel = Parent(answers, _read_messages(parent, stdin))
+    task = channel.recv()
     try:
-        said = perform(task, line)
+        result = perform(task, channel)
     except TiltyardError as error:
         wrong_use = isinstance(error, UseError)
-        said = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
-    line.send(said)
+        result = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
+    channel.send(result)
 
 
 def take_no_action_on(*numbers: int) -> None:
-    """Do nothing about signals that are for another process, which tells what follows from them. Ignoring them would be
-    inherited: a simulator that an env starts would be deaf to its terminate(), too."""
+    """Handle signals by doing nothing: another process decides what follows. SIG_IGN would be inherited, and a simulator
+    started by an env could not be terminated."""
     for number in numbers:
         signal.signal(number, lambda number, frame: None)
         signal.siginterrupt(number, False)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends (Linux; elsewhere closed pipes have to do)."""
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere, closed pipes end it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before the call
         os._exit(EXIT_FAILED)
 
 
 def killed_by(number: int, *, explained: bool = False) -> str:
-    """What a signal did to a process; `explained` says who sent the one that cannot be refused, as far as is known."""
+    """Describe a death by signal; with `explained`, a SIGKILL is attributed to the kernel or to another process."""
     more = f" ({_memory.explain()})" if explained and number == signal.SIGKILL else ""
     with suppress(ValueError):  # real-time signals have no name
         return f"was killed by {signal.Signals(number).name}{more}"
@@ -142,26 +142,26 @@ def killed_by(number: int, *, explained: bool = False) -> str:
 
 
 class OutOfMemory:
-    """How often the kernel has killed because memory ran out: in our control group, else on the whole machine."""
+    """Counts the kernel's out-of-memory kills: in our control group, else on the whole machine."""
 
-    def __init__(self, places: Sequence[Path]) -> None:
-        self._places = places
+    def __init__(self, counters: Sequence[Path]) -> None:
+        self._counters = counters
         self._seen = self._kills()
 
     def explain(self) -> str:
-        """Of one process that was killed: whether the kernel has killed more than were asked about before."""
+        """Attribute one SIGKILL: out of memory if there are kernel kills that no earlier call has used up."""
         now = self._kills()
         if self._seen is None or now is None:
-            return "the kernel does that when memory runs out"
+            return "possibly out of memory"
         if now <= self._seen:
-            return "from outside: the kernel had memory left"
+            return "sent by another process; memory had not run out"
         self._seen += 1
-        return "memory ran out"
+        return "out of memory"
 
     def _kills(self) -> int | None:
-        for place in self._places:
+        for counter in self._counters:
             with suppress(OSError, ValueError, KeyError):
-                return int(dict(line.split(maxsplit=1) for line in place.read_text().splitlines())["oom_kill"])
+                return int(dict(line.split(maxsplit=1) for line in counter.read_text().splitlines())["oom_kill"])
         return None
 
 
@@ -180,18 +180,18 @@ def _counters() -> Iterator[Path]:
 _memory = OutOfMemory(list(_counters()))
 
 
-def _listen_to(parent: int, pipe: int) -> queue.SimpleQueue[Word]:
-    """Let this process end when its parent does, however that comes about; until then, what the parent says."""
+def _read_messages(parent: int, pipe: int) -> queue.SimpleQueue[Message]:
+    """Read the parent's messages in a thread, and exit when the parent is gone."""
     die_with(parent)
-    words: queue.SimpleQueue[Word] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def listen() -> None:
+    def read() -> None:
         text = b""
-        while got := os.read(pipe, 1 << 16):  # no file object: its lock would be waited for when Python ends
+        while got := os.read(pipe, 1 << 16):  # no file object: Python would wait for its lock at exit
             *lines, text = (text + got).split(b"\n")
             for each in lines:
-                words.put(json.loads(each))
+                messages.put(json.loads(each))
         os._exit(EXIT_FAILED)
 
-    threading.Thread(target=listen, daemon=True).start()
-    return words
+    threading.Thread(target=read, daemon=True).start()
+    return messages

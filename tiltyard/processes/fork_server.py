@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,14 +122,14 @@ class ForkServer:
             self._process.wait()
 
 
+@dataclass
 class _Standby:
     """At most one fork server, started early to import torch while the driver still probes the env. It fits only the
     folder and environment variables that it was started with."""
 
-    def __init__(self) -> None:
-        self._ready: tuple[ForkServer, tuple[object, ...]] | None = None
-        self._parent: tuple[ForkServer, tuple[object, ...]] | None = None
-        self._shared = False
+    _ready: tuple[ForkServer, tuple[object, ...]] | None = None
+    _parent: tuple[ForkServer, tuple[object, ...]] | None = None
+    _shared: bool = False
 
     def start(self, preload: Sequence[str]) -> ForkServer:
         self.end()

@@ -1,4 +1,4 @@
-"""Processes of this user as /proc tells them: what they are called, what they use, who started whom."""
+"""The user's processes as read from /proc: commands, resources, and which process started which."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Process:
     command: str
     threads: int
     cpu: float
-    """seconds of CPU used so far"""
+    """CPU seconds used so far"""
     rss: int
-    """bytes in memory"""
+    """resident bytes"""
     started: float
-    """as time.time() says it"""
+    """Unix time"""
 
 
 def own_processes() -> Iterator[Process]:
@@ -37,7 +37,7 @@ def own_processes() -> Iterator[Process]:
 
 
 def read(pid: int) -> Process | None:
-    """The process of that number; None when it is gone, somebody else's, or only waits to be forgotten."""
+    """The process with that pid; None if it is gone, another user's, or a zombie."""
     folder = PROC / str(pid)
     try:
         if folder.stat().st_uid != os.getuid():
@@ -45,7 +45,7 @@ def read(pid: int) -> Process | None:
         # The command's name (field 2) may hold spaces and brackets: count from the last one.
         name, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
         fields = rest.split()
-        words = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+        cmdline = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
     except OSError:
         return None
     if len(fields) < 22 or fields[0] in "ZX":
@@ -53,7 +53,7 @@ def read(pid: int) -> Process | None:
     return Process(
         pid=pid,
         parent=int(fields[1]),
-        command=words or name.partition("(")[2],
+        command=cmdline or name.partition("(")[2],
         threads=int(fields[17]),
         cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
         rss=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
@@ -66,7 +66,7 @@ def _boot() -> float:
 
 
 def pss(pid: int) -> int | None:
-    """Bytes in memory with what is shared divided among those who share it; None where the system does not tell."""
+    """Proportional set size in bytes: shared pages are divided among their users. None if unknown."""
     try:
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -77,7 +77,7 @@ def pss(pid: int) -> int | None:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The variables that the process was started with; empty when they cannot be read."""
+    """The environment variables that the process was started with; empty if unreadable."""
     try:
         whole = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -86,10 +86,10 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def tree(pid: int) -> list[Process]:
-    """The process and all that it and its children started."""
-    everyone = list(own_processes())
+    """The process and all its descendants."""
+    everything = list(own_processes())
     wanted, found = {pid}, []
-    while more := [each for each in everyone if each.pid in wanted and each not in found]:
+    while more := [each for each in everything if each.pid in wanted and each not in found]:
         found += more
-        wanted |= {each.pid for each in everyone if each.parent in wanted}
+        wanted |= {each.pid for each in everything if each.parent in wanted}
     return found

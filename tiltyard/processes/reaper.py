@@ -1,11 +1,11 @@
-"""A small process that stays a moment longer than this one, which may be killed at any time, and puts things in order.
+"""The reaper: a small process that outlives this one, even when this one is killed, and cleans up after it.
 
-    this process ── starts ──> guard: python -I -S guard.py     waits for the end of this process, however it comes
-                               ends what envs have started here and left behind (Linux: /proc tells)
-                               shows the terminal's cursor again and gives the terminal its mode back
+    this process ── starts ──> reaper: python -I -S reaper.py     waits until this process has ended
+                               ends the processes that envs have started and left behind (Linux, through /proc)
+                               shows the terminal's cursor again and restores the terminal's mode
 
-What envs start is known by a mark in its environment, and a mere fork of this process by the pipe to the guard that it
-holds. Nothing else is touched: a tracker's helpers are started without the mark. A worker's guard is its nursery.
+Programs started by envs carry a mark in their environment; plain forks of this process hold the pipe to the reaper.
+Trackers' helpers are started without the mark and are left alone. The fork server is the reaper of its workers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MARK = "TILTYARD_GUARDED"  # in the environment of whatever an env starts: whose end is its own
-WORKER = "TILTYARD_WORKER"  # the same in a worker, for its nursery
-GRACE = 1.0  # seconds that what is left behind has to end by itself and tidy up
-TIMEOUT = 10.0  # seconds that the kernel has to end what was killed
+MARK = "TILTYARD_GUARDED"  # environment variable of programs started by envs: which process they must not outlive
+WORKER = "TILTYARD_WORKER"  # the same in a worker, for the fork server
+GRACE = 1.0  # seconds that a process left behind has to exit and tidy up
+TIMEOUT = 10.0  # seconds that the kernel may take to end a killed process
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Reaper:
-    """Ends whatever carries `mark` when this process has gone, and gives `terminal` back as it is now."""
+    """Ends all processes with `mark` when this process is gone, and restores `terminal` to its present mode."""
 
     def __init__(self, *, mark: str = "", terminal: int | None = None) -> None:
         self.mark, self.owner = mark, os.getpid()
@@ -49,24 +49,24 @@ class Reaper:
         )
 
     def close(self) -> None:
-        """Nothing is left to guard."""
+        """Stop waiting: there is nothing left to clean up."""
         self._process.kill()
         self._process.communicate()
 
-    def let_go(self) -> None:
-        """In a fork of this process: it is nobody whom the guard ends."""
+    def release(self) -> None:
+        """In a fork of this process: do not count it among what the reaper ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
 
-# ---------------------------------------------------------------------------------------------- what envs start
+# ---------------------------------------------------------------------------------------------- processes of envs
 
 _own: Reaper | None = None
 _open = 0
 
 
 def own_mark() -> str:
-    """What carries this in its environment, alone or followed by a dot and more, ends soon after this process."""
+    """The mark of this process: what carries it, alone or followed by a dot and more, is ended after this process."""
     global _own
     if _own is None or _own.owner != os.getpid():
         _own = Reaper(mark=f"{os.getpid()}-{os.urandom(8).hex()}")
@@ -74,7 +74,7 @@ def own_mark() -> str:
 
 
 def begin() -> None:
-    """Envs are about to be made here: what this process starts is marked, unless somebody else has seen to that."""
+    """Call before making envs: from now on, programs started here are marked, unless they are already."""
     global _open
     _open += 1
     if not {MARK, WORKER} & os.environ.keys():
@@ -82,7 +82,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """They are gone. What they have left behind may be of use to later ones, and ends with this process."""
+    """Call when those envs are closed. What they left behind may serve later ones; it ends with this process."""
     global _open
     _open -= 1
     if _open == 0 and _own is not None and os.environ.get(MARK) == _own.mark:
@@ -90,8 +90,8 @@ def end() -> None:
 
 
 def _forked() -> None:
-    if _open == 0 and _own is not None:  # not an env's doing
-        _own.let_go()
+    if _open == 0 and _own is not None:  # no env made this fork
+        _own.release()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -99,7 +99,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
-    """For the start of processes that have to outlive this one: they finish their work by themselves."""
+    """Start processes here that must outlive this one, such as a tracker's upload."""
     mark = os.environ.pop(MARK, None)
     try:
         yield
@@ -109,7 +109,7 @@ def unmarked() -> Iterator[None]:
 
 
 def mark_of(pid: int, name: str = MARK) -> str:
-    """What a program's environment says; nothing for a mere fork, and where it is not ours to read."""
+    """The mark in a program's environment; empty for a plain fork, and where we may not read it."""
     with contextlib.suppress(OSError):
         for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if word.startswith(f"{name}=".encode()):
@@ -118,9 +118,9 @@ def mark_of(pid: int, name: str = MARK) -> str:
 
 
 def end_marked(mark: str, pipe: str = "") -> None:
-    """End whatever carries a mark or holds a pipe; first it has a moment to end by itself."""
-    began = time.monotonic()
-    while (found := _marked(mark, pipe)) and (passed := time.monotonic() - began) < GRACE + TIMEOUT:
+    """End all processes that carry a mark or hold a pipe, after a moment to exit by themselves."""
+    start = time.monotonic()
+    while (found := _marked(mark, pipe)) and (passed := time.monotonic() - start) < GRACE + TIMEOUT:
         for pid in found if passed >= GRACE else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ def _marked(mark: str, pipe: str) -> list[int]:
 
 def _files(pid: int) -> set[str]:
     found = set()
-    with contextlib.suppress(OSError):  # ended meanwhile, or not ours to look at
+    with contextlib.suppress(OSError):  # it exited, or we may not read it
         for link in Path(f"/proc/{pid}/fd").iterdir():
             found.add(str(link.readlink()))
     return found
@@ -146,59 +146,58 @@ def _files(pid: int) -> set[str]:
 
 
 def foreground_group(terminal: int) -> int:
-    """The group of processes that the terminal's user looks at; others must not touch its mode. 0 where this is not the
-    terminal that we were started from."""
+    """The foreground process group, the only one that may set the terminal's mode; 0 if it is not our terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(terminal)
     return 0
 
 
 def terminal_mode(terminal: int) -> list[Any]:
-    """The terminal's mode as JSON can carry it."""
+    """The terminal's mode, as JSON."""
     *numbers, characters = termios.tcgetattr(terminal)
     return [*numbers, [each if isinstance(each, int) else each.decode("latin-1") for each in characters]]
 
 
 def set_terminal_mode(terminal: int, mode: list[Any]) -> None:
-    """Give a terminal the mode that `mode_of` has told."""
+    """Set a terminal's mode to what `terminal_mode` returned."""
     *numbers, characters = mode
     characters = [each if isinstance(each, int) else each.encode("latin-1") for each in characters]
     termios.tcsetattr(terminal, termios.TCSADRAIN, [*numbers, characters])
 
 
-def _give_back(terminal: int, mode: list[Any], session: int, group: int) -> None:
-    """Show the cursor, and set the mode unless a shell has taken the terminal and set its own by now."""
-    with contextlib.suppress(OSError, termios.error):  # the terminal may have gone, too
+def _restore_terminal(terminal: int, mode: list[Any], session: int, group: int) -> None:
+    """Show the cursor; set the mode unless a shell has taken the terminal and set its own."""
+    with contextlib.suppress(OSError, termios.error):  # the terminal may be gone, too
         os.write(terminal, _SHOW_CURSOR)
-        if _in_front_of(session) in (0, group):
+        if _session_foreground(session) in (0, group):
             set_terminal_mode(terminal, mode)
 
 
-def _in_front_of(session: int) -> int:
-    """The group of processes that a session's terminal belongs to; 0 where nothing tells."""
+def _session_foreground(session: int) -> int:
+    """The foreground process group of a session's terminal; 0 if unknown."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{session}/stat").read_bytes().rpartition(b")")[2].split()[5])
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- in the guard
+# ---------------------------------------------------------------------------------------------- in the reaper
 
 
 def main(task: dict[str, Any]) -> None:
-    """Wait, put in order, and end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what ends a job first ends who is guarded
+    """Wait for the owner's end, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a signal to the whole job ends the owner first
         signal.signal(number, signal.SIG_IGN)
     _wait_for(task["owner"])
     if task["mode"] is not None:
-        _give_back(1, task["mode"], task["session"], task["group"])
+        _restore_terminal(1, task["mode"], task["session"], task["group"])
     end_marked(task["mark"], str(Path("/proc/self/fd/0").readlink()) if sys.platform == "linux" else "")
 
 
 def _wait_for(owner: int) -> None:
-    """Until a process has ended. Its pipe does not tell: forks may hold it, and a program that it becomes does not."""
+    """Wait until a process has ended. Its pipe alone does not show that: forks may hold it, an exec closes it."""
     try:
         ended = os.pidfd_open(owner)
-    except (AttributeError, OSError):  # not Linux, an old one, or ended already: then the pipe has to do
+    except (AttributeError, OSError):  # not Linux, an old kernel, or already ended: wait on the pipe
         ended = 0
     if os.getppid() == owner:
         select.select([ended], [], [])

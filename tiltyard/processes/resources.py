@@ -1,4 +1,4 @@
-"""What this machine, or the part of it we were given, has left. Answers None where the system does not say."""
+"""Cores, memory and address of this machine, or of the part given to us. None where the system does not report them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 
 CACHE_LINE = 64  # bytes
-POLL_SECONDS = 0.2  # seconds that cores are watched for
+SAMPLE_SECONDS = 0.2  # how long core usage is measured
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, and that its job and a limit of its control group leave it."""
+    """Cores that this process may use: its affinity, its job's share, and its control group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if given.isdecimal() and "SLURM_STEP_ID" in os.environ:  # without control groups the rest is left to our manners
+    if given.isdecimal() and "SLURM_STEP_ID" in os.environ:  # Slurm may not enforce it
         allowed = max(1, min(allowed, int(given)))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -28,38 +28,38 @@ def usable_cores() -> int:
 
 @cache
 def free_cores() -> float:
-    """How many of them nobody is using, and one at least: watched for a moment, and kept, because later on it would be
-    our own processes that are seen. `free_cores.cache_clear()` has the next one look anew."""
+    """Idle cores among the usable ones, at least 1. Measured once, before our own processes use them;
+    `free_cores.cache_clear()` makes the next call measure again."""
     usable = usable_cores()
     try:
-        before, began = _idle_seconds(), time.monotonic()
-        time.sleep(POLL_SECONDS)  # so that the core this runs on is seen as free, which it is
-        return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - began)))
+        before, start = _idle_seconds(), time.monotonic()
+        time.sleep(SAMPLE_SECONDS)  # so that the core of this process counts as free
+        return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - start)))
     except (OSError, ValueError, LookupError):
         return float(usable)
 
 
 def _idle_seconds() -> float:
-    """Of all cores that this process may run on, since the machine was started."""
+    """Idle seconds of all cores that this process may run on, since boot."""
     fields = {line.split()[0]: line.split()[1:] for line in Path("/proc/stat").read_text().splitlines()}
     idle = [int(ticks) for number in os.sched_getaffinity(0) for ticks in fields[f"cpu{number}"][3:5]]
     return sum(idle) / os.sysconf("SC_CLK_TCK")
 
 
 def own_address() -> str:
-    """The address by which other machines reach this one: that of its name, or of the way out where that is no use."""
+    """The address by which other machines reach this one: its host name's, or else the outgoing interface's."""
     with contextlib.suppress(OSError):
         found = socket.gethostbyname(socket.gethostname())
         if not found.startswith("127."):
             return found
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; an address that is nobody's
+        probe.connect(("192.0.2.1", 9))  # sends nothing; a documentation address
         return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
 def rss_bytes() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not tell."""
+    """Resident bytes of this process; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -68,7 +68,7 @@ def rss_bytes() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes that can still be used: the system's, or what is left of the control group's limit if that is less."""
+    """Bytes still available: the system's, or what the control group's limit leaves if that is less."""
     available = _meminfo_available()
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:

@@ -262,7 +262,7 @@ class WorkerPool:
             return worker.kill_reason
         if status < 0:
             return killed_by(-status, explained=True)
-        return f"ended by itself with exit code {status}"
+        return f"exited with code {status}"
 
     def _end_of(self, actor: _Actor, status: int) -> TiltyardError:
         """Why there is no actor any more: what it says, or how it ended."""
@@ -270,7 +270,7 @@ class WorkerPool:
         if text:
             told = json.loads(text)
             return TiltyardError(told["error"], told["hint"] or HINT, told["details"])
-        how = killed_by(-status, explained=True) if status < 0 else f"ended by itself with exit code {status}"
+        how = killed_by(-status, explained=True) if status < 0 else f"exited with code {status}"
         return TiltyardError(f"the actor (process {actor.pid}) {how}", HINT)
 
     def _given_up(self, worker: _WorkerProcess, cause: str) -> TiltyardError:
