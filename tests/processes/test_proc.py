@@ -1,4 +1,4 @@
-"""Processes as /proc tells them."""
+"""Processes read from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiltyard.processes import proc
 CHILD = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
 
 
-def test_a_process_and_what_it_started() -> None:
+def test_a_process_and_its_descendants() -> None:
     began = time.time()
     environment = {**os.environ, "MARK": "a b"}
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, env=environment)
