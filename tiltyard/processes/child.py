@@ -118,8 +118,8 @@ def serve(parent: int, perform: Callable[[Message, Parent], Message]) -> None:
 
 
 def take_no_action_on(*numbers: int) -> None:
-    """Handle signals by doing nothing: another process decides what follows. SIG_IGN would be inherited: a simulator that
-    an env starts could not be terminated."""
+    """Handle signals by doing nothing; another process decides what follows. SIG_IGN would be inherited by simulators,
+    which could then not be terminated."""
     for number in numbers:
         signal.signal(number, lambda number, frame: None)
         signal.siginterrupt(number, False)
