@@ -7,26 +7,9 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.algos.pb2 import Bandit, root
-from tiltyard.algos.pbt import (
-    Exploit,
-    Gain,
-    Member,
-    Number,
-    Options,
-    Rules,
-    is_ahead,
-    is_due,
-    pb2,
-    perturb,
-    random_settings,
-    rank,
-    replacements,
-    reward_weights,
-    schedule,
-    source_for,
-    with_reward_weights,
-)
+from tiltyard.algos.pb2 import Bandit, Gain, cholesky, propose
+from tiltyard.algos.pbt import Exploit, Member, Rules, is_ahead, is_due, rank, replacements, schedule, source_for
+from tiltyard.algos.tunables import Number, Options, perturb, random_settings, reward_weights, with_reward_weights
 from tiltyard.errors import UseError
 
 ALWAYS = Rules(period=100, start=100, replace=0.25, gap=0.0, relative_gap=0.0, rate=1.0)
@@ -36,7 +19,7 @@ EPOCHS = Number("algo.epochs", 1, 8, whole=True)
 LEAN = Number("env.options.lean", -1.0, 1.0)
 ROWS = Options(("algo.rollout", "algo.minibatch"), ((64, 128), (128, 256), (256, 256)))
 WORD = Options(("model.activation",), (("relu",), ("tanh",), ("silu",)))
-DIALS = (LR, GAMMA, EPOCHS, LEAN, ROWS, WORD)
+TUNABLES = (LR, GAMMA, EPOCHS, LEAN, ROWS, WORD)
 
 
 def rng(*seed):
@@ -154,8 +137,8 @@ def test_the_source_is_drawn_from_all_of_the_best():
 
 
 def test_drawn_settings_lie_in_their_spans_and_choices():
-    made = [random_settings(DIALS, rng(seed)) for seed in range(300)]
-    assert made[7] == random_settings(DIALS, rng(7)) != made[8]
+    made = [random_settings(TUNABLES, rng(seed)) for seed in range(300)]
+    assert made[7] == random_settings(TUNABLES, rng(7)) != made[8]
     assert {each["algo.epochs"] for each in made} == set(range(1, 9))
     assert {(each["algo.rollout"], each["algo.minibatch"]) for each in made} == set(ROWS.values)
     assert all(1e-5 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.9999 for each in made)
@@ -166,9 +149,9 @@ def test_drawn_settings_lie_in_their_spans_and_choices():
 def test_perturbed_settings_stay_near_inside_and_what_they_are():
     rules = Rules(rate=1.0, factors=(1.1, 1.5))
     for seed in range(count(3000)):
-        before = random_settings(DIALS, rng(3, seed))
-        after = perturb(DIALS, before, rules, rng(4, seed))
-        assert after == perturb(DIALS, before, rules, rng(4, seed))
+        before = random_settings(TUNABLES, rng(3, seed))
+        after = perturb(TUNABLES, before, rules, rng(4, seed))
+        assert after == perturb(TUNABLES, before, rules, rng(4, seed))
         assert after.keys() == before.keys()
         assert 1e-5 <= after["algo.lr"] <= 1e-1 and 0.9 <= after["algo.gamma"] <= 0.9999
         factor = after["algo.lr"] / before["algo.lr"]
@@ -203,8 +186,8 @@ def test_factors_by_hand():
 
 
 def test_a_rate_of_settings_changes_and_a_share_of_those_is_drawn_anew():
-    before = random_settings(DIALS, rng())
-    assert perturb(DIALS, before, Rules(rate=0.0), rng()) == before
+    before = random_settings(TUNABLES, rng())
+    assert perturb(TUNABLES, before, Rules(rate=0.0), rng()) == before
     many = [perturb([LR], {"algo.lr": 1e-3}, Rules(rate=0.15), rng(5, seed))["algo.lr"] for seed in range(2000)]
     assert 0.12 < np.mean([each != 1e-3 for each in many]) < 0.18
     anew = Rules(rate=1.0, resample=1.0)
@@ -252,11 +235,11 @@ def test_what_has_no_bounds_cannot_be_drawn():
     with pytest.raises(UseError, match="no bounds"):
         random_settings([Number("x")], rng())
     with pytest.raises(UseError, match="no bounds"):
-        pb2([Number("x")], [Gain({"x": 1.0}, 100, 1.0)] * 9, [], ALWAYS, rng())
+        propose([Number("x")], [Gain({"x": 1.0}, 100, 1.0)] * 9, [], ALWAYS, rng())
 
 
 def test_shares_and_settings_are_two_ways_to_say_the_same():
-    for tunable in DIALS:
+    for tunable in TUNABLES:
         for seed in range(50):
             settings = random_settings([tunable], rng(7, seed))
             again = tunable.at(tunable.share(settings))
@@ -273,29 +256,29 @@ def test_shares_and_settings_are_two_ways_to_say_the_same():
 def test_a_bandit_knows_what_it_saw_and_forgets_it():
     points, times = np.linspace(0, 1, 9)[:, None], np.zeros(9)
     bandit = Bandit(points, times, np.sin(6 * points[:, 0]))
-    bandit.forgotten = 0.2
+    bandit.forgetting = 0.2
     bandit._solve()
     mean, deviation = bandit._predict(points, 0.0)
     assert mean == pytest.approx(np.sin(6 * points[:, 0]), abs=0.1) and deviation.max() < 0.2
     later, unsure = bandit._predict(points, 50.0)
     assert np.abs(later).max() < 0.01 and unsure.min() > 0.99
     before = bandit.bound(points[:1], 5.0)[0]
-    bandit.expect(points[:1], 5.0)
+    bandit.add_pending(points[:1], 5.0)
     assert bandit.bound(points[:1], 5.0)[0] < before
 
 
 def test_equal_points_have_a_root_too():
-    factor = root(np.ones((5, 5)))
+    factor = cholesky(np.ones((5, 5)))
     assert factor @ factor.T == pytest.approx(np.ones((5, 5)), abs=1e-6)
     with pytest.raises(np.linalg.LinAlgError):
-        root(-10 * np.eye(2))
+        cholesky(-10 * np.eye(2))
 
 
 def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_is():
     tunables = (LR, LEAN)
     few = [Gain(random_settings(tunables, rng(8, i)), 100, 1.0) for i in range(5)]
-    assert pb2(tunables, few, [], ALWAYS, rng(1)) == random_settings(tunables, rng(1))
-    assert pb2(tunables, [*few, Gain(few[0].settings, 100, math.nan)], [], ALWAYS, rng(1)) == random_settings(
+    assert propose(tunables, few, [], ALWAYS, rng(1)) == random_settings(tunables, rng(1))
+    assert propose(tunables, [*few, Gain(few[0].settings, 100, math.nan)], [], ALWAYS, rng(1)) == random_settings(
         tunables, rng(1)
     )
     points = [random_settings(tunables, rng(9, i)) for i in range(40)]
@@ -303,8 +286,8 @@ def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_
         Gain(each, 100 + i // 4 * 100, -((LR.share(each) - 0.3) ** 2) - (LEAN.share(each) - 0.6) ** 2)
         for i, each in enumerate(points)
     ]
-    found = [pb2(tunables, gains, points[:2], ALWAYS, rng(seed)) for seed in range(5)]
-    assert found[2] == pb2(tunables, gains[::-1], points[:2], ALWAYS, rng(2))
+    found = [propose(tunables, gains, points[:2], ALWAYS, rng(seed)) for seed in range(5)]
+    assert found[2] == propose(tunables, gains[::-1], points[:2], ALWAYS, rng(2))
     for each in found:
         assert (LR.share(each), LEAN.share(each)) == pytest.approx((0.3, 0.6), abs=0.2)
 
@@ -312,19 +295,19 @@ def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_
 def test_pb2_finds_whole_numbers_choices_and_words():
     gains = []
     for i in range(60):
-        each = random_settings(DIALS, rng(10, i))
+        each = random_settings(TUNABLES, rng(10, i))
         right = (
             (each["algo.epochs"] == 5) + 2 * (each["algo.rollout"] == 256) + 2 * (each["model.activation"] == "tanh")
         )
         gains.append(Gain(each, 100 + i // 6 * 100, float(right)))
-    found = pb2(DIALS, gains, [], ALWAYS, rng())
+    found = propose(TUNABLES, gains, [], ALWAYS, rng())
     assert found["model.activation"] == "tanh" and (found["algo.rollout"], found["algo.minibatch"]) == (256, 256)
     assert type(found["algo.epochs"]) is int
 
 
 def test_pb2_takes_equal_gains_and_equal_settings():
     same = [Gain({"algo.lr": 1e-3}, 100 * i, 2.0) for i in range(20)]
-    assert 1e-5 <= pb2([LR], same, [{"algo.lr": 1e-3}] * 3, ALWAYS, rng())["algo.lr"] <= 1e-1
+    assert 1e-5 <= propose([LR], same, [{"algo.lr": 1e-3}] * 3, ALWAYS, rng())["algo.lr"] <= 1e-1
 
 
 PERIODS, SIZE = 25, 5
@@ -358,7 +341,9 @@ def trained(seed, guided):
             scores[i] = scores[source]
             others = settings[:i] + settings[i + 1 :]
             settings[i] = (
-                pb2(TUNED, gains, others, rules, draws) if guided else perturb(TUNED, settings[source], rules, draws)
+                propose(TUNED, gains, others, rules, draws)
+                if guided
+                else perturb(TUNED, settings[source], rules, draws)
             )
     return (*np.mean(far[-5:], axis=0), -max(scores))
 

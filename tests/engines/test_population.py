@@ -73,7 +73,7 @@ def told(run: Run) -> list[dict[str, Any]]:
         ({"policies": {"a": {}}}, "population: needs at least two policies that learn, but policies has 1"),
         ({"population": {}}, "population.space: is empty"),
         ({"population": {"space": {"algo.epochs": [1, 2]}}}, "algo.epochs cannot change during training"),
-        ({"population": {"space": {"algo.lr": {"log": [0, 1]}}}}, "population.space.algo.lr = .* has a logarithm"),
+        ({"population": {"space": {"algo.lr": {"log": [0, 1]}}}}, "population.space.algo.lr = .* has a log scale"),
         ({"population": {"space": {"algo.gamma": [0.9, 2]}}}, "reaches 2: gamma must be at most 1"),
         (
             {"population": {"space": {"algo.lr": [1, 2]}, "metric": "eval/return"}},
@@ -91,7 +91,9 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], output: str) -> Non
 
 def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: Command, runs: Path) -> None:
     words = ("policies={a: {}, b: {}}", "population={space: {algo.gamma: {range: [0.9, 1]}}}")
-    assert "changed by its distance from 1, and reaches 1" in tiltyard("train", "identity", *words, expect=2).stderr
+    assert (
+        "changed by its distance from 1 and must stay below 1" in tiltyard("train", "identity", *words, expect=2).stderr
+    )
     assert not list(runs.rglob("status.json"))
 
 

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.algos.pbt import Gain, Member, latin_hypercube
+from tiltyard.algos.pb2 import Gain
+from tiltyard.algos.pbt import Member
+from tiltyard.algos.tunables import latin_hypercube
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.sweep.folder import Trial, wanted
 from tiltyard.sweep.pbt.lineage import Lineage

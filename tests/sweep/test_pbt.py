@@ -368,16 +368,16 @@ def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
 
 
 def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiltyard.algos import pbt as rules
+    from tiltyard.algos import pb2
 
-    asked, real = [], rules.pb2
+    asked, real = [], pb2.propose
 
     def spy(tunables: Any, gains: Any, others: Any, *more: Any) -> Any:
         made = real(tunables, gains, others, *more)
         asked.append((list(gains), list(others), made))
         return made
 
-    monkeypatch.setattr(rules, "pb2", spy)
+    monkeypatch.setattr(pb2, "propose", spy)
     space = {"env.options.level": {"range": [-10.0, 10.0]}}
     points = [{"env.options.level": level} for level in (9.0, 5.0, 1.0)]
     experiment = {**EXPERIMENT, "stop": {"env_steps": 64 * 5}}

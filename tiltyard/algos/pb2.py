@@ -1,38 +1,101 @@
-"""What a point is likely to bring, from what others brought before: a Gaussian process over points and time.
+"""PB2 (Parker-Holder et al. 2020): choose a copy's settings by a bandit, a Gaussian process over settings and time.
 
-Two results have the less in common the further apart they are in either:
+The covariance of two results falls with their distance in either:
 
-    exp(-distance^2 / 2 length^2) (1 - forgotten)^(time / 2)      and noise on each result
+    exp(-distance^2 / 2 length^2) (1 - forgetting)^(time / 2)      plus noise on each result
 
-with the most likely of a few lengths, rates of forgetting and amounts of noise. Points are coordinates of about [0, 1],
-values are standardised, and one of time is one period.
+Length, forgetting and noise are the most likely of a few values. Points are coordinates of about [0, 1], values are
+standardised, and one unit of time is one period.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiltyard.algos.pbt import Rules, Settings
+from tiltyard.algos.tunables import Tunable, random_settings, require_bounded, settings_at
+
 Array = NDArray[Any]
 
-_LENGTHS, _FORGOTTEN, _NOISES = (0.1, 0.2, 0.4, 0.8), (0.01, 0.05, 0.2), (0.02, 0.3)
+_LENGTHS, _FORGETTING, _NOISES = (0.1, 0.2, 0.4, 0.8), (0.01, 0.05, 0.2), (0.02, 0.3)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The improvement of one member in one period that ended at these env steps. More is better."""
+
+    settings: Settings
+    env_steps: int
+    gain: float
+
+
+_MAX_GAINS = 60  # older ones have almost no weight
+_CANDIDATES, _KEPT, _WIDTHS = 256, 8, (0.1, 0.03, 0.01)
+
+
+def propose(
+    tunables: Sequence[Tunable],
+    gains: Sequence[Gain],
+    others: Sequence[Settings],
+    rules: Rules,
+    rng: np.random.Generator,
+) -> Settings:
+    """The settings with the highest upper confidence bound for the next period; random ones while data is scarce.
+
+    `others` are the settings that other members use in that period: trying them again would add little.
+    """
+    gains = [each for each in sorted(gains, key=lambda each: each.env_steps) if math.isfinite(each.gain)]
+    gains = gains[-_MAX_GAINS:]
+    if len(gains) < 2 * (len(require_bounded(tunables)) + 1):
+        return random_settings(tunables, rng)
+    times = np.array([each.env_steps for each in gains]) / rules.period
+    bandit = Bandit(_coordinates(tunables, [each.settings for each in gains]), times, _standard(gains))
+    if others:
+        bandit.add_pending(_coordinates(tunables, others), times[-1] + 1)
+
+    def bound(shares: Array) -> Array:
+        return bandit.bound(_columns(tunables, shares), times[-1] + 1)
+
+    best = rng.random((_CANDIDATES, len(tunables)))
+    for width in _WIDTHS:
+        best = best[np.argsort(-bound(best), kind="stable")[:_KEPT]]
+        near = best[:, None] + width * rng.normal(size=(_KEPT, _KEPT, len(tunables)))
+        best = np.concatenate([best, np.clip(near.reshape(-1, len(tunables)), 0, 1)])
+    return settings_at(tunables, best[np.argmax(bound(best))])
+
+
+def _standard(gains: Sequence[Gain]) -> Array:
+    values = np.array([each.gain for each in gains])
+    deviation = values.std()
+    return np.asarray((values - values.mean()) / (deviation if deviation > 0 else 1.0))
+
+
+def _coordinates(tunables: Sequence[Tunable], settings: Sequence[Settings]) -> Array:
+    return _columns(tunables, np.array([[tunable.share(each) for tunable in tunables] for each in settings]))
+
+
+def _columns(tunables: Sequence[Tunable], shares: Array) -> Array:
+    return np.concatenate([tunable.columns(shares[:, i]) for i, tunable in enumerate(tunables)], axis=1)
 
 
 class Bandit:
-    """Points [N, D], the times [N] at which they were tried, the values [N] that they brought."""
+    """Points [N, D], the times [N] when they were tried, and their values [N]."""
 
     def __init__(self, points: Array, times: Array, values: Array) -> None:
         self.points, self.times, self.values = points, times, values
         self.results = len(values)
-        self.length, self.forgotten, self.noise = self._most_likely()
+        self.length, self.forgetting, self.noise = self._most_likely()
         self._solve()
 
-    def expect(self, points: Array, time: float) -> None:
-        """Points that are being tried: as if they brought what is expected of them, which makes them less uncertain."""
+    def add_pending(self, points: Array, time: float) -> None:
+        """Add points that are being tried, with their expected values: that makes them less uncertain."""
         mean, _ = self._predict(points, time)
         self.points = np.concatenate([self.points, points])
         self.times = np.concatenate([self.times, np.full(len(points), time)])
@@ -46,25 +109,25 @@ class Bandit:
 
     def _predict(self, points: Array, time: float) -> tuple[Array, Array]:
         apart, ago = self._distances(points, np.full(len(points), time))
-        common = _kernel(apart, ago, self.length, self.forgotten)
-        explained = np.einsum("ij,kj->ik", common, self.inverse)  # not @: waking its threads takes longer than this
+        common = _kernel(apart, ago, self.length, self.forgetting)
+        explained = np.einsum("ij,kj->ik", common, self.inverse)  # not @: starting its threads takes longer
         left = np.maximum(1.0 - (explained**2).sum(axis=1), 0.0)
         return explained @ self.solved, np.sqrt(left)
 
     def _solve(self) -> None:
-        covariance = _kernel(*self._distances(self.points, self.times), self.length, self.forgotten)
-        self.inverse = np.linalg.inv(root(covariance + self.noise * np.eye(len(self.times))))
+        covariance = _kernel(*self._distances(self.points, self.times), self.length, self.forgetting)
+        self.inverse = np.linalg.inv(cholesky(covariance + self.noise * np.eye(len(self.times))))
         self.solved = self.inverse @ self.values
 
     def _most_likely(self) -> tuple[float, float, float]:
         apart, ago = self._distances(self.points, self.times)
-        found, best = (_LENGTHS[0], _FORGOTTEN[0], _NOISES[0]), -math.inf
-        for length, forgotten in itertools.product(_LENGTHS, _FORGOTTEN):
-            kernel = _kernel(apart, ago, length, forgotten)
+        found, best = (_LENGTHS[0], _FORGETTING[0], _NOISES[0]), -math.inf
+        for length, forgetting in itertools.product(_LENGTHS, _FORGETTING):
+            kernel = _kernel(apart, ago, length, forgetting)
             for noise in _NOISES:
                 likelihood = _log_likelihood(kernel, noise, self.values)
                 if likelihood > best:
-                    found, best = (length, forgotten, noise), likelihood
+                    found, best = (length, forgetting, noise), likelihood
         return found
 
     def _distances(self, points: Array, times: Array) -> tuple[Array, Array]:
@@ -73,15 +136,15 @@ class Bandit:
         return apart, np.abs(times[:, None] - self.times[None])
 
 
-def _kernel(apart: Array, ago: Array, length: float, forgotten: float) -> Array:
-    return np.asarray(np.exp(-apart / (2 * length**2) + math.log1p(-forgotten) * ago / 2))
+def _kernel(apart: Array, ago: Array, length: float, forgetting: float) -> Array:
+    return np.asarray(np.exp(-apart / (2 * length**2) + math.log1p(-forgetting) * ago / 2))
 
 
 def _log_likelihood(kernel: Array, noise: float, values: Array) -> float:
-    """Of values from a Gaussian of mean 0, up to a constant.
+    """Log likelihood of values from a Gaussian of mean 0, up to a constant.
 
-    The factor of the covariance with the values as one more row and column has what solves for them as its last row,
-    which saves solving; the corner only has to be large enough.
+    With the values as one more row and column of the covariance, the last row of its Cholesky factor is the solution,
+    which saves a solve; the corner only has to be large enough.
     """
     count = len(values)
     bordered = np.zeros((count + 1, count + 1))
@@ -89,13 +152,13 @@ def _log_likelihood(kernel: Array, noise: float, values: Array) -> float:
     bordered[:count, count] = bordered[count, :count] = values
     bordered.flat[:: count + 2] += noise  # the diagonal
     bordered[count, count] = 2 * values @ values / noise + 1
-    factor = root(bordered)
+    factor = cholesky(bordered)
     solved = factor[count, :count]
     return float(-0.5 * solved @ solved - np.log(np.diag(factor)[:count]).sum())
 
 
-def root(matrix: Array) -> Array:
-    """The Cholesky factor, with as much added to the diagonal as it takes."""
+def cholesky(matrix: Array) -> Array:
+    """The Cholesky factor, with jitter added to the diagonal if needed."""
     jitter = 0.0
     while True:
         try:

@@ -36,8 +36,8 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         from tiltyard.engines.rllib.engine import check_rllib
 
         check_rllib(experiment, spec)
-    from tiltyard.algos.pbt import parse_tunables
     from tiltyard.algos.ppo import Ppo
+    from tiltyard.algos.tunables import parse_tunables
     from tiltyard.engines.learner import check_learners, device_named
     from tiltyard.engines.policies.frozen import frozen_nets
     from tiltyard.engines.policies.matchmaking import Match

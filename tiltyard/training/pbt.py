@@ -14,20 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.algos.pbt import (
-    Exploit,
-    Gain,
-    Member,
-    Settings,
-    is_due,
-    latin_hypercube,
-    parse_tunables,
-    pb2,
-    perturb,
-    replacements,
-    rules_of,
-    schedule,
-)
+from tiltyard.algos.pb2 import Gain, propose
+from tiltyard.algos.pbt import Exploit, Member, Settings, is_due, replacements, rules_of, schedule
+from tiltyard.algos.tunables import latin_hypercube, parse_tunables, perturb
 from tiltyard.config.policies import Population
 from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
@@ -153,7 +142,7 @@ class PbtSelection:
         """The settings that the copy continues with."""
         if self.population.explore == "pb2":
             others = [self.now.settings[each] for each in self.names if each != name]
-            return pb2(self.tunables, self.now.gains, others, self.rules, rng)
+            return propose(self.tunables, self.now.gains, others, self.rules, rng)
         return perturb(self.tunables, self.now.settings[source], self.rules, rng)
 
 

@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tiltyard.algos import pbt as rules
+from tiltyard.algos import pb2
+from tiltyard.algos.pbt import rules_of, source_for
+from tiltyard.algos.tunables import perturb
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.run import checkpoint, metrics
 from tiltyard.run.events import log_event
@@ -42,7 +44,7 @@ class Population:
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
-        self.rules = rules.rules_of(plan.population, plan.better > 0)
+        self.rules = rules_of(plan.population, plan.better > 0)
         self.tunables = tunables(plan)
         (sweep.folder / PINNED).mkdir(exist_ok=True)
 
@@ -103,7 +105,7 @@ class Population:
         over = story.count(number)
         rng, failed = draws(self.plan, number, over), self._failed()
         ranked = [each for each in story.members() if each.number not in failed]
-        source = rules.source_for(self.rules, ranked, number, rng)
+        source = source_for(self.rules, ranked, number, rng)
         if source is None or self._awaited(story, failed):
             self.sweep.decide("stays", trial=number, period=over)
             return
@@ -111,9 +113,9 @@ class Population:
         settings = story.settings(source, theirs.number)
         if self.plan.population.explore == "pb2":
             others = [story.settings(other) for other in story.first if other != number]
-            after = {**settings, **rules.pb2(self.tunables, story.gains(self.plan.better), others, self.rules, rng)}
+            after = {**settings, **pb2.propose(self.tunables, story.gains(self.plan.better), others, self.rules, rng)}
         else:
-            after = rules.perturb(self.tunables, settings, self.rules, rng)
+            after = perturb(self.tunables, settings, self.rules, rng)
         self.sweep.decide(
             "exploit",
             trial=number,

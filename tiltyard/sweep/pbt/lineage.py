@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiltyard.algos.pbt import Exploit, Gain, Member, Settings, schedule
+from tiltyard.algos.pb2 import Gain
+from tiltyard.algos.pbt import Exploit, Member, Settings, schedule
 from tiltyard.errors import UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run

@@ -15,16 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tiltyard.algos.pbt import (
-    Number,
-    Settings,
-    Tunable,
-    latin_hypercube,
-    perturb,
-    reward_weights,
-    rules_of,
-    tunables_of,
-)
+from tiltyard.algos.pbt import Settings, rules_of
+from tiltyard.algos.tunables import Number, Tunable, latin_hypercube, perturb, reward_weights, tunables_of
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError
