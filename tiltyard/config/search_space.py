@@ -142,7 +142,7 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     if whole and any(each != int(each) for each in bounds):
         raise ValueError("needs whole numbers", "write {int: [1, 8]}")
     if log and bounds[0] <= 0:
-        raise ValueError("has a logarithm, and begins at or below 0", "begin above 0")
+        raise ValueError("has a log scale but starts at or below 0", "use a lower bound above 0")
     step, points = value.get("step"), value.get("points")
     if whole and step is None and points is None and not log:
         step = 1
