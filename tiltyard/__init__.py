@@ -52,6 +52,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'tiltyard' has no attribute {name!r}")
+    if name != "TiltyardError":  # what catches the refusal
+        importlib.import_module("tiltyard.processes.platforms").refuse_windows()
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

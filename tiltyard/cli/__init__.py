@@ -26,6 +26,7 @@ from tiltyard.errors import (
     UseError,
     did_you_mean,
 )
+from tiltyard.processes.platforms import refuse_windows
 
 # verb -> (module with configure_VERB and run_VERB, one-line summary)
 VERBS: dict[str, tuple[str, str]] = {
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `tiltyard` command."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        refuse_windows()
         with data_to(sys.stdout.buffer, sys.stdout.encoding, sys.stdout.isatty()) as data, redirect_stdout(data):
             code = dispatch(words)
     except TiltyardError as error:

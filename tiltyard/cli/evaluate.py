@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from tiltyard.cli.train import data_stdout, parse_at
 from tiltyard.errors import EXIT_DONE, UseError
+from tiltyard.processes.resources import usable_cores
 
 if TYPE_CHECKING:
     from tiltyard.types import Evaluation
@@ -156,7 +157,7 @@ def summary(what: str, mode: str, result: Evaluation, files: dict[str, str]) -> 
 
 def _workers(asked: int) -> int:
     """Each worker is a process with a torch of its own: more than the cores can feed are not started."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     most = cores * WORKERS_PER_CORE
     if asked > most:
         sys.stderr.write(f"--workers {asked:,} is more than {cores} cores can feed: {most} are started\n")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import formatting
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
+from tiltyard.processes.platforms import require_linux
 from tiltyard.run.folder import Run, find, read_owner
 from tiltyard.run.lock import liveness
 from tiltyard.run.status import root_of
@@ -117,6 +118,7 @@ def run_top(args: argparse.Namespace) -> int:
     once = args.once or args.json or not sys.stdout.isatty()
     owner = read_owner(run.folder)
     if run.status().get("job") is None or (owner is not None and not owner.get("job")):
+        require_linux("tiltyard top of a run on this machine", "use the system's own monitor")
         looks = _looks_here(run, owner, 0.0 if once else EVERY)
     else:
         looks = _looks_at_job(run, 0.0 if once else EVERY)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
-from tiltyard.errors import UseError
+from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.plugins import resolve
+from tiltyard.processes.platforms import is_linux, system_name
 from tiltyard.processes.resources import free_memory
 from tiltyard.types import Arrays, EnvSpec
 
@@ -63,6 +64,28 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     elif experiment.model.init:  # what goes on from a checkpoint has no use for it, and it may be gone
         source = Path(experiment.model.init)
         _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])
+
+
+def check_platform(experiment: Experiment) -> None:
+    """ConfigError for settings that start processes in a way that only Linux has."""
+    if is_linux():
+        return
+    env, engine = experiment.env, experiment.engine
+    local = engine.kind == "local"
+    needs_linux = (
+        (env.isolate == "process", "env.isolate", env.isolate, "env.isolate=thread, or none"),
+        (engine.kind != "rllib" and engine.learners > 1, "engine.learners", engine.learners, "engine.learners=1"),
+        (local and engine.mode == "async", "engine.mode", engine.mode, "engine.mode=sync"),
+        (local and engine.inference == "batched", "engine.inference", engine.inference, "engine.inference=auto"),
+        (local and engine.workers not in ("auto", 0), "engine.workers", engine.workers, "engine.workers=0"),
+    )
+    problems = [
+        Problem(setting, str(value), f"needs Linux, and this is {system_name()}", f"set {instead}")
+        for wanted, setting, value, instead in needs_linux
+        if wanted
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_affinity(experiment: Experiment) -> None:

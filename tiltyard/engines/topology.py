@@ -20,6 +20,7 @@ from tiltyard.engines.candidates import even_workers
 from tiltyard.engines.learner import device_named
 from tiltyard.envs.native_vector import has_native
 from tiltyard.models.policy_net import PolicyNet
+from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.types import EnvSpec
 
@@ -74,6 +75,8 @@ def _workers(
         return Topology(engine.workers, "as set")
     if engine.kind == "serial":
         return Topology(1, "as always")
+    if not is_linux():
+        return Topology(0, "workers need Linux")
     if groups is not None and engine.envs % groups == 0:
         alone = groups == 1 and engine.mode == "sync" and not asked
         return Topology(0 if alone else groups, "as before")

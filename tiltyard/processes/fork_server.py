@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from tiltyard.errors import TiltyardError
 from tiltyard.processes import reaper
 from tiltyard.processes.child import die_with, take_no_action_on
+from tiltyard.processes.platforms import require_linux
 
 MAX_BYTES = 1 << 20  # of a message: an experiment with its spec
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -50,6 +51,7 @@ class ForkServer:
         parent: ForkServer | None = None,
     ) -> None:
         self._hint = f"see the messages above; {hint}"
+        require_linux("the fork server, which starts workers and learners,", hint)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)

@@ -33,7 +33,7 @@ from tiltyard.run.folder import Run, create
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
-from tiltyard.sweep.backends.local import require_gpus
+from tiltyard.sweep.backends.local import require_affinity, require_gpus
 from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
 from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
@@ -82,6 +82,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     require_optuna(plan)
     chosen = _profile(profile, plan)
     if chosen is None or chosen.launcher == "local":
+        require_affinity()
         require_gpus(plan)
     if plan.program is not None:
         external_program.check(plan)

@@ -25,7 +25,7 @@ from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.local import PRELOAD
 from tiltyard.engines.policies.frozen import freeze
-from tiltyard.engines.preflight import check_engine, has_workers
+from tiltyard.engines.preflight import check_engine, check_platform, has_workers
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.evaluation.rollouts import require_recordable
@@ -235,6 +235,7 @@ def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continue
 
     `continues` is the checkpoint to start from, if any: its weights must fit.
     """
+    check_platform(experiment)
     free_cores.cache_clear()  # measured before an earlier training
     if has_workers(experiment):
         if "auto" in (experiment.engine.workers, experiment.engine.threads):

@@ -37,6 +37,7 @@ from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, Til
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
+from tiltyard.processes.platforms import require_linux
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
@@ -154,6 +155,7 @@ class EnvProcessPool:
     """A fork server and the processes of `count` envs that it has forked."""
 
     def __init__(self, count: int) -> None:
+        require_linux("env.isolate = process", "set env.isolate=thread, or none")
         pairs = [socket.socketpair() for _ in range(count)]
         self._exits, control = socket.socketpair()
         theirs = [pair[1].fileno() for pair in pairs]

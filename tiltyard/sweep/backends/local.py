@@ -22,6 +22,7 @@ from typing import Any
 from tiltyard.config.site import ENTERED, restore_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
+from tiltyard.processes.platforms import require_linux
 from tiltyard.run.lock import read_owner
 from tiltyard.run.logs import last_error
 from tiltyard.sweep.folder import Sweep
@@ -46,6 +47,7 @@ class Local:
     queues = False
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
+        require_affinity()
         self.sweep, self.plan = sweep, plan
         self.outside = self._outside()
         self.gpus = require_gpus(plan)
@@ -240,6 +242,11 @@ def visible_gpus(outside: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [str(i) for i, line in enumerate(line for line in said.splitlines() if line.startswith("GPU "))]
+
+
+def require_affinity() -> None:
+    """UseError where trials cannot be bound to cores of their own."""
+    require_linux("a sweep on this machine", "start it on Linux, or as jobs with --on PROFILE")
 
 
 @contextlib.contextmanager
