@@ -21,16 +21,16 @@ def equilibrium(entropy: float) -> tuple[float, float]:
     low, high = 0.0, 1.0
     while high - low > 1e-9:  # the more often even shows heads, the less odd does, and the less even should
         even = (low + high) / 2
-        odd = best(-([even, 1 - even] @ Pennies.WON))
-        low, high = (even, high) if best(Pennies.WON @ [odd, 1 - odd]) > even else (low, even)
+        odd = best(-([even, 1 - even] @ Pennies.PAYOFF))
+        low, high = (even, high) if best(Pennies.PAYOFF @ [odd, 1 - odd]) > even else (low, even)
     return even, odd
 
 
 def test_the_stated_equilibrium_is_one() -> None:
     """Against the other's mixture both choices win the same, which is the value; and a little entropy moves it little."""
     even, odd = Pennies.HEADS["even"], Pennies.HEADS["odd"]
-    assert np.allclose(Pennies.WON @ [odd, 1 - odd], Pennies.VALUE)
-    assert np.allclose([even, 1 - even] @ Pennies.WON, Pennies.VALUE)
+    assert np.allclose(Pennies.PAYOFF @ [odd, 1 - odd], Pennies.VALUE)
+    assert np.allclose([even, 1 - even] @ Pennies.PAYOFF, Pennies.VALUE)
     assert np.allclose(equilibrium(0.02), (even, odd), atol=0.01)
 
 

@@ -27,7 +27,7 @@ def heads(net: Any) -> tuple[float, float]:
 
 def exploitability(even: float, odd: float) -> float:
     """What best answers to both win together beyond the value: 0 at the equilibrium only."""
-    return float(max(Pennies.WON @ [odd, 1 - odd]) - min([even, 1 - even] @ Pennies.WON))
+    return float(max(Pennies.PAYOFF @ [odd, 1 - odd]) - min([even, 1 - even] @ Pennies.PAYOFF))
 
 
 def versions(seed: int, opponents: str | dict[str, float]) -> list[tuple[float, float]]:

@@ -1,0 +1,1 @@
+"""Recorded episodes on disk."""

@@ -1,11 +1,11 @@
-"""Recorded episodes on disk: one Parquet file per episode, committed as it ends, and a manifest that vouches for each.
+"""Recorded episodes on disk: one Parquet file per episode, written when it ends, and a manifest with their checksums.
 
     DIR/episode-000000.parquet   T + 1 rows: step, obs.NAME..., action, reward, terminated, truncated[, info]
     DIR/manifest.jsonl           {"file", "rows", "bytes", "sha256", "seed", "return", "terminated", "truncated"}
 
-Arrays are fixed-size binary; shapes and dtypes are in the file's own metadata. The last row holds the final
-observation and no action. Page checksums guard the data and the manifest's digest guards the rest of the file.
-Several processes may write to one folder; what a killed one left is taken up or cleared away by the next.
+Arrays are fixed-size binary; shapes and dtypes are in the file's metadata. The last row holds the final
+observation and no action. Several processes may write to one folder; the next writer completes or removes what a
+killed one left.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ _FILE = re.compile(r"episode-(\d{6,})\.parquet")
 
 
 class EpisodeWriter:
-    """Adds episodes to a folder. `meta` is kept with every episode: policy, run, env id, whatever JSON holds."""
+    """Adds episodes to a folder. `meta` is stored with every episode: policy, run, env id, any JSON values."""
 
     def __init__(self, folder: Path, spec: EnvSpec, meta: Mapping[str, Any], *, save_info: bool = False) -> None:
         self.folder, self._spec, self._meta, self._save_info = folder, spec_to_json(spec), dict(meta), save_info
         self._next = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with self._alone():
-                self._take_up()
+            with self._locked():
+                self._recover()
         except OSError as error:
             reason = error.strerror or error
-            raise UseError(f"episodes cannot be written to {folder}: {reason}", "name another folder") from error
+            raise UseError(f"cannot write episodes to {folder}: {reason}", "choose another folder") from error
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Numbers and the manifest belong to one process at a time."""
+    def _locked(self) -> Iterator[None]:
+        """Let one process at a time number episodes and write the manifest."""
         with (self.folder / ".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _take_up(self) -> None:
-        """Clear what dead writers left unfinished, cut a torn manifest line, list files committed but not listed."""
+    def _recover(self) -> None:
+        """Remove unfinished files of dead writers, cut a torn manifest line, list committed files that are missing."""
         for leftover in self.folder.glob(".tmp-*"):
             if not in_use(int(leftover.name.split("-")[1])):
                 leftover.unlink()
@@ -75,11 +75,11 @@ class EpisodeWriter:
         found = sorted(path for path in self.folder.iterdir() if _FILE.fullmatch(path.name))
         for path in found:
             if path.name not in listed:
-                self._list(path, _read(path))
+                self._add_to_manifest(path, _read(path))
         self._next = max((int(path.stem.split("-")[1]) for path in found), default=-1) + 1
 
     def write(self, episode: Episode) -> Path:
-        """Commit one episode: it is either wholly there or not at all. Returns its file."""
+        """Write one episode completely or not at all, and return its file."""
         temporary = self.folder / f".tmp-{os.getpid()}-{id(self)}"
         table = _table(episode, self._spec, {**self._meta, **episode.meta}, self._save_info)
         try:
@@ -96,20 +96,20 @@ class EpisodeWriter:
                 )
                 file.flush()
                 os.fsync(file.fileno())
-            with self._alone():
+            with self._locked():
                 while (path := self.folder / f"episode-{self._next:06d}.parquet").exists():
                     self._next += 1
                 temporary.rename(path)
-                self._list(path, episode)
+                self._add_to_manifest(path, episode)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             reason = error.strerror or error
-            what = f"an episode could not be written to {self.folder}: {reason}"
-            raise TiltyardError(what, "the episodes before it are intact") from error
+            what = f"cannot write an episode to {self.folder}: {reason}"
+            raise TiltyardError(what, "earlier episodes are intact") from error
         return path
 
-    def _list(self, path: Path, episode: Episode) -> None:
-        """One manifest line, durable before the next episode begins."""
+    def _add_to_manifest(self, path: Path, episode: Episode) -> None:
+        """Append a manifest line and flush it to disk."""
         content = path.read_bytes()
         line = {
             "file": path.name,
@@ -131,7 +131,7 @@ def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], s
     steps = len(episode.action)
     for name, array in episode.obs.items():
         if len(array) != steps + 1:
-            raise TiltyardError(f"observation {name!r} has {len(array)} entries and {steps} actions need {steps + 1}")
+            raise TiltyardError(f"observation {name!r} has {len(array)} entries; {steps} actions need {steps + 1}")
     ends = np.zeros((2, steps + 1), bool)
     if steps:
         ends[:, steps - 1] = episode.terminated, episode.truncated
@@ -158,7 +158,7 @@ def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], s
 
 
 def _binary(array: Array, rows: int) -> pa.Array:
-    """Row after row as fixed-size binary; rows beyond the array are null."""
+    """Rows as fixed-size binary; rows beyond the array are null."""
     width = int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize
     data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
     missing = rows - len(array)
@@ -171,7 +171,7 @@ def _binary(array: Array, rows: int) -> pa.Array:
 
 
 def _plain(value: Any) -> Any:
-    """Any info as JSON: arrays as lists, NaN and infinity as words, the rest as text."""
+    """Any info as JSON values: arrays as lists, NaN and infinity and everything else as strings."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):
@@ -189,19 +189,19 @@ def _plain(value: Any) -> Any:
 
 
 def read_manifest(folder: Path) -> list[dict[str, Any]]:
-    """The manifest's lines. A torn last line is an episode that was never committed."""
+    """The manifest's lines. A torn last line is ignored: its episode was never completed."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except OSError as error:
         reason = error.strerror or error
         raise UseError(
-            f"{folder} holds no recorded episodes: {MANIFEST}: {reason}", "name a folder of episodes"
+            f"no recorded episodes in {folder}: {MANIFEST}: {reason}", "give a folder of recorded episodes"
         ) from error
     found: list[dict[str, Any]] = []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
             entry = json.loads(line)
-            if not _FILE.fullmatch(entry["file"]):  # a name that leads elsewhere is no name of ours
+            if not _FILE.fullmatch(entry["file"]):  # it could lead to another folder
                 raise ValueError(entry["file"])
             found.append(entry)
         except (ValueError, KeyError, TypeError) as error:
@@ -210,7 +210,7 @@ def read_manifest(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_episodes(folder: str | Path) -> Iterator[Episode]:
-    """All episodes in the order they were recorded, each checked against the manifest before it is given out."""
+    """All episodes in the order of recording, each checked against the manifest first."""
     folder = Path(folder)
     for line in read_manifest(folder):
         path = folder / line["file"]
@@ -218,14 +218,12 @@ def read_episodes(folder: str | Path) -> Iterator[Episode]:
             content = path.read_bytes()
         except OSError as error:
             reason = error.strerror or error
-            raise TiltyardError(f"{path} is in the manifest and cannot be read: {reason}", "restore it") from error
+            raise TiltyardError(f"cannot read {path}, listed in the manifest: {reason}", "restore it") from error
         if hashlib.sha256(content).hexdigest() != line["sha256"]:
-            wrong = (
-                f"its size is {len(content)} instead of {line['bytes']}"
-                if len(content) != line["bytes"]
-                else "its content"
-            )
-            raise TiltyardError(f"{path} is damaged: {wrong} differs from the manifest", "restore it from a copy")
+            wrong = f"its size is {len(content)} instead of {line['bytes']} bytes"
+            if len(content) == line["bytes"]:
+                wrong = "its checksum differs from the manifest"
+            raise TiltyardError(f"{path} is damaged: {wrong}", "restore it from a copy")
         yield _read(path)
 
 
@@ -235,20 +233,20 @@ def _read(path: Path) -> Episode:
         table = file.read()
         about = json.loads((table.schema.metadata or {})[_KEY])
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise TiltyardError(f"{path} is no readable episode: {error}", "delete it or restore it from a copy") from error
+        raise TiltyardError(f"{path} is not a readable episode: {error}", "delete or restore it") from error
     if about["schema"] > SCHEMA:
         raise UseError(f"{path} was written by a newer Tiltyard (schema {about['schema']})", "update Tiltyard")
     steps = table.num_rows - 1
 
     def array(name: str, rows: int) -> Array:
-        kept = about["arrays"][name]
+        saved = about["arrays"][name]
         column = table.column(name).slice(0, rows).combine_chunks()
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
         data = b"".join(_bytes(chunk) for chunk in chunks)
         return (
-            np.frombuffer(data, np.dtype(kept["dtype"]).newbyteorder("<"))
-            .reshape(rows, *kept["shape"])
-            .astype(kept["dtype"])
+            np.frombuffer(data, np.dtype(saved["dtype"]).newbyteorder("<"))
+            .reshape(rows, *saved["shape"])
+            .astype(saved["dtype"])
         )
 
     return Episode(

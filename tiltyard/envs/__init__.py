@@ -1,0 +1,1 @@
+"""Envs: make one, check it, and step many of them together."""

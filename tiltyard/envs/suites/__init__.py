@@ -1,0 +1,1 @@
+"""Families of envs from other packages: `atari:NAME`, `doom:NAME`, `envpool:NAME`."""

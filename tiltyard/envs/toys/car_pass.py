@@ -1,14 +1,14 @@
-"""CarPass-v0: drive past a parked car to the target behind it. The documented example of an env of your own.
+"""CarPass-v0: drive past a parked car to the target behind it. The documented example of a custom env.
 
-Everything an env needs is here and nothing else: spaces, reset, step, optionally render, optionally get_state and
-set_state (then a resumed run puts running episodes back by them instead of replaying their actions).
+It has what an env needs and nothing else: spaces, reset, step, optionally render, optionally get_state and set_state
+(then a resumed run restores running episodes by them instead of repeating their actions).
 
        x -4 ........ 4      road 8 wide, y from -14 to 6; at most 25 steps
     y  6 |     T    |       T  target (2, 5), reached below a distance of 1: +200
        0 |     P    |       P  parked car, radius 1, at (2, 0); touching it or leaving the road: -100
      -12 |     C    |       C  the car, radius 1.5, starts at (2, -12); the gap right of P is too narrow
 
-The return is always below 216 (16 of progress before the target, and 200); acting at random brings about -122.
+The return is always below 216 (16 of progress before the target, and 200); random actions get about -122.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LEFT, RIGHT, BOTTOM, TOP = -4.0, 4.0, -14.0, 6.0
 START, PARKED, TARGET = (2.0, -12.0), (2.0, 0.0), (2.0, 5.0)
 CAR_RADIUS, PARKED_RADIUS, TARGET_RADIUS = 1.5, 1.0, 1.0
 STEPS = 25
-PIXELS = 30  # per unit: a picture of 600 rows and 240 columns
+PIXELS = 30  # per unit: an image of 600 rows and 240 columns
 
 
 class CarPass(gymnasium.Env["Array", "Array"]):
     """Action: speed and heading, both in [-1, 1]. Speed 1 is 3 units per step; heading 1 and -1 are straight ahead.
 
-    Observation: x and y scaled to [-1, 1]. A step that brings the car nearer to the target is paid its progress, any
-    other costs 10 or more.
+    Observation: x and y scaled to [-1, 1]. A step towards the target is rewarded with its progress, any other costs 10
+    or more.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 2}
@@ -57,13 +57,13 @@ class CarPass(gymnasium.Env["Array", "Array"]):
         self._x += speed * math.sin(heading)
         self._y += speed * math.cos(heading)
         self._steps += 1
-        reward, ended, outcome = self._judge(before)
+        reward, ended, outcome = self._reward(before)
         truncated = not ended and self._steps >= STEPS
         info = {name: float(name == outcome) for name in ("reached", "crashed", "left_road")}
         return self._observe(), reward, ended, truncated, info if ended or truncated else {}
 
-    def _judge(self, before: float) -> tuple[float, bool, str]:
-        """Reward, whether that was the end, and its name."""
+    def _reward(self, before: float) -> tuple[float, bool, str]:
+        """The reward, whether the episode ends, and the outcome."""
         if self._distance(PARKED) <= CAR_RADIUS + PARKED_RADIUS:
             return -100.0, True, "crashed"
         if not (LEFT <= self._x <= RIGHT and BOTTOM <= self._y <= TOP):
@@ -89,7 +89,7 @@ class CarPass(gymnasium.Env["Array", "Array"]):
     def set_state(self, state: dict[str, Any]) -> None:
         self._x, self._y, self._steps = float(state["x"]), float(state["y"]), int(state["steps"])
 
-    # Optional: a picture, uint8 [600, 240, 3]. Drawn with numpy alone, so it needs no display.
+    # Optional: an image, uint8 [600, 240, 3]. Drawn with numpy alone, so it needs no display.
 
     def render(self) -> Array | None:  # type: ignore[override]
         if self.render_mode != "rgb_array":

@@ -1,11 +1,11 @@
-"""Small envs whose best return is known exactly: if a learner misses it, the learner is wrong. No dependencies.
+"""Small envs whose best return is known exactly: a learner that misses it is wrong. No dependencies.
 
-name       what it asks for                          best return          blind or wrong
-identity   do what the observation shows             length               length / options at random
+name       task                                      best return          otherwise
+identity   act as the observation shows              length               length / options at random
 basic      pull the third of five levers             1                    -1 for every other lever
 memory     recall the cue of the first step          1                    0 without memory
-delay      right deeds that are paid steps later     length               length / 2 at random
-timeout    prefer a life without end to a prize      "stayed" is 1        0 if truncation counts as an end
+delay      actions whose reward comes steps later    length               length / 2 at random
+timeout    prefer an endless reward to a prize       "stayed" is 1        0 if truncation is taken for termination
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WORDS = ("north", "south", "east", "west", "up", "down", "here", "there")
 
 
 class Identity(gymnasium.Env[Any, Any]):
-    """Every step shows one of `options` categories and pays 1 for the action of the same number. Best return: `length`.
+    """Every step shows one of `options` categories; the action of the same number gets 1. Best return: `length`.
 
-    `shows` says as what the category is seen: its number, a one-hot vector, a picture with one bright band, or words.
-    With `number` the observation is a number in [-1, 1] and the action another in [-2, 2]: paid is 1 - |difference|.
+    `shows` is the form of the observation: the number, a one-hot vector, an image with one bright band, or words.
+    With `number` the observation is a number in [-1, 1] and the action one in [-2, 2]; the reward is 1 - |difference|.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Identity(gymnasium.Env[Any, Any]):
 
 
 class Basic(gymnasium.Env[int, int]):
-    """One step, five levers: the third pays 1, the others -1, whatever the observation says. Best return: 1."""
+    """One step, five levers: the third gives 1, the others -1, whatever the observation is. Best return: 1."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Discrete(2)
@@ -101,7 +101,7 @@ class Memory(gymnasium.Env[Any, int]):
     """The first observation shows a cue; `length` steps later, at the signal, the action must be the cue's number.
 
     Observation: float32 [cues + 1], the cue as one-hot at the start, 1 in the last place at the signal, zeros between.
-    Paid is 1 for the cue and -1 / (cues - 1) for another, so that without memory the mean return is exactly 0.
+    The reward is 1 for the cue and -1 / (cues - 1) for another, so the mean return without memory is exactly 0.
     """
 
     def __init__(self, *, length: int = 4, cues: int = 2) -> None:
@@ -134,10 +134,10 @@ class Memory(gymnasium.Env[Any, int]):
 
 
 class Delay(gymnasium.Env[Any, int]):
-    """Each of `length` steps asks for one of two actions; a right one pays 1, but `delay` steps later.
+    """Each of `length` steps wants one of two actions; the right one gets 1, but `delay` steps later.
 
-    Observation: float32 [4], the wanted action as one-hot (zeros while only payments are left), the part of the
-    episode that is over, and what is still owed divided by `delay`. Best return: `length`.
+    Observation: float32 [4], the wanted action as one-hot (zeros while only rewards are due), the elapsed fraction of
+    the episode, and the rewards due divided by `delay`. Best return: `length`.
     """
 
     def __init__(self, *, length: int = 10, delay: int = 3) -> None:
@@ -150,15 +150,15 @@ class Delay(gymnasium.Env[Any, int]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
         self._step = 0
-        self._owed = [0.0] * self._delay
+        self._due = [0.0] * self._delay
         return self._observe(), {}
 
     def step(self, action: int) -> Answer:
         earned = float(self._step < self._length and action == self._wanted)
-        self._owed.append(earned)
-        paid = self._owed.pop(0)
+        self._due.append(earned)
+        reward = self._due.pop(0)
         self._step += 1
-        return self._observe(), paid, self._step == self._length + self._delay, False, {}
+        return self._observe(), reward, self._step == self._length + self._delay, False, {}
 
     def _observe(self) -> Array:
         seen = np.zeros(4, np.float32)
@@ -166,19 +166,19 @@ class Delay(gymnasium.Env[Any, int]):
         if self._step < self._length:
             seen[self._wanted] = 1
         seen[2] = self._step / (self._length + self._delay)
-        seen[3] = sum(self._owed) / self._delay
+        seen[3] = sum(self._due) / self._delay
         return seen
 
 
 class Timeout(gymnasium.Env[int, int]):
-    """At the door (observation 0): action 0 takes `prize` and ends it all, action 1 enters the room (observation 1).
+    """Outside (observation 0), action 0 takes `prize` and terminates, action 1 goes inside (observation 1).
 
-    The room pays 1 per step for ever, whatever is done there; the clock cuts episodes after `limit` steps. Who knows
-    that truncation is no end values the room at 1 / (1 - gamma) and enters whenever that beats the prize (prize 5:
-    gamma > 0.8). Who takes truncation for an end sees at most `limit` there, less than the prize, and leaves.
-    Half of all episodes begin in the room, so that its value is learned whatever the door's policy is. The truth is
-    in the metric `stayed` of episodes that began at the door, 1 entered and 0 left: the return of cut episodes, at
-    most max(prize, limit), favours the wrong choice on purpose.
+    Inside, every step gives 1 for ever, whatever the action; episodes are truncated after `limit` steps. A learner that
+    bootstraps at truncation values the inside at 1 / (1 - gamma) and enters if that exceeds the prize (prize 5:
+    gamma > 0.8). One that takes truncation for termination finds at most `limit` there, less than the prize. Half of
+    all episodes begin inside, so its value is learned whatever the policy is outside. The metric `stayed` of episodes
+    that began outside shows the result, 1 entered and 0 left: the return of truncated episodes, at most
+    max(prize, limit), favours the wrong choice on purpose.
     """
 
     def __init__(self, *, prize: float = 5.0, limit: int = 4) -> None:

@@ -1,8 +1,8 @@
-"""Toy envs that use every kind of space at once, with exactly known best returns. Plain tasks are in toy.py.
+"""Toy envs that use every kind of space at once, with exactly known best returns. Plain tasks are in single.py.
 
 name           observations                                    actions                                best return
-masked         vector, and which options are allowed           Discrete, some forbidden               length
-kitchen_sink   picture, vector, category, tuple, words         all four kinds in a Tuple and a Dict   5 x length
+masked         vector, and a mask of allowed options           Discrete, some forbidden               length
+kitchen_sink   image, vector, category, tuple, words           all four kinds in a Tuple and a Dict   5 x length
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Answer = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Masked(gymnasium.Env[Any, int]):
-    """The lowest allowed option pays 1, other allowed ones 0; a forbidden one is an error. Best return: `length`.
+    """The lowest allowed option gets 1, other allowed ones 0; a forbidden one is an error. Best return: `length`.
 
-    The vector does not say what is allowed: only the mask does. It is a key of the observation or of info.
+    Only the mask shows what is allowed, not the vector. It is a key of the observation or of info.
     """
 
     def __init__(self, *, options: int = 4, length: int = 8, mask_in: Literal["obs", "info"] = "obs") -> None:
@@ -48,7 +48,7 @@ class Masked(gymnasium.Env[Any, int]):
         return obs, reward, self._step == self._length, False, info
 
     def _answer(self) -> tuple[Any, dict[str, Any]]:
-        """Two allowed options at least, so that the mask alone does not make the choice."""
+        """Two options are allowed, so the mask alone does not decide."""
         self._allowed = np.zeros(self._options, np.int8)
         self._allowed[self.np_random.choice(self._options, 2, replace=False)] = 1
         vector: Array = np.full(2, self._step / self._length, np.float32)
@@ -58,14 +58,14 @@ class Masked(gymnasium.Env[Any, int]):
 
 
 class KitchenSink(gymnasium.Env[Any, Any]):
-    """Each of five observations says what one part of the action must be; each right part pays 1.
+    """Each of five observations shows what one part of the action must be; each right part gets 1.
 
-    observation                               action that pays
+    observation                               action that gets 1
     picture  uint8 [16, 16, 3], one half lit  Dict gates: MultiBinary(2), the lit half set and the other not
-    vector   float64 [2] in [-1, 1]           Box [2] in [0, 10]: 5 + 5 x vector; paid is 1 - mean |error| / 10
+    vector   float64 [2] in [-1, 1]           Box [2] in [0, 10]: 5 + 5 x vector; reward 1 - mean |error| / 10
     code     Discrete(3) from 5               Discrete(3) from 1: the code - 4
     pair     Tuple(MultiDiscrete [2, 3],      MultiDiscrete [2, 3]: the first of the pair
-                   MultiBinary(3))            (the second of the pair means nothing)
+                   MultiBinary(3))            (the second of the pair is irrelevant)
     words    Text: "left" or "right"          Dict side: Discrete(2), 1 for right
     """
 
