@@ -59,7 +59,12 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
     for verbs, words, file, output in (
         ("resume fork", ["algo.lr=x"], "", "must be a number"),
         ("resume", ["seed=7", "stop.env_steps=2_000"], "", "cannot change seed"),
-        ("resume fork", ["stop.env_steps=2_000", "use=memory"], "", "takes no presets, because a run has a value for"),
+        (
+            "resume fork",
+            ["stop.env_steps=2_000", "use=memory"],
+            "",
+            "cannot apply presets, because a run has a value for",
+        ),
         ("fork", ["resume=never"], "", "resume = never: a fork goes on from the checkpoint that it is forked at"),
         ("resume fork", ["track.wandb.mode=online"], "", "needs a W&B login"),
         ("resume", ["stop.env_steps=2_000"], "env.py", "no licence"),
@@ -132,7 +137,7 @@ def test_the_environment_of_a_profile_comes_back_with_its_run(
     assert find("child", runs).status()["profile"] == "small"
     site.write_text("profiles:\n  smaller: {}\n")
     output = tiltyard("resume", "asks", "stop.env_steps=160").stderr
-    assert "goes on without the environment of its profile: there is no profile 'small'" in output
+    assert "continues without the environment of its profile: there is no profile 'small'" in output
 
 
 MISTAKES: list[Callable[[Any], object]] = [

@@ -33,14 +33,14 @@ def test_presets_leave_the_layers_of_another_model_alone(write):
     plain = Experiment(env={"id": "x"}).model
     for words, told in (
         ([], []),
-        (["use=memory"], ["preset memory: model.critic, model.memory.kind left out"]),
-        (["use=atari-fast"], ["preset atari-fast: model.encoder, model.critic left out"]),
+        (["use=memory"], ["preset memory: model.critic, model.memory.kind ignored"]),
+        (["use=atari-fast"], ["preset atari-fast: model.encoder, model.critic ignored"]),
     ):
         loaded = load("CartPole-v1", ["model=net.py", *words], debug=True)
         model = loaded.experiment.model
         assert (model.hidden, model.memory.kind, model.memory.size) == (plain.hidden, "none", 128)
         assert (model.encoder, model.critic, model.memory.bptt) == (plain.encoder, "separate", 4)
-        assert [warning.partition(", being")[0] for warning in loaded.warnings] == told
+        assert [warning.partition(": only")[0] for warning in loaded.warnings] == told
     assert load("CartPole-v1", debug=True).experiment.model.hidden == [16]
     loaded = load("CartPole-v1", ["model=net.py", "use=own.yaml", "model.hidden=[3]"], debug=True)
     assert (loaded.experiment.model.critic, loaded.experiment.model.hidden) == ("shared", [3])
@@ -173,7 +173,7 @@ def test_dotted_names_in_a_file(write):
         with pytest.raises(ConfigError, match="1 problem") as caught:
             load(write("env: CartPole-v1\n" + text))
         assert "algo.lr" in caught.value.details
-        assert "is given twice" in caught.value.details
+        assert "is set twice" in caught.value.details
 
 
 def test_python_values():
@@ -186,7 +186,7 @@ def test_python_values():
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"x", "\udcff", {3: 4}, 1j])
 def test_python_values_that_no_file_can_say(value):
-    with pytest.raises(UseError, match=r"env\.options\.x|is a name that is not text"):
+    with pytest.raises(UseError, match=r"env\.options\.x|a key must be text"):
         load({"env": {"id": "CartPole-v1", "options": {"x": value}}})
 
 
@@ -298,7 +298,7 @@ def test_wrong_presets(write):
     for use, words in [
         ("clasic", "did you mean 'classic'?"),
         ("none.yaml", "does not exist"),
-        ("nested.yaml", "has a `use:` of its own"),
+        ("nested.yaml", "must not have a `use:` itself"),
         ("bad.yaml", "must be a number or a schedule (preset bad.yaml)"),
         ("3", "must be a list"),
         ("[[a]]", "must be a list"),
@@ -311,7 +311,7 @@ def test_wrong_presets(write):
 def test_a_preset_that_changes_nothing_is_said(write):
     write(resolved_yaml(load("CartPole-v1").experiment))
     loaded = load("x.yaml", ["use=memory"])
-    assert loaded.warnings == ("preset memory changes nothing: higher layers set all that it sets",)
+    assert loaded.warnings == ("preset memory has no effect: the file or the command line sets all of its settings",)
 
 
 # ------------------------------------------------------------------------------------------------ resolved files

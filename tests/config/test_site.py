@@ -167,7 +167,7 @@ def test_what_a_job_needs_is_refused_without_one(home):
     [
         ("resources", "{memory: lots}", "like 8G"),
         ("resources", "{time: soon}", "must be a time like 4:00:00"),
-        ("resources", '{time: "0:30"}', "a minute or more"),
+        ("resources", '{time: "0:30"}', "must be at least one minute"),
         ("resources", "{nodes: 0}", "at least 1"),
         ("slurm", "{partition: 'a b'}", "a word without spaces"),
         ("slurm", '{account: "x\\n#SBATCH --uid=0"}', "a word without spaces"),

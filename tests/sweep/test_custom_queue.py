@@ -371,11 +371,11 @@ SENSIBLE = {"submit": "x {command}", "poll": "x {id}", "cancel": "x {id}"}
     [
         (None, "template: is missing"),
         ({**SENSIBLE, "submit": "x {comand}"}, "has {comand}, and knows command, name"),
-        ({**SENSIBLE, "submit": "x 'y"}, "is no command line"),
-        ({**SENSIBLE, "submit": "x {{command}}"}, "has no {command}; write it where"),
-        ({**SENSIBLE, "poll": "x"}, "has no {id}; write it where"),
+        ({**SENSIBLE, "submit": "x 'y"}, "must be a command line"),
+        ({**SENSIBLE, "submit": "x {{command}}"}, "must contain {command}"),
+        ({**SENSIBLE, "poll": "x"}, "must contain {id}"),
         ({**SENSIBLE, "cancel": "x {id} {name}"}, "has {name}, and knows id"),
-        ({**SENSIBLE, "alive": "("}, "is no regular expression"),
+        ({**SENSIBLE, "alive": "("}, "must be a regular expression"),
         ({"submit": "x {command}", "poll": "x {id}"}, "template.cancel"),
     ],
 )

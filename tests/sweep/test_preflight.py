@@ -183,7 +183,7 @@ def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_
     for name in ("MY VAR", "A=1; touch here; B", "1A"):
         with pytest.raises(ConfigError) as error:
             preflight.prepare(plan({"algo.lr": [1e-3]}, environment={name: "x"}))
-        assert "is no name of an environment variable" in error.value.details
+        assert "is not a valid name of an environment variable" in error.value.details
     with pytest.raises(UseError, match="shows no GPU"):
         preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2))
     assert not runs.exists()

@@ -1,4 +1,4 @@
-"""What settings are made of: numbers with bounds, sections, plug-ins named by an import string. No setting itself."""
+"""Types of settings: numbers with bounds, sections, and plug-ins named by an import string."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ HUGE = 10**15
 
 
 def _whole(value: Any) -> Any:
-    """2e6 is a count; true is not. (YAML writes counts as floats when they have an exponent.)"""
+    """Accept 2e6 as a whole number: YAML reads numbers with an exponent as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def bare_id(value: Any) -> Any:
-    """`env: CartPole-v1` is short for `env: {id: CartPole-v1}`."""
+    """Expand `env: CartPole-v1` to `env: {id: CartPole-v1}`."""
     return {"id": value} if isinstance(value, str) else value
 
 
@@ -31,17 +31,17 @@ Options = dict[str, Any]
 
 
 class Settings(BaseModel):
-    # Built when first used: most processes need one section, and building all costs a tenth of a second.
+    # Built on first use: most processes need one section, and building all takes a tenth of a second.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class Plugin(Settings):
-    """Something named by an import string: a built-in short name, `package.module:Name` or `path/file.py:Name`."""
+    """A plug-in: a built-in name, `package.module:Name` or `path/file.py:Name`, with options."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Built-in short name, `package.module:Name` or `path/file.py:Name`; `path/file.py` has the conventional class."""
+    """Built-in name, `package.module:Name` or `path/file.py:Name`; `path/file.py` means its conventional class."""
     options: Options = {}
-    """Keyword arguments, checked against the target's signature before anything starts."""
+    """Keyword arguments, checked against the plug-in's signature before anything starts."""
 
 
 PluginRef = Annotated[Plugin, BeforeValidator(bare_id)]

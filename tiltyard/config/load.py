@@ -1,9 +1,9 @@
 """Text, command line or Python values -> Experiment, with the origin of every value; and back to text.
 
-    target (file | env id | mapping) + key=value ... ── layers ──> one tree ── one validation ──> Loaded or ConfigError
+    target (file | env id | mapping) + key=value ... ── merge ──> one tree ── one validation ──> Loaded or ConfigError
 
-Every problem is found before anything is started or written, and all are told at once. Plug-in files must exist but are
-not imported here.
+All problems are found and reported at once, before anything is started or written. Plug-in files must exist but are not
+imported here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Loaded:
-    """An experiment and how it came about. `base`: folders that plug-in paths are relative to, in order."""
+    """An experiment and where its values came from. `base`: folders that plug-in paths are relative to, in order."""
 
     experiment: Experiment
     origins: dict[str, str]
@@ -72,8 +72,8 @@ def load(
 ) -> Loaded:
     """The experiment that `target` describes: a YAML file, an env id or a mapping, changed by `key=value` overrides.
 
-    `debug` lays the preset `debug` over file and profile, below the overrides: one process, tiny batches. `base` are
-    folders to look for plug-in files in before the usual ones: the run folder, when the settings are a run's.
+    `debug` adds the preset `debug` above file and profile and below the overrides. `base` are folders to search for
+    plug-in files before the usual ones, such as the run folder for a run's own settings.
     """
     return _finish(*_layered(target, overrides, profile, debug, base))
 
@@ -81,10 +81,7 @@ def load(
 def merged_settings(
     target: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, profile: Profile | None = None
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """All layers as one mapping, without the defaults and judged by nobody, and the folders plug-ins are looked for in.
-
-    `load` makes of it what it makes of the target, and it can still be changed.
-    """
+    """All layers merged into one mapping, without defaults and not validated, and the folders of plug-ins."""
     merged, problems, source, _, base, _ = _layered(target, overrides, profile, False, ())
     if problems:
         raise ConfigError(problems, str(source) if source else "")
@@ -132,7 +129,7 @@ def _layered(
     merged.drop("use")  # applied
     for origin, values in used:
         if values and origin not in merged.origins.values():
-            warnings.append(f"{origin} changes nothing: higher layers set all that it sets")
+            warnings.append(f"{origin} has no effect: the file or the command line sets all of its settings")
     warnings += _without_layers(merged)
     return merged, problems, source, text, base, warnings
 
@@ -145,27 +142,27 @@ def _finish(
     base: tuple[Path, ...],
     warnings: list[str],
 ) -> Loaded:
-    """The one validation at the end."""
+    """Validate the merged values, once."""
     values = merged.values
     found: Found = [((), problem) for problem in problems]
     found += special_answers(values)
     experiment, wrong = validate(Experiment, values)
     found += wrong
-    judged = experiment
+    checked = experiment
     if experiment is None:
-        # what two settings together show is told too, as long as neither of them is wrong by itself
+        # Cross-check the valid settings as well, so that all problems are reported at once.
         rest, left = values, wrong
         for _ in range(5):
             for path, _ in left:
                 rest = prune(rest, path)
-            judged, left = validate(Experiment, {"env": "x", **rest})
-    if judged is not None:
+            checked, left = validate(Experiment, {"env": "x", **rest})
+    if checked is not None:
         bad = [".".join(path) for path, _ in found if path]
-        more = cross_check(judged) + _missing_files(judged, base)
+        more = cross_check(checked) + _missing_files(checked, base)
         found += [((), problem) for problem in more if not any(_mentions(problem, name) for name in bad)]
     if found or experiment is None:
-        told = [_with_origin(path, problem, merged, source) for path, problem in found]
-        raise ConfigError(list(dict.fromkeys(told)), str(source) if source else "")
+        shown = [_with_origin(path, problem, merged, source) for path, problem in found]
+        raise ConfigError(list(dict.fromkeys(shown)), str(source) if source else "")
     origins = {".".join(path): merged.origin(path) for path, _ in flat(experiment.model_dump(by_alias=True))}
     return Loaded(experiment, origins, source, text, base, tuple(warnings))
 
@@ -176,7 +173,7 @@ def _mentions(problem: Problem, name: str) -> bool:
 
 
 def _with_origin(path: tuple[str, ...], problem: Problem, merged: Merged, source: Path | None) -> Problem:
-    """Which layer a wrong value came from, where that is not the file itself."""
+    """Add the layer that a wrong value came from, unless that is the file itself."""
     origin = merged.origin(path) if path else "default"
     if origin.startswith(("preset", "profile")) or (origin == COMMAND_LINE and source):
         return Problem(problem.setting, problem.value, f"{problem.message} ({origin})", problem.hint)
@@ -200,7 +197,7 @@ def _missing_files(experiment: Experiment, base: tuple[Path, ...]) -> list[Probl
 def _target(
     target: str | Path | Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], str, Path | None, str | None, list[str]]:
-    """A target's values, their origin, its file and the file's text, and what to warn about."""
+    """A target's values, their origin, its file, the file's text, and warnings."""
     if target is None:
         return {}, COMMAND_LINE, None, None, []
     if isinstance(target, Mapping):
@@ -210,7 +207,7 @@ def _target(
             raise UseError(str(error), "use text, numbers, true, false, null, lists and mappings") from None
     if not isinstance(target, str | Path):
         raise UseError(
-            f"{short(target)} describes no experiment", "give a YAML file, an env id, a mapping or an Experiment"
+            f"{short(target)} is not an experiment", "give a YAML file, an env id, a mapping or an Experiment"
         )
     word = os.fspath(target)
     path = Path(word)
@@ -218,20 +215,20 @@ def _target(
         text = read_text(path)
         values = as_mapping(parse_yaml(text, str(path)), str(path))
         if "env" not in values and {"experiment", "program"} & values.keys():
-            raise UseError(f"{path} is the plan of a sweep and no experiment", f"start it: tiltyard sweep start {path}")
+            raise UseError(f"{path} is a sweep plan, not an experiment", f"start it with: tiltyard sweep start {path}")
         return values, f"file {path.name}", path, text, []
     if not word.strip():
         raise UseError("the env's name is empty", "give a YAML file or an env id: CartPole-v1")
     if "=" in word and kind_of(word) is None:
         raise UseError(
-            f"{word!r} is a setting where a YAML file or env id is expected", f"put that first: CartPole-v1 {word}"
+            f"expected a YAML file or an env id, got the setting {word!r}", f"put the env first: CartPole-v1 {word}"
         )
-    warnings = [f"{word!r} is taken as an env id; there is a folder of that name too"] if is_folder(path) else []
+    warnings = [f"{word!r} is used as an env id, although a folder has the same name"] if is_folder(path) else []
     return {"env": {"id": word}}, COMMAND_LINE, None, None, warnings
 
 
 def _is_yaml(word: str, path: Path) -> bool:
-    """Whether a target is meant as a file: by its ending, or because it is there, is not Python, or is a path."""
+    """Whether a target means a file: by its suffix, or because it exists and is neither Python nor a plain name."""
     if word.endswith((".yaml", ".yml")):
         return True
     try:
@@ -248,13 +245,13 @@ def is_folder(path: Path) -> bool:
 
 
 def override_list(overrides: Sequence[str]) -> list[str]:
-    """Overrides as a list; UseError for what is no sequence of texts. A single text is none: it is one override."""
+    """The overrides as a list; UseError unless they are a sequence of strings (a single string is not)."""
     if isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes):
         wrong = [each for each in overrides if not isinstance(each, str)]
         if not wrong:
             return list(overrides)
-        raise UseError(f"{short(wrong[0])} is no override: it is no text", 'write ["algo.lr=3e-4"]')
-    raise UseError(f"overrides = {short(overrides)} is no list of texts", 'write ["algo.lr=3e-4"]')
+        raise UseError(f"override {short(wrong[0])} must be a string", 'write ["algo.lr=3e-4"]')
+    raise UseError(f"overrides = {short(overrides)} must be a list of strings", 'write ["algo.lr=3e-4"]')
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -265,18 +262,16 @@ def parse_override(text: str) -> tuple[str, Any]:
         name, colon, rest = text.partition(":")
         written = f"{name.strip()}={rest.strip()}" if colon else f"{text.strip()}=VALUE"
         hint = f"write {written}, without spaces around '='" if text.strip() else "write algo.lr=3e-4"
-        raise UseError(f"{text!r} is no override: it has no '='", hint)
+        raise UseError(f"{text!r} is not an override; expected key=value", hint)
     if not key or not all(key.split(".")):
-        raise UseError(
-            f"{text!r} is no override: the name before '=' is {'empty' if not key else 'not a dotted name'}",
-            "write algo.lr=3e-4",
-        )
+        wrong = "empty" if not key else "not a dotted name"
+        raise UseError(f"{text!r} is not an override: the name before '=' is {wrong}", "write algo.lr=3e-4")
     if len(key) > 500:
-        raise UseError(f"{short(key)} is no setting: its name has {len(key)} characters", "write algo.lr=3e-4")
+        raise UseError(f"unknown setting {short(key)}: its name has {len(key)} characters", "write algo.lr=3e-4")
     try:
         found = parse_yaml(value, f"override {key}")
         if isinstance(found, str) and "\n" in value and found.split() == value.split():
-            found = value  # YAML makes spaces of the line breaks in a plain text; here the shell's quotes were meant
+            found = value  # YAML folds line breaks of plain text into spaces; text quoted in the shell keeps them
         return key, plain(found, (key,))
     except ValueError as error:
         raise UseError(f"override {error}", "write it as UTF-8 text") from None
@@ -285,12 +280,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as overrides: what one would type to train the same."""
+    """Settings as overrides, as they would be typed on the command line."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
 
 
 def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: list[Problem]) -> list[str]:
-    """Presets asked for; the command line's list replaces the file's."""
+    """The presets to use; a list on the command line replaces the file's."""
     value = from_command.get("use", own.get("use"))
     names = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names) or len(names) > 20:
@@ -302,12 +297,12 @@ def _uses(from_command: Mapping[str, Any], own: Mapping[str, Any], problems: lis
 
 
 def refuse_presets(verb: str, overrides: Sequence[str]) -> None:
-    """UseError for `use=`: presets lie below a run's own settings, which are complete, and would change nothing."""
+    """UseError for `use=`: presets have no effect on a run, whose own settings are complete."""
     for key, value in map(parse_override, override_list(overrides)):
         if key.partition(".")[0] == "use":
             raise UseError(
-                f"use = {short(value)}: `{verb}` takes no presets, because a run has a value for every setting",
-                "give the settings themselves: key=value",
+                f"use = {short(value)}: `{verb}` cannot apply presets, because a run has a value for every setting",
+                "override single settings instead: key=value",
             )
 
 
@@ -321,7 +316,7 @@ def presets() -> list[str]:
 
 
 def _tiny(algo: Any) -> dict[str, Any]:
-    """The preset `debug` with those of its algo settings that the chosen algorithm has."""
+    """The preset `debug`, with only those algo settings that the chosen algorithm has."""
     values, _ = _preset("debug", ())
     section = ROOT.field("algo")
     assert isinstance(section, Section)
@@ -330,9 +325,9 @@ def _tiny(algo: Any) -> dict[str, Any]:
 
 
 def _without_layers(merged: Merged) -> list[str]:
-    """Drop what built-in presets say about the layers of the built-in model, when the model is another; what was lost.
+    """Drop layer settings of built-in presets if the model is the user's own, and return warnings that say so.
 
-    Whoever writes such a setting himself is told that it would be ignored. That `debug` makes layers small is no loss.
+    If the user wrote such a setting, cross_checks reports it instead. Dropping those of `debug` needs no warning.
     """
     model = merged.values.get("model")
     chosen = model.get("id") if isinstance(model, dict) else None
@@ -347,25 +342,23 @@ def _without_layers(merged: Merged) -> list[str]:
             merged.drop(*path)
             lost.setdefault(max(sources), []).append(".".join(path))
     lost.pop("preset debug", None)
-    reason = f"left out, being of the built-in model, and model.id = {chosen} is another"
+    reason = f"ignored: only for the built-in model, and model.id = {chosen}"
     return [f"{origin}: {', '.join(names)} {reason}" for origin, names in lost.items()]
 
 
 def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | None]:
-    """A preset's values and, for a file of the user's, its folder."""
+    """A preset's values and, for a user's own file, its folder."""
     if name in presets():
         text = resources.files("tiltyard").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
         return as_mapping(parse_yaml(text, f"preset {name}"), f"preset {name}"), None
     if not name.endswith((".yaml", ".yml")):
-        raise UseError(
-            f"there is no preset {name!r}", did_you_mean(name, presets()) + "; or give the path of a YAML file"
-        )
+        raise UseError(f"unknown preset {name!r}", did_you_mean(name, presets()) + "; or give the path of a YAML file")
     places = [folder / Path(name).expanduser() for folder in base]
     path = next((place for place in places if place.is_file()), places[0])
     values = as_mapping(parse_yaml(read_text(path), str(path)), str(path))
     if values.get("use"):
         raise UseError(
-            f"{path} is used as a preset and has a `use:` of its own", "name all presets in the experiment file"
+            f"{path} is used as a preset and must not have a `use:` itself", "list all presets in the experiment file"
         )
     return values, path.absolute().parent
 
@@ -374,22 +367,22 @@ def _preset(name: str, base: Sequence[Path]) -> tuple[dict[str, Any], Path | Non
 
 
 def resolved_yaml(experiment: Experiment) -> str:
-    """The complete experiment as YAML, version first; `from_resolved` gives it back."""
+    """The complete experiment as YAML, version first; `from_resolved` reads it."""
     return dump_yaml(experiment.model_dump(by_alias=True))
 
 
 def from_resolved(path: Path) -> Experiment:
-    """The experiment that a run folder's experiment.yaml holds."""
+    """The experiment in a run folder's experiment.yaml."""
     values = read_yaml(path)
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
         raise UseError(
-            f"{path} was made by a newer Tiltyard: version {version}, this one knows {SCHEMA}", "update Tiltyard"
+            f"{path} was written by a newer Tiltyard: version {version}, this one reads {SCHEMA}", "update Tiltyard"
         )
     if version is None:
         raise UseError(
-            f"{path} has no version and so is no experiment of a run",
-            "was it edited? source.yaml beside it is your own file",
+            f"{path} has no version, so it is not a run's experiment file",
+            "restore it if it was edited; your own file is source.yaml beside it",
         )
     experiment, wrong = validate(Experiment, with_new_names(values))
     if experiment is None:

@@ -1,9 +1,9 @@
-"""Layers of settings merged on dotted names, with the origin of every value; validates nothing.
+"""Merge layers of settings on dotted names and remember the origin of every value; validates nothing.
 
     defaults < presets < file < profile < command line        later layers win, value by value
 
-Choosing another algorithm, engine or kind of schedule empties that section of what lower layers said for the old one;
-another env or model empties only its options. Lists are replaced as a whole.
+Another algorithm, engine or kind of schedule discards that section's values from lower layers; another env or model
+discards only its options. Lists are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiltyard.plugins.resolve import short
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping with known keys. `scheduled`: a number may stand in its place; `optional`: it is off when left out."""
+    """A mapping with known keys. `scheduled`: a number is allowed instead. `optional`: null turns it off."""
 
     models: tuple[type[Settings], ...]
     scheduled: bool = False
@@ -31,7 +31,7 @@ class Section:
 
     @property
     def tag(self) -> str | None:
-        """The key whose change makes it another section: a `kind` or `id` that chooses the model."""
+        """The key (`kind` or `id`) whose value selects the model; None if there is only one."""
         for name in ("id", "kind"):
             annotation = self.models[0].model_fields[name].annotation if name in self.models[0].model_fields else None
             if get_origin(annotation) is Literal and len(get_args(annotation)) == 1:
@@ -40,38 +40,38 @@ class Section:
 
     @property
     def short(self) -> str | None:
-        """The key that plain text in place of the section stands for."""
+        """The key that is set when plain text is given instead of the section."""
         first = next(iter(self.models[0].model_fields))
         return first if first in ("id", "kind", "mode") and not self.scheduled else None
 
     @property
     def tags(self) -> dict[str, type[Settings]]:
-        """Model by the word that chooses it."""
+        """The models by the word that selects them."""
         if self.tag is None:
             return {}
         tag = self.tag
         return {word: model for model in self.models for word in get_args(model.model_fields[tag].annotation)}
 
     def chosen(self, values: Any) -> type[Settings]:
-        """The model that `values` ask for, else the first."""
+        """The model that `values` select, else the first."""
         word = values.get(self.tag) if self.tag and isinstance(values, Mapping) else None
         return self.tags.get(word, self.models[0]) if isinstance(word, str) else self.models[0]
 
     def field(self, name: str) -> Section | Free | None:
-        """The shape of the setting called `name`; None for a plain value and for what is no setting."""
+        """The shape of the setting called `name`; None for a plain value or an unknown setting."""
         return next((fields(model)[name] for model in self.models if name in fields(model)), None)
 
 
 @dataclass(frozen=True)
 class Free:
-    """A mapping with any keys, whose values are sections or anything. `whole`: each of them is replaced as a whole."""
+    """A mapping with any keys, whose values are sections or anything. `whole`: values are replaced, not merged."""
 
     item: Section | None = None
     whole: bool = False
 
 
 def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
-    """The shape of what is called `name` in something of shape `shape`."""
+    """The shape of the key `name` in a mapping of shape `shape`."""
     if isinstance(shape, Section):
         return shape.field(name)
     return shape.item if isinstance(shape, Free) else None
@@ -79,7 +79,7 @@ def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
 
 @cache
 def fields(model: type[Settings]) -> dict[str, Section | Free | None]:
-    """The shape of each setting of a model by the name used in files."""
+    """The shape of each setting of a model, by its name in files."""
     return {info.alias or name: _shape(info.annotation) for name, info in model.model_fields.items()}
 
 
@@ -107,8 +107,8 @@ def _bare(annotation: Any) -> Any:
 
 
 def split_key(key: str, root: Section) -> tuple[str, ...]:
-    """A dotted name as keys. Names of observations and policies may hold dots: model.encoders.camera.left.id has four
-    keys."""
+    """The keys of a dotted name. Names of observations and policies may contain dots: model.encoders.camera.left.id
+    has four keys."""
     parts = key.split(".")
     place: Section | Free | None = root
     for i, part in enumerate(parts):
@@ -131,7 +131,7 @@ MAX_LEVELS = 50
 
 @dataclass
 class Merged:
-    """What the layers so far say. `origins` is keyed by the path of each value; what is absent is a default."""
+    """The layers merged so far. `origins` is keyed by the path of each value; absent values are defaults."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Merged:
         return "default"
 
     def drop(self, *path: str) -> None:
-        """As if no layer had said anything about a setting."""
+        """Remove a setting, as if no layer had set it."""
         place: Any = self.values
         for name in path[:-1]:
             place = place.get(name) if isinstance(place, dict) else None
@@ -173,23 +173,23 @@ class Merged:
             if not value:
                 self.origins[path] = origin
         if isinstance(shape, Section):
-            self._make_room(lower, path, value, shape)
+            self._discard_lower(lower, path, value, shape)
         for key, inner in value.items():
             below = inside(shape, key)
             if isinstance(shape, Free) and not shape.whole and below is None and isinstance(inner, Mapping):
                 below = Free()  # mappings inside options are merged too
             self._put(lower, (*path, key), inner, below, origin)
 
-    def _make_room(
+    def _discard_lower(
         self, lower: dict[str, Any], path: tuple[str, ...], value: Mapping[str, Any], shape: Section
     ) -> None:
-        """Drop what lower layers said for another id or kind."""
+        """Discard values of lower layers that belong to another id or kind."""
         tag = shape.tag or ("id" if "options" in shape.models[0].model_fields else None)
         if tag is None or tag not in value:
             return
         known = shape.models[0].model_fields[tag]
         if tag not in lower and not shape.scheduled and known.is_required():
-            return  # a preset's env options, below whatever env is chosen above it
+            return  # a preset's env options, which apply to whichever env a higher layer selects
         default = None if shape.scheduled else known.default
         if lower.get(tag, default) == value[tag]:
             return
@@ -203,7 +203,7 @@ class Merged:
 
 
 def _long_form(value: Any, shape: Section | Free | None) -> Any:
-    """`env: X` is short for `env: {id: X}`; a section with nothing in it is an empty one."""
+    """Expand `env: X` to `env: {id: X}`, and null to an empty section."""
     if isinstance(shape, Section) and not shape.scheduled:
         if value is None and not shape.optional:
             return {}
@@ -215,7 +215,7 @@ def _long_form(value: Any, shape: Section | Free | None) -> Any:
 
 
 def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A layer with dotted names at its top (`algo.lr: 3e-4`) as nested mappings, and names that are given twice."""
+    """A layer with dotted top-level names (`algo.lr: 3e-4`) as nested mappings, and problems with duplicate names."""
     made: dict[str, Any] = {}
     problems = []
     for key, value in layer.items():
@@ -247,7 +247,7 @@ def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings under the names of this version: files of version 0.1 have `env.comes_back`, with a value `replay`."""
+    """Settings with their current names: version 0.1 had `env.comes_back`, with a value `replay`."""
     env = values.get("env")
     if not isinstance(env, dict):
         return values
@@ -259,12 +259,12 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 def _twice(key: str, value: Any) -> Problem:
     return Problem(
-        key, short(value), "is given twice, once with a dotted name and once inside its section", "keep one of them"
+        key, short(value), "is set twice, once by its dotted name and once inside its section", "keep one of them"
     )
 
 
 def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Overrides as one layer. The same name twice: the last one counts, as everywhere on command lines."""
+    """Overrides as one layer. If a name is given twice, the last value counts."""
     made = Merged()
     for key, value in pairs:
         path = split_key(key, ROOT)
@@ -276,7 +276,7 @@ def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:
-    """Add one override to the others. Another id empties nothing here: the order of overrides does not matter."""
+    """Add one override to the others. Another id discards nothing here, so the order of overrides does not matter."""
     for key, value in layer.items():
         below = inside(shape, key)
         value = _long_form(value, below)
@@ -289,13 +289,13 @@ def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free 
 
 
 def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
-    """A deep copy made of what a file can say, or a ValueError naming the place. Tuples become lists, paths text."""
+    """A deep copy of plain YAML values, or a ValueError that names the place. Tuples become lists, paths strings."""
     if len(path) > MAX_LEVELS:
         raise ValueError(f"{'.'.join(path[:6])}... is nested more than {MAX_LEVELS} levels deep")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{'.'.join((*path, ''))}{key!r} is a name that is not text")
+                raise ValueError(f"{'.'.join((*path, ''))}{key!r}: a key must be text")
         return {str(key): plain(inner, (*path, key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner, (*path, str(i))) for i, inner in enumerate(value)]
@@ -303,8 +303,8 @@ def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
         value = str(value)
     if isinstance(value, str):
         if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise ValueError(f"{'.'.join(path)} holds text that is not Unicode")
+            raise ValueError(f"{'.'.join(path)} contains text that is not valid Unicode")
         return str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise ValueError(f"{'.'.join(path)} holds a value of type {type(value).__name__}, which no file can say")
+    raise ValueError(f"{'.'.join(path)} has a value of type {type(value).__name__}, which YAML cannot express")

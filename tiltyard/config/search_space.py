@@ -1,10 +1,10 @@
-"""What a setting may be when it is varied, as one line of YAML says it: choices, or a span of numbers. Pure.
+"""Dimensions of a search space, each written as one line of YAML: choices, or a range of numbers. Pure.
 
-    {log: [1e-5, 1e-2]}         a span; {range: ...}, {int: ...}
+    {log: [1e-5, 1e-2]}         a range; also {range: ...}, {int: ...}
     [0.98, 0.99]                choices
     [[64, 128], [128, 256]]     choices of several settings that change together
 
-Which settings are varied, and what becomes of it, is for whoever asks: a sweep's plan, a population of policies.
+Used by sweep plans and by populations of policies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Span:
-    """Numbers from low to high, both included; evenly spread, or their logarithms are."""
+    """A range of numbers from low to high, inclusive, on a linear or logarithmic scale."""
 
     key: str
     low: float
@@ -57,14 +57,14 @@ class Span:
         return [{self.key: value} for value in self.spread()]
 
     def spread(self) -> list[float]:
-        """The values of a grid; none when there is neither a step nor a number of points."""
+        """The values of a grid; none without a step or a number of points."""
         if self.points is not None:
             shares = [i / (self.points - 1) for i in range(self.points)]
             return list(dict.fromkeys(self.at(share) for share in shares))
         return [self.after(i) for i in range(self.count())]
 
     def count(self) -> int:
-        """How many values a grid has. Steps may be billions: nothing is made of them to count them."""
+        """Number of values of a grid, computed without listing them: there may be billions."""
         if self.points is not None:
             return len(self.spread())
         return 0 if self.step is None else math.floor((self.high - self.low) / self.step + 1e-9) + 1
@@ -77,12 +77,12 @@ class Span:
         return {self.key: self.at(rng.random())}
 
     def after(self, steps: int) -> float:
-        """The value that many steps from the low end."""
+        """The value this many steps above `low`."""
         assert self.step is not None
         return self._rounded(self.low + steps * self.step)
 
     def at(self, share: float) -> float:
-        """The value at a share of the way."""
+        """The value at a fraction of the range."""
         if self.log:
             found = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         else:
@@ -97,7 +97,7 @@ Dimension = Choices | Span
 
 
 def dimension(keys: tuple[str, ...], value: Any, as_grid: bool = False) -> Dimension:
-    """What the line says of these settings. ValueError with a message and a hint."""
+    """Parse one line of a search space. ValueError with a message and a hint."""
     if not all(keys):
         raise ValueError("has an empty name", "write dotted names: algo.lr")
     if isinstance(value, list):
@@ -105,37 +105,37 @@ def dimension(keys: tuple[str, ...], value: Any, as_grid: bool = False) -> Dimen
     if len(keys) > 1:
         raise ValueError("settings that change together need a list", "write [[64, 128], [128, 256]]")
     if not isinstance(value, Mapping):
-        raise ValueError("is neither choices nor a range", _FORMS)
+        raise ValueError("must be choices or a range", _FORMS)
     span = _span(keys[0], value)
     if as_grid and not span.count():
-        raise ValueError("has no end of values, and this is a grid", "give points: 5 or a step, or set search: random")
+        raise ValueError("has infinitely many values for a grid", "give points: 5 or a step, or set search: random")
     return span
 
 
 def _choices(keys: tuple[str, ...], value: list[Any]) -> Choices:
     if not value:
-        raise ValueError("has no choice", "write at least one value")
+        raise ValueError("must have at least one choice", "write a value")
     if len(keys) == 1:
         rows = [(each,) for each in value]
     else:
         wrong = [each for each in value if not isinstance(each, list) or len(each) != len(keys)]
         if wrong:
             raise ValueError(
-                f"{short(wrong[0])} is not one value for each of {len(keys)} settings", "write [[64, 128], [128, 256]]"
+                f"{short(wrong[0])} must have a value for each of {len(keys)} settings", "write [[64, 128], [128, 256]]"
             )
         rows = [tuple(each) for each in value]
     if len({fingerprint(row) for row in rows}) != len(rows):
-        raise ValueError("names a choice twice", "each choice is tried once")
+        raise ValueError("has a choice twice", "each choice is tried once")
     return Choices(keys, tuple(rows))
 
 
 def _span(key: str, value: Mapping[str, Any]) -> Span:
     unknown = sorted(set(value) - {"range", "log", "int", "step", "points"})
     if unknown:
-        raise ValueError(f"has no {unknown[0]!r}", _FORMS)
+        raise ValueError(f"has an unknown key {unknown[0]!r}", _FORMS)
     named = [name for name in ("range", "log", "int") if isinstance(value.get(name), list)]
     if len(named) != 1 or not isinstance(value.get("log", False), bool | list):
-        raise ValueError("is neither choices nor one range", _FORMS)
+        raise ValueError("must be choices or one range", _FORMS)
     bounds, log, whole = value[named[0]], bool(value.get("log")), named[0] == "int"
     if len(bounds) != 2 or not all(is_number(each) for each in bounds) or not bounds[0] < bounds[1]:
         raise ValueError("needs two numbers, the smaller first", "write [1e-5, 1e-2]")
@@ -147,11 +147,11 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     if whole and step is None and points is None and not log:
         step = 1
     if step is not None and (log or points is not None or not is_number(step) or step <= 0):
-        raise ValueError("has a step that is no positive number, or one beside log or points", "step: 0.1")
+        raise ValueError("step must be a positive number and cannot be combined with log or points", "step: 0.1")
     if step is not None and whole and step != int(step):
-        raise ValueError("has whole numbers and a step that is none", "step: 2, or range instead of int")
+        raise ValueError("step must be a whole number with int", "step: 2, or range instead of int")
     if points is not None and (type(points) is not int or not 2 <= points <= 100_000):
-        raise ValueError("has points that are no whole number from 2", "points: 5")
+        raise ValueError("points must be a whole number from 2 to 100,000", "points: 5")
     return Span(key, bounds[0], bounds[1], log, whole, step, points)
 
 
@@ -160,5 +160,5 @@ def is_number(value: Any) -> bool:
 
 
 def fingerprint(value: Any) -> str:
-    """Equal for equal values, whatever the order of their keys."""
+    """A string that is equal for equal values, regardless of the order of keys."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)

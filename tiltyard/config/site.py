@@ -1,10 +1,10 @@
-"""The site file: where runs live and the profiles that say where a run is executed; no part of an experiment.
+"""Settings of the site file: the folder of all runs, and profiles for the places where a run can be executed.
 
-    profiles.NAME   launcher: local    this machine
-                    launcher: slurm    a job: `resources` say how large, `slurm` how to ask for it
-                    launcher: template a sweep's trials, by any other commands that submit, poll and cancel
+    profiles.NAME   launcher: local      this machine
+                    launcher: slurm      a Slurm job; `resources` set its size, `slurm` its options
+                    launcher: template   trials of a sweep, with any commands that submit, poll and cancel
 
-Which file counts is decided in place.py. `${VAR}` is expanded in every string; `$${` stands for a plain `${`.
+site_file.py finds the file. `${VAR}` is expanded in every string; `$${` is a literal `${`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiltyard.config.yaml import as_mapping, parse_yaml, read_text
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import short
 
-ENTERED = "TILTYARD_PROFILE"  # the profile whose variables are set
+ENTERED = "TILTYARD_PROFILE"  # name of the profile whose variables are set in this process
 _SETTABLE = ("engine", "save", "track")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -36,7 +36,7 @@ PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w*)\}")
 IN_SUBMIT = ("command", "name", "folder", "nodes", "cpus", "gpus", "memory", "time")
 _DURATION = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<clock>\d{1,6}(?::\d{1,2}){0,2})")
 _SIZE = re.compile(r"\d{1,12}[KMGT]?")
-_BEFORE_LIMIT = 120.0  # Slurm may signal up to a minute early, and saving takes its time
+_BEFORE_LIMIT = 120.0  # seconds; Slurm may signal up to a minute early, and saving takes time
 _LEAST_LEAD = 10.0
 
 
@@ -55,7 +55,7 @@ def seconds_of(duration: str) -> float:
 
 def _duration(text: str) -> str:
     if seconds_of(text) < 60:
-        raise ValueError("must be a minute or more: Slurm counts in minutes")
+        raise ValueError("must be at least one minute, because Slurm counts in minutes")
     return text
 
 
@@ -66,7 +66,7 @@ def _size(text: str) -> str:
 
 
 def _word(text: str) -> str:
-    """What follows the = of an #SBATCH line, where Slurm has no quoting that could be relied on."""
+    """A value of an #SBATCH line, where Slurm has no reliable quoting."""
     if not text.isprintable() or re.search(r"[\s'\"\\#]", text) or not text:
         raise ValueError("must be a word without spaces, quotes, backslashes and #")
     return text
@@ -85,87 +85,87 @@ Line = Annotated[str, AfterValidator(_line)]
 
 
 class Nodes(Settings):
-    """Some nodes that are alike, and what is asked for on each of them."""
+    """A number of equal nodes, and the resources on each of them."""
 
     nodes: Count = 1
-    """How many nodes."""
+    """Number of nodes."""
     cpus: Count = 1
     """CPUs on each node."""
     gpus: CountOrZero = 0
     """GPUs on each node."""
     memory: Size | None = None
-    """Memory on each node, like 8G; the site's default when left out."""
+    """Memory on each node, like 8G. Default: the site's."""
     tmp: Size | None = None
-    """Room on each node's own disk, like 10G."""
+    """Free space on each node's local disk, like 10G."""
 
 
 class Resources(Nodes):
-    """What a job asks for."""
+    """Resources of a job."""
 
     time: Duration | None = None
-    """Time limit, like 4:00:00 or 1-12:00:00; the partition's default when left out. A run may take many times that."""
+    """Time limit of a job, like 4:00:00 or 1-12:00:00. Default: the partition's. A run may span many jobs."""
 
 
 class Samplers(Nodes):
     """The second group of a heterogeneous job: nodes that only sample."""
 
     partition: Word | None = None
-    """Their partition; that of the job when left out."""
+    """Partition of these nodes. Default: that of the job."""
     constraint: Word | None = None
-    """Features that they must have."""
+    """Features that these nodes must have."""
 
 
 class Slurm(Settings):
-    """How jobs are asked for at this site, and what is needed before anything runs."""
+    """Options of Slurm jobs at this site, and how to prepare their environment."""
 
     partition: Word | None = None
-    """Partition; the site's default when left out."""
+    """Partition. Default: the site's."""
     account: Word | None = None
-    """Account that the time is booked on."""
+    """Account to charge."""
     qos: Word | None = None
     """Quality of service."""
     constraint: Word | None = None
     """Features that the nodes must have, like avx512."""
     exclude: Word | None = None
-    """Nodes that are not wanted, like node[3,7-9]."""
+    """Nodes not to use, like node[3,7-9]."""
     extra: list[Line] = []
-    """Further options, written after #SBATCH as they are: --mail-type=END."""
+    """Further options, copied unchanged after #SBATCH: --mail-type=END."""
     setup: list[str] = []
-    """Shell lines before anything runs, on the first node: module load anaconda3."""
+    """Shell lines to run first, on the first node: module load anaconda3."""
     python: str | None = None
-    """Python interpreter on the nodes; the one that submits when left out."""
+    """Python interpreter on the nodes. Default: the one that submits the job."""
     container: str | None = None
-    """Words put before the interpreter: apptainer exec image.sif."""
+    """Command put before the interpreter: apptainer exec image.sif."""
     lead: Positive | None = None
-    """Seconds before the time limit at which the run is told to save; chosen from the limit when left out."""
+    """Seconds before the time limit at which the run saves and stops. Default: derived from the limit."""
     requeues: CountOrZero = 100
-    """How often a run goes back into the queue at its time limit. Preemption does not count."""
+    """How often a run is requeued at its time limit. Preemptions do not count."""
     retry: CountOrZero = 2
-    """How often a trainer that was killed (kill -9, out of memory) is started again inside its job."""
+    """How often a killed trainer (kill -9, out of memory) is restarted inside its job."""
     wait: NotNegative = 300.0
-    """Seconds for all nodes of a job to come up."""
+    """Seconds to wait until all nodes of a job are up."""
     samplers: Samplers | None = None
-    """Nodes that only sample, beside those of `resources`, which then learn: a heterogeneous job."""
+    """Nodes that only sample, while those of `resources` learn: a heterogeneous job."""
     keep_ld_preload: bool = False
-    """Whether LD_PRELOAD of the site stays set. It breaks Ray at many sites."""
+    """Keep the site's LD_PRELOAD, which breaks Ray at many sites."""
     exclude_failed: bool = False
-    """Whether nodes that `tiltyard doctor --on` found bad are left out."""
+    """Exclude nodes that `tiltyard doctor --on` found bad."""
 
 
 def _command(text: str, known: Sequence[str]) -> str:
-    """A command line in which names of values may stand; the first of those known has to."""
+    """Check a command line with placeholders; the first of `known` is required."""
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"is no command line: {error}") from None
+        raise ValueError(f"must be a command line: {error}") from None
     if not words:
         raise ValueError("must be a command line")
     found = PLACEHOLDER.findall(text)
     unknown = [name for name in found if name and name not in known]
     if unknown:
-        raise ValueError(f"has {{{unknown[0]}}}, and knows {', '.join(known)}; a plain brace is written twice")
+        raise ValueError(f"unknown placeholder {{{unknown[0]}}}; known: {', '.join(known)}; write {{{{ for a brace")
     if known[0] not in found:
-        raise ValueError(f"has no {{{known[0]}}}; write it where the queue's command expects it")
+        raise ValueError(f"must contain {{{known[0]}}}")
     return text
 
 
@@ -173,7 +173,7 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ValueError(f"is no regular expression: {error}") from None
+        raise ValueError(f"must be a regular expression: {error}") from None
     return text
 
 
@@ -183,49 +183,49 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class Template(Settings):
-    """Commands of any other queue. No shell reads them; {name} stands for a value, and {{ for a brace."""
+    """Commands of another queue. They run without a shell; {name} is replaced by a value, and {{ is a brace."""
 
     submit: Submit
-    """Starts {command}, one word that a shell can read, as a job called {name}, and prints the job's id. {folder} is
-    the trial's; {cpus}, {gpus}, {memory}, {time} and {nodes} are those of `resources`, empty where left out."""
+    """Command that submits {command} (one shell word) as a job called {name} and prints the job's id. {folder} is the
+    trial's folder; {cpus}, {gpus}, {memory}, {time} and {nodes} are those of `resources`, empty if not set."""
     id: Pattern = r"(\S+)\s*$"
-    """Which part of what `submit` prints is the id: the first group; the last word when left out."""
+    """Pattern for the id in the output of `submit`: its first group. Default: the last word."""
     poll: OfJob
-    """Tells whether job {id} waits or runs."""
+    """Command that reports whether job {id} is waiting or running."""
     alive: Pattern | None = None
-    """It does if `poll` prints this; if `poll` exits with 0 when left out."""
+    """Pattern in the output of `poll` for a job that waits or runs. Default: `poll` exits with 0."""
     gone: Pattern | None = None
-    """What `poll` prints of a job that the queue has forgotten, where it exits with another code than 0; any other such
-    exit is no answer. When left out, none is with `alive`, and without it each of them says that the job is gone."""
+    """Pattern in the output of `poll`, if it fails, for a job that the queue no longer knows; other failures are
+    ignored. Default: with `alive`, every failure is ignored; without it, every failure means that the job is gone."""
     cancel: OfJob
-    """Takes job {id} out of the queue."""
+    """Command that cancels job {id}."""
     setup: list[str] = []
-    """Shell lines in the job before anything runs."""
+    """Shell lines to run first in the job."""
     python: str | None = None
-    """Python interpreter in the job; the one that submits when left out."""
+    """Python interpreter in the job. Default: the one that submits."""
 
 
 class Profile(Settings):
     """Where and how a run is executed."""
 
     launcher: Literal["local", "slurm", "template"] = "local"
-    """What starts the run: this process, Slurm or, for a sweep's trials, the commands of `template`."""
+    """What starts the run: this process, Slurm or, for trials of a sweep, the commands of `template`."""
     resources: Resources = Resources()
-    """What a job asks for; with launcher slurm or template."""
+    """Resources of a job; with launcher slurm or template."""
     slurm: Slurm = Slurm()
-    """How jobs are asked for; with launcher slurm."""
+    """Options of Slurm jobs; with launcher slurm."""
     template: Template | None = None
     """Commands of another queue; with launcher template."""
     set: dict[str, Any] = {}
-    """Settings of engine, save and track for this place, by dotted name."""
+    """Settings of engine, save and track for this profile, by dotted name."""
     environment: dict[str, str] = {}
-    """Environment variables of the run's processes."""
+    """Environment variables for the run's processes."""
     name: str = Field(default="", exclude=True)
-    """Filled in from the profile's key."""
+    """Set from the profile's key."""
 
     @property
     def lead(self) -> float:
-        """Seconds before the time limit at which the run is told to save."""
+        """Seconds before the time limit at which the run saves and stops."""
         if self.slurm.lead is not None:
             return self.slurm.lead
         if self.resources.time is None:
@@ -233,27 +233,27 @@ class Profile(Settings):
         return max(_LEAST_LEAD, min(_BEFORE_LIMIT, seconds_of(self.resources.time) / 4))
 
     def warnings(self) -> list[str]:
-        """What is allowed and hardly meant."""
+        """Settings that are allowed but probably a mistake."""
         time = self.resources.time
         if self.slurm.lead is None or time is None or self.slurm.lead <= seconds_of(time) / 4:
             return []
         return [
             f"slurm.lead = {self.slurm.lead:g} s of profile {self.name} is more than a quarter of resources.time = "
-            f"{time}: a large part of every job is spent waiting"
+            f"{time}: a large part of every job is lost"
         ]
 
 
 class Site(Settings):
-    """What is true of this machine or project rather than of an experiment."""
+    """Settings of this machine or project, not of an experiment."""
 
     runs: str | None = None
-    """Folder of all runs; relative to the site file. `./runs` when left out."""
+    """Folder of all runs, relative to the site file. Default: `./runs`."""
     profiles: dict[str, Profile] = {}
-    """Places to run at, chosen with `--on NAME`."""
+    """Places to run on, selected with `--on NAME`."""
 
 
 def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
-    """The site file's settings and its path; an empty Site when there is none. `runs` comes back absolute."""
+    """The site file's settings and its path; an empty Site if there is none. `runs` is made absolute."""
     path = find_site(start)
     if path is None:
         return Site(), None
@@ -267,11 +267,8 @@ def load_site(start: Path | None = None) -> tuple[Site, Path | None]:
                 expanded["profiles"][name] = profile = {}
             if isinstance(profile, dict):
                 if "name" in profile:
-                    problems.append(
-                        Problem(
-                            f"profiles.{name}.name", short(profile["name"]), "unknown setting", "the key is the name"
-                        )
-                    )
+                    setting, given = f"profiles.{name}.name", short(profile["name"])
+                    problems.append(Problem(setting, given, "unknown setting", "the key is the name"))
                 profile["name"] = name
                 problems += _check_set(profile.get("set"), f"profiles.{name}.set")
                 problems += _check_launcher(profile, f"profiles.{name}")
@@ -292,23 +289,25 @@ def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
         return site.profiles[name]
     if not site.profiles:
         where = f"{path} has no profiles" if path else f"there is no site file {FILE} here or above"
-        raise UseError(f"there is no profile {name!r}: {where}", "write one below `profiles:`")
+        raise UseError(f"there is no profile {name!r}: {where}", "add it under `profiles:`")
     raise UseError(
         f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(str(name), site.profiles)
     )
 
 
 def apply_profile(name: str) -> Profile:
-    """The profile called `name`, its environment variables set for this process and its children."""
+    """The profile called `name`; sets its environment variables for this process and its children."""
     site, path = load_site()
     profile = pick_profile(site, name, path)
     os.environ.update(profile.environment)
     return profile
 
 
-def restore_profile(name: object, who: str) -> str | None:
-    """Set the variables of the profile that something was started with, if any, where no script has set them as they
-    were then; returns its name. One that the site file no longer has is told and done without."""
+def restore_profile(name: object, what: str) -> str | None:
+    """Set the variables of the profile that `what` was started with, unless a job script has set them; its name.
+
+    If the site file no longer has that profile, warn and continue without it.
+    """
     if not isinstance(name, str):
         return None
     if os.environ.get(ENTERED) == name:
@@ -317,24 +316,24 @@ def restore_profile(name: object, who: str) -> str | None:
     try:
         os.environ.update(pick_profile(site, name, path).environment)
     except UseError as error:
-        sys.stderr.write(f"warning: {who} goes on without the environment of its profile: {error.message}\n")
+        sys.stderr.write(f"warning: {what} continues without the environment of its profile: {error.message}\n")
     return name
 
 
 def _check_set(values: Any, setting: str) -> list[Problem]:
-    """Where a run lives never changes what it learns: a profile sets engine, save and track only."""
+    """A profile sets engine, save and track only: where a run is executed must not change what it learns."""
     if not isinstance(values, Mapping):
         return []
-    hint = "what a run learns belongs in the experiment file; a profile may set engine, save and track"
+    hint = "a profile may set engine, save and track; put other settings in the experiment file"
     return [
-        Problem(f"{setting}.{key}", short(value), "is no setting of a profile", hint)
+        Problem(f"{setting}.{key}", short(value), "cannot be set by a profile", hint)
         for key, value in values.items()
         if str(key).split(".")[0] not in _SETTABLE
     ]
 
 
 def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
-    """What only a job has is no part of a profile that starts none."""
+    """Settings of jobs are allowed only in a profile whose launcher submits jobs."""
     launcher = profile.get("launcher", "local")
     needs = {"resources": ("slurm", "template"), "slurm": ("slurm",), "template": ("template",)}
     found = [
@@ -349,17 +348,17 @@ def _check_launcher(profile: Mapping[str, Any], setting: str) -> list[Problem]:
     ]
     if launcher == "template" and not profile.get("template"):
         hint = "template: {submit: ..., poll: ..., cancel: ...}"
-        found.append(Problem(f"{setting}.template", "", "is missing, which says how jobs are submitted", hint))
+        found.append(Problem(f"{setting}.template", "", "is missing; launcher: template needs it", hint))
     return found
 
 
 def check_names(variables: Any, setting: str) -> list[Problem]:
-    """A variable's name is never quoted, in no shell."""
+    """Names of environment variables must be valid in a shell, where they cannot be quoted."""
     if not isinstance(variables, Mapping):
         return []
-    hint = "letters, digits and _, and no digit first"
+    hint = "use letters, digits and _, not starting with a digit"
     return [
-        Problem(f"{setting}.{name}", "", "is no name of an environment variable", hint)
+        Problem(f"{setting}.{name}", "", "is not a valid name of an environment variable", hint)
         for name in variables
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", str(name))
     ]

@@ -1,8 +1,9 @@
-"""Where things are: the site file that counts here, and the folder of all runs. The standard library only.
+"""Find the site file and the folder of all runs, with the standard library only.
 
-`tiltyard ls` asks this; reading a site file (site.py) costs more than listing a thousand runs, and most have none.
+`tiltyard ls` needs this; reading a site file (site.py) takes longer than listing a thousand runs, and most users have
+none.
 
-    TILTYARD_SITE                        the file to use, over all search
+    TILTYARD_SITE                        the file to use; no search
     ./tiltyard.yaml, ../tiltyard.yaml    the current folder and its parents, up to the home folder
     ~/.config/tiltyard/tiltyard.yaml     ($XDG_CONFIG_HOME) the user's own
 """
@@ -18,11 +19,11 @@ FILE = "tiltyard.yaml"
 
 
 def find_site(start: Path | None = None) -> Path | None:
-    """The site file that counts in folder `start` (the current one when left out)."""
+    """The site file for folder `start` (default: the current folder)."""
     if named := os.environ.get("TILTYARD_SITE"):
         path = Path(named).expanduser()
         if not path.is_file():
-            raise UseError(f"TILTYARD_SITE names {path}, which is no file", "correct or unset the variable")
+            raise UseError(f"TILTYARD_SITE names {path}, which is not a file", "correct or unset the variable")
         return path.absolute()
     home = Path.home()
     folder = (start or Path.cwd()).absolute()

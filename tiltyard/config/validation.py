@@ -1,8 +1,8 @@
-"""What is wrong with settings, in our words: pydantic finds it, this module says it. Raises nothing itself.
+"""Validate settings with pydantic and report every error as a Problem in plain words; raises nothing.
 
-    values ── special answers ──> ── pydantic ──> ── each error: dotted name, value, sentence, hint ──> [Problem]
+    values ── special answers ──> ── pydantic ──> ── each error: dotted name, value, message, hint ──> [Problem]
 
-Special answers are for what people bring along from elsewhere: names of algorithms and settings of other libraries.
+Special answers are for names that users know from other libraries: algorithms and settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keys = tuple[str, ...]
 Found = list[tuple[Keys, Problem]]
 Model = TypeVar("Model", bound=Settings)
 
-# What other libraries call our settings.
+# Names of our settings in other libraries.
 _ALSO = {
     "name": "run_name experiment",
     "notes": "description",
@@ -65,7 +65,7 @@ _KNOWN = ("ppo", "a2c", *ONLY_RLLIB)
 
 
 def special_answers(values: dict[str, Any]) -> Found:
-    """Questions with an answer of their own. What is answered is taken out of `values`: nothing is said twice."""
+    """Problems that deserve a special message. Their settings are removed from `values`, so none is reported twice."""
     found: Found = []
     for path in ((), ("algo",), ("model",), ("engine",)):
         place = values.get(path[0]) if path else values
@@ -77,19 +77,19 @@ def special_answers(values: dict[str, Any]) -> Found:
     word = algo.get("id") if isinstance(algo, dict) else None
     if isinstance(word, str) and word not in _KNOWN:
         found.append((("algo",), Problem("algo.id", short(word), *_algorithm(word))))
-        del values["algo"]  # its other settings cannot be judged
+        del values["algo"]  # its other settings cannot be checked
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
-        message = f"was made by a newer Tiltyard; this one knows version {SCHEMA}"
+        message = f"was written by a newer Tiltyard; this one reads version {SCHEMA}"
         found.append((("version",), Problem("version", short(version), message, "update Tiltyard")))
         del values["version"]
     return found
 
 
 def _algorithm(word: str) -> tuple[str, str]:
-    """What to say to the name of an algorithm that is not here."""
+    """Message and hint for an unknown algorithm."""
     if word.lower() == "a3c":
-        return "not available; use a2c", "a2c is the same method with all envs stepped together; write algo: a2c"
+        return "not available; use a2c", "a2c is the synchronous version of the same method; write algo: a2c"
     bare = word.lower().removeprefix("rllib:")
     name = next((each for each in (*NAMED, *NOT_NAMED) if each.lower().removeprefix("rllib:") == bare), "")
     if name in NAMED:
@@ -102,7 +102,7 @@ def _algorithm(word: str) -> tuple[str, str]:
 
 
 def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, Found]:
-    """`values` as a settings object, or None and each problem with the path of what it is about."""
+    """`values` as a settings object, or None and every problem with its path."""
     try:
         return model.model_validate(values, by_alias=True, by_name=False), []
     except ValidationError as error:
@@ -116,13 +116,13 @@ def validate(model: type[Model], values: dict[str, Any]) -> tuple[Model | None, 
 
 
 def prune(values: Any, path: Keys) -> Any:
-    """A copy of `values` without what lies at `path`; list items are not taken out one by one, their list is."""
+    """A copy of `values` without the value at `path`; for an item of a list, without the whole list."""
     if not path or not isinstance(values, dict):
         return values
     kept = dict(values)
     below = kept.get(path[0])
     if len(path) == 1 or not isinstance(below, dict) or (len(path) == 2 and path[1] not in below):
-        kept.pop(path[0], None)  # also a section in which something is missing
+        kept.pop(path[0], None)  # also a section with a missing key
     else:
         kept[path[0]] = prune(below, path[1:])
     return kept
@@ -132,7 +132,7 @@ def prune(values: Any, path: Keys) -> Any:
 
 
 def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, Any]) -> Iterator[tuple[Keys, Problem]]:
-    """Zero or one problem: of a number-or-schedule only the branch that the value is on is told."""
+    """Zero or one problem: for a number or schedule, only the error of the branch that the value is on."""
     kind = str(error["type"])
     path, value, section, branch = _locate(model, values, error["loc"], kind)
     setting = ".".join(path)
@@ -178,7 +178,7 @@ def _problem(model: type[Settings], values: dict[str, Any], error: Mapping[str, 
 def _locate(
     model: type[Settings], values: Any, loc: tuple[Any, ...], kind: str
 ) -> tuple[Keys, Any, Section | Free | None, str]:
-    """The keys in a pydantic location (names of union branches left out), the value there, its shape, its branch."""
+    """The keys of a pydantic location (without names of union branches), the value there, its shape, its branch."""
     path: list[str] = []
     value: Any = values
     shape: Section | Free | None = Section((model,))
@@ -271,19 +271,19 @@ def _type_hint(kind: str, value: Any) -> str:
     if kind == "string_type" and isinstance(value, int | float):
         return f'put it in quotes: "{short(value)}"'
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("on", "off", "yes", "no"):
-        return "write true or false; YAML 1.2 takes on, off, yes and no as text"
+        return "write true or false; in YAML 1.2 on, off, yes and no are text"
     if kind in ("int_type", "float_type") and _is_number(value):
         return f"write it without quotes: {value}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(re.sub("[ ,']", "", value)):
         return "write " + re.sub("[ ,']", "_", value)
     if kind == "string_type" and isinstance(value, dict):
-        return "put text that holds ': ' in quotes"
+        return "put text that contains ': ' in quotes"
     if kind == "float_type" and isinstance(value, bool):
         return "write a number"
     if kind == "list_type" and isinstance(value, str | int | float):
         return f"write it in brackets: [{value}]" if len(str(value)) < 60 else "write it in brackets"
     if kind == "list_type" and isinstance(value, dict) and all(key.isdigit() for key in value):
-        return "a list is set as a whole: [a, b]"
+        return "set the whole list: [a, b]"
     if kind == "dict_type":
         return "write name: value lines below it"
     if value is None and kind == "string_type":
@@ -300,7 +300,7 @@ def _missing_hint(setting: str) -> str:
 
 
 def _unknown_hint(model: type[Settings], path: Keys, values: Any) -> str:
-    """The nearest setting in the same section, else a setting of that name elsewhere, else what others call it."""
+    """The nearest setting in the same section, else that name in another section, else our name for it."""
     name = path[-1]
     section: Section | Free | None = Section((model,))
     place: Any = values
@@ -326,7 +326,7 @@ def _unknown_hint(model: type[Settings], path: Keys, values: Any) -> str:
 
 @cache
 def leaves(model: type[Settings], prefix: str = "") -> tuple[str, ...]:
-    """Dotted names of all settings, schedules' own left out."""
+    """Dotted names of all settings except those of schedules."""
     found: list[str] = []
     for name, shape in fields(model).items():
         found.append(prefix + name)

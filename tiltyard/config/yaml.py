@@ -1,8 +1,8 @@
-"""The one door for YAML: text in, plain dicts, lists and scalars out, and back; knows nothing of settings.
+"""Read and write YAML 1.2: text to plain dicts, lists and scalars, and back; knows nothing of settings.
 
-YAML 1.2 core rules decide what a plain scalar is (`3e-4` a float, `1_000_000` an int, `off` text), whatever a file's
-%YAML line says. ruamel.yaml scans; values are built here from its events, so that depth and size are limited while
-reading: an alias counts as much as what it stands for, and a bomb is refused long before it unfolds.
+Plain scalars follow the core rules (`3e-4` is a float, `1_000_000` an int, `off` text), whatever a %YAML line says.
+ruamel.yaml scans; values are built here from its events, so that size is limited while reading: an alias counts as much
+as its value, so that nested aliases ("billion laughs") are refused early.
 
     at most   1 MiB of text   100,000 nodes   50 levels   one document   no tags beyond the core ones
 """
@@ -49,7 +49,7 @@ _PLAIN_TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "nul
 
 
 def scalar(text: str) -> Any:
-    """What a plain (unquoted) scalar means by the YAML 1.2 core rules, underscores in numbers allowed."""
+    """The value of a plain (unquoted) scalar by the YAML 1.2 core rules, with underscores in numbers allowed."""
     if text in _WORDS:
         return _WORDS[text]
     if not text or text[0] not in "+-.0123456789" or len(text) > MAX_DIGITS:
@@ -67,7 +67,7 @@ def scalar(text: str) -> Any:
 
 @dataclass
 class _Reader:
-    """One pass over the events of one text. `anchors` holds each named node with its size; None while it is open."""
+    """One pass over the events of one text. `anchors` has each named node and its size; None while it is open."""
 
     source: str
     events: Iterator[Any]
@@ -82,13 +82,13 @@ class _Reader:
         if self.nodes > MAX_NODES:
             raise self.wrong(
                 event,
-                f"holds more than {MAX_NODES:,} values once aliases are unfolded",
+                f"more than {MAX_NODES:,} values after expanding aliases",
                 "an experiment needs a few hundred",
             )
 
     def value(self, event: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise self.wrong(event, f"is nested more than {MAX_DEPTH} levels deep", "an experiment needs four levels")
+            raise self.wrong(event, f"nested more than {MAX_DEPTH} levels deep", "an experiment needs four levels")
         if isinstance(event, AliasEvent):
             return self.alias(event)
         self.count(event, 1)
@@ -119,11 +119,11 @@ class _Reader:
     def alias(self, event: Any) -> Any:
         if event.anchor not in self.anchors:
             raise self.wrong(
-                event, f"*{event.anchor} refers to nothing", f"write &{event.anchor} before the value it stands for"
+                event, f"unknown alias *{event.anchor}", f"write &{event.anchor} before the value it refers to"
             )
         known = self.anchors[event.anchor]
         if known is None:
-            raise self.wrong(event, f"*{event.anchor} stands inside the value it refers to", "write the value out")
+            raise self.wrong(event, f"alias *{event.anchor} is inside the value it refers to", "write the value out")
         self.count(event, known[1])
         return known[0]
 
@@ -134,7 +134,7 @@ class _Reader:
         if tag == "float" and type(value) is int:
             value = float(value)
         if tag not in ("", "str", {bool: "bool", int: "int", float: "float", type(None): "null"}.get(type(value))):
-            raise self.wrong(event, f"{text[:60]!r} is no !!{tag}", "leave the tag out")
+            raise self.wrong(event, f"{text[:60]!r} is not a valid !!{tag}", "leave the tag out")
         if isinstance(value, str) and event.style is None and len(value) > MAX_DIGITS and _FLOAT.fullmatch(value):
             raise self.wrong(
                 event, f"a number of {len(value):,} digits is too long", "write it with an exponent, as in 1e6"
@@ -157,8 +157,8 @@ class _Reader:
             if key in made:
                 raise self.wrong(
                     event,
-                    f"the key {key!r} is there twice, first in line {lines[key]}",
-                    "keep the one you mean and remove the other",
+                    f"duplicate key {key!r}, first in line {lines[key]}",
+                    "keep one of them",
                 )
             made[key] = value
             lines[key] = event.start_mark.line + 1
@@ -171,9 +171,11 @@ class _Reader:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that `text` holds; None for nothing at all. `source` names the text in errors."""
+    """The value in a YAML text; None if it is empty. `source` names the text in errors."""
     if len(text) > MAX_BYTES:
-        raise UseError(f"{source} has {len(text):,} characters, more than {MAX_BYTES:,}", "is this the right file?")
+        raise UseError(
+            f"{source} has {len(text):,} characters, more than {MAX_BYTES:,}", "check that this is the right file"
+        )
     try:
         reader = _Reader(source, iter(YAML(typ="safe", pure=True).parse(StringIO(text))))
         found: list[Any] = []
@@ -190,20 +192,21 @@ def parse_yaml(text: str, source: str) -> Any:
     except YAMLError as error:
         raise UseError(*_explain(error, text, source)) from None
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        # ruamel's scanner trips over some malformed texts instead of refusing them
+        # ruamel's scanner crashes on some malformed texts instead of refusing them
         raise UseError(
-            f"{source} is not YAML ({type(error).__name__} while it was scanned)", "compare it with examples/full.yaml"
+            f"{source} is not valid YAML (the scanner raised {type(error).__name__})",
+            "compare it with examples/full.yaml",
         ) from None
 
 
 def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
-    """A scanner's complaint as sentence and hint."""
+    """A scanner's error as message and hint."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be read")
     if mark is None:
         position = getattr(error, "position", None)
         line = text.count("\n", 0, position) + 1 if isinstance(position, int) else None
-        return f"{source}{f', line {line}' if line else ''}: {problem}", "is this a YAML text file?"
+        return f"{source}{f', line {line}' if line else ''}: {problem}", "check that this is a YAML text file"
     lines = text.splitlines()
     shown = lines[mark.line].strip()[:80] if mark.line < len(lines) else ""
     hint = "check quotes, brackets and indentation there" + (" or just above it" if not shown else "")
@@ -211,20 +214,20 @@ def _explain(error: YAMLError, text: str, source: str) -> tuple[str, str]:
         if shown.count(": ") + shown.endswith(":") > 1:
             problem, hint = "a second ': ' in one line", "put text with a colon in quotes"
         else:
-            problem, hint = "a line indented further than the one above allows", "indent it as the lines around it"
+            problem, hint = "a line is indented too far", "indent it like the lines around it"
     elif r"'\t'" in problem:
-        problem, hint = "a tab where spaces belong", "indent with spaces"
+        problem, hint = "a tab instead of spaces", "indent with spaces"
     elif "stream end" in problem or "end of stream" in problem:
         opened = getattr(error, "context_mark", None) or mark
         return (
-            f"{source}, line {min(opened.line + 1, len(lines))}: a quote, bracket or brace is opened and never closed",
+            f"{source}, line {min(opened.line + 1, len(lines))}: a quote, bracket or brace is never closed",
             "close it",
         )
     return f"{source}, line {mark.line + 1}: {problem}{f' in {shown!r}' if shown else ''}", hint
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that should be YAML, or a UseError saying why it cannot be."""
+    """The text of a YAML file, or a UseError that says why it cannot be read."""
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
@@ -233,10 +236,11 @@ def read_text(path: Path) -> str:
             hint = f"for a run folder: tiltyard resume {typed}" if inside.exists() else "give a YAML file inside it"
             raise UseError(f"{path} is a folder, not a YAML file", hint)
         if not stat.S_ISREG(kind):
-            raise UseError(f"{path} is no regular file", "give a YAML file")
+            raise UseError(f"{path} is not a regular file", "give a YAML file")
         if path.stat().st_size > MAX_BYTES:
             raise UseError(
-                f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}", "is this the right file?"
+                f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}",
+                "check that this is the right file",
             )
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -246,7 +250,7 @@ def read_text(path: Path) -> str:
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", "check the path and its permissions"
         ) from None
     if b"\0" in raw:
-        raise UseError(f"{path} is a binary file, not YAML text", "is this the right file?")
+        raise UseError(f"{path} is a binary file, not YAML text", "check that this is the right file")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -257,7 +261,7 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """The nearest YAML file in the folder of a missing one."""
+    """A hint with the most similar name of a YAML file in the same folder."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     try:
@@ -269,32 +273,30 @@ def _near(path: Path) -> str:
 
 
 def as_mapping(value: Any, source: str) -> dict[str, Any]:
-    """`value` if it is a mapping with something in it."""
+    """`value`, or UseError if it is not a mapping or is empty."""
     if value is None:
         raise UseError(f"{source} is empty", "write at least `env: CartPole-v1`")
     if not isinstance(value, dict):
         found = {list: "a list", str: "text", bool: "a truth value"}.get(type(value), "a number")
-        raise UseError(
-            f"{source} holds {found} where `setting: value` lines are expected", "start with `env: CartPole-v1`"
-        )
+        raise UseError(f"{source} must have `setting: value` lines, but has {found}", "start with `env: CartPole-v1`")
     return value
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds. Every way in which it can be wrong is a UseError."""
+    """The mapping in a YAML file; UseError if it is missing, unreadable or not a mapping."""
     path = Path(path)
     return as_mapping(parse_yaml(read_text(path), str(path)), str(path))
 
 
 class _Representer(SafeRepresenter):
-    """Quotes what `scalar` would not give back as text; writes several lines as a block; never anchors."""
+    """Quotes text that `scalar` would read as another type; writes several lines as a block; writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_text(self, data: str) -> Any:
         if not data.replace("\n", "").isprintable():
-            style: str | None = '"'  # only escapes keep control characters and other line ends
+            style: str | None = '"'  # only escapes preserve control characters and other line ends
         elif "\n" in data:
             style = "|"
         else:
@@ -307,7 +309,7 @@ class _Representer(SafeRepresenter):
 
 
 def _is_pair(item: Any) -> bool:
-    """The points of a schedule: short enough to stay in one line."""
+    """Whether it is a point of a schedule, short enough to stay in one line."""
     return isinstance(item, list) and not any(isinstance(each, dict | list) for each in item)
 
 
@@ -316,7 +318,7 @@ _Representer.add_representer(list, _Representer.represent_sequence_of)
 
 
 def dump_yaml(mapping: Mapping[str, Any]) -> str:
-    """`mapping` as YAML text in its own order; short lists on one line; reads back as the same values."""
+    """`mapping` as YAML text in its own order, with short lists on one line; reads back as the same values."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
