@@ -1,4 +1,4 @@
-"""Recorded episodes: exact round trip, damage named, crashes survived, several writers."""
+"""Recorded episodes: exact round trip, damage detected, crashes survived, several writers."""
 
 import json
 import multiprocessing
@@ -72,7 +72,7 @@ def test_round_trip_is_exact(tmp_path: Path, steps: int) -> None:
     assert line["rows"] == steps + 1 and line["return"] == pytest.approx(float(written.reward.astype(np.float64).sum()))
 
 
-def test_the_file_explains_itself_to_others(tmp_path: Path) -> None:
+def test_the_file_describes_itself(tmp_path: Path) -> None:
     path = EpisodeWriter(tmp_path, SPEC, {}).write(episode(3, 4))
     table = pq.read_table(path)
     assert table.column_names == [
@@ -121,7 +121,7 @@ def test_any_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
         list(read_episodes(tmp_path))
 
 
-def test_what_a_killed_writer_left_is_taken_up(tmp_path: Path) -> None:
+def test_the_next_writer_recovers_what_a_killed_one_left(tmp_path: Path) -> None:
     writer = EpisodeWriter(tmp_path, SPEC, {})
     writer.write(episode(3, 0))
     writer.write(episode(4, 1))
@@ -183,7 +183,7 @@ def test_several_processes_may_write(tmp_path: Path) -> None:
     assert sorted(one.seed for one in read_episodes(tmp_path)) == [*range(10), *range(100, 110)]
 
 
-def test_folders_that_hold_no_episodes(tmp_path: Path) -> None:
+def test_folders_without_episodes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UseError, match="no recorded episodes"):
         list(read_episodes(tmp_path))
     (tmp_path / MANIFEST).write_text('{"file": "../../etc/passwd"}\n')
@@ -194,7 +194,7 @@ def test_folders_that_hold_no_episodes(tmp_path: Path) -> None:
         EpisodeWriter(tmp_path / "file", SPEC, {})
 
 
-def test_an_episode_that_lost_its_last_observation_is_refused(tmp_path: Path) -> None:
+def test_an_episode_without_its_last_observation_is_refused(tmp_path: Path) -> None:
     short = episode(3, 0)
     short.obs["arm"] = short.obs["arm"][:-1]
     with pytest.raises(TiltyardError, match="'arm' has 3 entries; 3 actions need 4"):

@@ -1,4 +1,4 @@
-"""Envs with several agents, right and wrong, as plug-ins of the tests beside this file. They do not need PettingZoo."""
+"""Valid and invalid envs with several agents, used as plug-ins by the tests here. They do not need PettingZoo."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tiltyard.envs.toys.games import Visitors
 
 
 class Masked(Visitors):
-    """Allows only what is right, in infos; says nothing to those who are away."""
+    """Gives a mask of the right action in the infos of the agents that are present."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         obs, _ = super().reset(seed, options)
@@ -24,7 +24,7 @@ class Masked(Visitors):
 
 
 class Keeps(Visitors):
-    """Has a state of its own, and cannot be replayed."""
+    """Has get_state and set_state, and cannot be re-run."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         return super().reset(None, options)
@@ -45,7 +45,7 @@ class OtherView(Visitors):
 
 
 class Alike:
-    """A wrapper: everybody sees as much as who sees most, by zeros at the end."""
+    """A wrapper that pads all observations to one width with zeros."""
 
     def __init__(self, env: Any, *, width: int) -> None:
         self.env, self._space = env, spaces.Box(0, 1, (width,), np.float32)
@@ -71,33 +71,33 @@ class Alike:
         return {agent: np.pad(seen, (0, self._space.shape[0] - len(seen))) for agent, seen in obs.items()}
 
 
-class Nobody(Visitors):
+class NoAgents(Visitors):
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed, options)
         self.agents = []
         return {}, {}
 
 
-class Stranger(Visitors):
+class UnknownAgent(Visitors):
     def step(self, actions: Any) -> Any:
         answer = super().step(actions)
         self.agents = [*self.agents, "spy"]
         return answer
 
 
-class Unpaid(Visitors):
+class NoReward(Visitors):
     def step(self, actions: Any) -> Any:
         obs, rewards, *rest = super().step(actions)
         return obs, {agent: reward for agent, reward in rewards.items() if agent != "early"}, *rest
 
 
-class Blind(Visitors):
+class NoObservation(Visitors):
     def step(self, actions: Any) -> Any:
         obs, *rest = super().step(actions)
         return {agent: seen for agent, seen in obs.items() if agent != "host"}, *rest
 
 
-class Gymnastic(Visitors):
+class GymnasiumStep(Visitors):
     def step(self, actions: Any) -> Any:
         return super().step(actions)[0], 0.0, False, False, {}
 

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 class BadEnv(gymnasium.Env):
-    """Well-behaved without a fault: the step number as float32 [2], reward 1, endless."""
+    """Valid without a fault: the step number as float32 [2], reward 1, endless."""
 
     def __init__(self, *, fault: str = "", at: int = 3) -> None:
         self.fault, self.at = fault, at
@@ -88,7 +88,7 @@ class NotAnEnv:
 
 
 class Unrepeatable(gymnasium.Env):
-    """Repeats for 20 steps, which fools the probe, and then answers with something that is new every time."""
+    """Deterministic for 20 steps, so the probe finds nothing; then every answer is different."""
 
     made = 0
 
@@ -110,7 +110,7 @@ class Unrepeatable(gymnasium.Env):
 
 
 class Recorder(gymnasium.Env):
-    """Ends after `length` frames and reports what it was given; a counter as picture [8, 8, 1]."""
+    """Ends after `length` frames and reports the actions it got; observes a counter as image [8, 8, 1]."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 8}
 

@@ -1,4 +1,4 @@
-"""Envs that say where they live, and that end, raise or hang there."""
+"""Envs that report their process and thread, and that exit, raise or hang there."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ class Where(gymnasium.Env):
     def _fail(self) -> None:
         if self.flag:
             try:
-                Path(self.flag).touch(exist_ok=False)  # only once, whoever it is
+                Path(self.flag).touch(exist_ok=False)  # only once among all copies
             except FileExistsError:
                 return
         match self.fault:
@@ -76,7 +76,7 @@ class Where(gymnasium.Env):
 
 
 class Strange(Where):
-    """Observes something that no process can send."""
+    """Returns an observation that cannot be sent to another process."""
 
     def step(self, action: Any) -> Any:
         super().step(action)
@@ -84,7 +84,7 @@ class Strange(Where):
 
 
 class Pair:
-    """Two agents who never end."""
+    """Two agents whose episode never ends."""
 
     metadata: dict[str, Any] = {}
     possible_agents = ("left", "right")

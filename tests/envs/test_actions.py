@@ -1,4 +1,4 @@
-"""Flat actions and back, over every kind of action space."""
+"""Encoding and decoding actions of every kind of space."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ SPACES = {
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_random_actions_belong_to_the_space_and_come_back(name: str) -> None:
+def test_random_actions_are_in_the_space_and_survive_encoding(name: str) -> None:
     space, rng = SPACES[name], np.random.default_rng(0)
     codec = ActionCodec(action_spec(space))
     for _ in range(count(200)):
@@ -105,7 +105,7 @@ def test_a_mask_of_the_wrong_width_is_refused() -> None:
         flat_mask(action_spec(spaces.MultiDiscrete([3, 2])), np.ones(3))
 
 
-def test_spaces_without_decisions_are_refused() -> None:
+def test_empty_action_spaces_are_refused() -> None:
     for space in (spaces.Text(4), spaces.Tuple(())):
         with pytest.raises(UseError):
             action_spec(space)

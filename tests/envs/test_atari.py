@@ -1,4 +1,4 @@
-"""Atari through ALE: names, frames that are counted, ends, replays, pictures, and many rows stepped in one call."""
+"""Atari with ALE: names, frame counts, ends, determinism, rendering, and many rows stepped in one call."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ BASE = [Path(__file__).parent]
 
 
 def played(env: Atari, seed: int, steps: int) -> list[tuple]:
-    """Everything that comes back from a seed and some actions."""
+    """Everything the env returns for a seed and some actions."""
     rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
     for _ in range(steps):
         obs, *rest = env.step(int(rng.integers(env.action_space.n)))
@@ -44,13 +44,13 @@ def played(env: Atari, seed: int, steps: int) -> list[tuple]:
         ("atari:", "''", ""),
     ],
 )
-def test_wrong_games_are_one_sentence(name: str, output: str, hint: str) -> None:
+def test_unknown_games_are_refused_in_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(Env(id=name), BASE)
     assert output in caught.value.message and hint in caught.value.hint
 
 
-def test_options_are_those_of_the_class_and_the_game_is_none() -> None:
+def test_options_are_those_of_the_class_except_the_game() -> None:
     for option, hint in (("framskip", "frameskip"), ("game", "leave it out")):
         with pytest.raises(ConfigError) as caught:
             make_env(Env(id="atari:pong", options={option: 1}), BASE)
@@ -59,8 +59,8 @@ def test_options_are_those_of_the_class_and_the_game_is_none() -> None:
         make_env(Env(id="atari:pong", options={"stack": 0}), BASE)
 
 
-def test_without_ale_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ale_py", None)  # as Python itself marks what cannot be imported
+def test_without_ale_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ale_py", None)  # marks the module as missing
     monkeypatch.delitem(sys.modules, "tiltyard.envs.suites.atari")
     for name in ("atari:pong", "ALE/Pong-v5"):
         with pytest.raises(UseError) as caught:
@@ -69,14 +69,14 @@ def test_without_ale_the_command_that_installs_it_is_told(monkeypatch: pytest.Mo
         assert caught.value.hint.startswith("pip install 'tiltyard[atari]'")
 
 
-def test_a_family_is_no_import_string(tmp_path: Path) -> None:
+def test_a_family_is_not_an_import_string(tmp_path: Path) -> None:
     (tmp_path / "atari.py").write_text("class pong: ...")
     experiment = load("atari:pong", base=[tmp_path]).experiment
     assert "env.id" not in {name for name, _, _ in resolve.named_plugins(experiment)}
     resolve.refuse_foreign_code(resolve.named_plugins(experiment), [tmp_path], [Path("/")])
 
 
-def test_frames_are_counted_apart_from_env_steps() -> None:
+def test_frames_are_counted_separately_from_env_steps() -> None:
     env = Env(id="atari:pong", frameskip=3, options={"frameskip": 2})
     spec = spec_from_json(examine(env, BASE, False))
     assert spec.frameskip == 6 and spec.restore_mode == "rerun" and spec.renders
@@ -91,7 +91,7 @@ def test_frames_are_counted_apart_from_env_steps() -> None:
     assert frames_per_step(make_env(Env(id="ALE/Pong-v5", options={"frameskip": 1}), BASE)) == 1
 
 
-def test_episodes_replay_to_the_bit() -> None:
+def test_episodes_are_deterministic() -> None:
     for options in ({}, {"sticky": 0.25, "grey": False, "size": 42, "stack": 2}):
         one, other = Atari("breakout", **options), Atari("breakout", **options)
         assert one.observation_space.contains(one.reset(seed=1)[0])
@@ -111,7 +111,7 @@ def test_the_frame_limit_truncates_and_the_last_life_terminates() -> None:
     assert next(end for _ in range(500) if any(end := env.step(int(rng.integers(4)))[2:4])) == (True, False)
 
 
-def test_a_film_shows_the_colours_of_the_screen() -> None:
+def test_a_video_shows_the_colours_of_the_screen() -> None:
     env = make_env(Env(id="atari:pong"), BASE, render=True)
     env.reset(seed=0)
     for _ in range(30):
@@ -129,7 +129,7 @@ def test_a_film_shows_the_colours_of_the_screen() -> None:
     ],
     ids=["pong cut short", "breakout with lives"],
 )
-def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> None:
+def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> None:
     rows, game = 2, env.id.partition(":")[2]
     single = [Atari(game, **env.options) for _ in range(rows)]
     obs, action = observation_specs(single[0].observation_space, 1), action_spec(single[0].action_space)
@@ -149,14 +149,14 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
             assert (now.reward[row], now.terminated[row], now.truncated[row]) == (reward, terminated, truncated)
             if terminated or truncated:
                 assert np.array_equal(now.final_obs["obs"][row], obs)
-                obs, _ = one.reset()  # without a seed: the row's random stream goes on
+                obs, _ = one.reset()  # without a seed: the row's random stream continues
                 length[row], ended = 0, ended + 1
             seen[row] = obs
     assert ended >= 2 * rows and group.frames_taken == steps * rows * 4
     group.close()
 
 
-def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
+def test_with_wrappers_or_frameskip_rows_are_stepped_one_by_one() -> None:
     assert has_native(Env(id="atari:pong")) and not has_native(Env(id="doom:basic"))
     for more in ({"native": False}, {"frameskip": 2}, {"frame_stack": 2}, {"wrappers": ["grey_image"]}):
         assert not has_native(Env(id="atari:pong", **more))
@@ -166,8 +166,8 @@ def threads_of(pid: int | str) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def test_threads_are_those_that_a_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without control groups a job step sees all cores of its node."""
+def test_threads_are_limited_to_the_cores_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cgroups a job step sees all cores of its node."""
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     before = threads_of("self")

@@ -1,4 +1,4 @@
-"""CarPass against its rules: bounds of the return, outcomes, pictures, state."""
+"""CarPass against its rules: bounds of the return, outcomes, rendering, state."""
 
 import math
 
@@ -24,14 +24,14 @@ def drive(env: CarPass, actions: list[tuple[float, float]]) -> tuple[float, bool
 
 
 def towards(env: CarPass, x: float, y: float, speed: float = 3.0) -> tuple[float, float]:
-    """The action that heads for a point."""
+    """The action towards a point."""
     heading = math.degrees(math.atan2(x - env._x, y - env._y)) % 360
     distance = min(speed, math.hypot(x - env._x, y - env._y))
     return (distance - 1.5) / 1.5, (heading - 180) / 180
 
 
 def scripted(env: CarPass, clearance: float, speed: float) -> float:
-    """Along the left of the parked car, close enough that every step brings the target nearer."""
+    """Drive past the left of the parked car, so close that every step approaches the target."""
     env.reset()
     total, over = 0.0, False
     points = [(2.0 - clearance, -1.0), (2.0 - clearance, 1.5), (2.0, 5.0)]
@@ -61,8 +61,8 @@ def test_random_drives_score_about_minus_122() -> None:
     assert max(returns) < SUPREMUM
 
 
-def test_nothing_exceeds_the_supremum() -> None:
-    """Drives that head for the target with noise, from careful to reckless: the ones that could."""
+def test_no_return_exceeds_the_upper_bound() -> None:
+    """Noisy drives towards the target, the likeliest to exceed it."""
     env, rng, best = CarPass(), np.random.default_rng(1), -math.inf
     for _ in range(count(20_000)):
         env.reset()
@@ -100,7 +100,7 @@ def test_speed_is_clipped_and_heading_is_not() -> None:
     assert env.get_state()["y"] == pytest.approx(-9) and env.get_state()["x"] == pytest.approx(2)
 
 
-def test_state_comes_back_exactly() -> None:
+def test_state_is_restored_exactly() -> None:
     env, other, rng = CarPass(), CarPass(), np.random.default_rng(2)
     env.reset()
     other.reset()
@@ -112,7 +112,7 @@ def test_state_comes_back_exactly() -> None:
         assert np.array_equal(left, right)
 
 
-def test_the_picture_shows_both_cars_and_the_target() -> None:
+def test_the_image_shows_both_cars_and_the_target() -> None:
     env = CarPass(render_mode="rgb_array")
     env.reset()
     picture = env.render()

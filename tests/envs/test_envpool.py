@@ -1,4 +1,4 @@
-"""EnvPool's envs: names, options, ends and beginnings, seeds, many rows stepped in one call, and runs with them."""
+"""EnvPool envs: names, options, ends and resets, seeds, many rows stepped in one call, and runs with them."""
 
 import os
 import subprocess
@@ -69,8 +69,8 @@ def fall(**options: Any) -> tuple[int, bool, bool]:
     raise AssertionError("it stands")
 
 
-def left_alone(name: str, seed: int, **options: Any) -> Any:
-    """A pool of one row as EnvPool itself makes it."""
+def raw_pool(name: str, seed: int, **options: Any) -> Any:
+    """A pool of one row made by EnvPool directly."""
     return envpool.make_gymnasium(name, num_envs=1, env_seed=[seed], num_threads=1, **options)
 
 
@@ -78,7 +78,7 @@ def left_alone(name: str, seed: int, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Path) -> None:
+def test_without_envpool_one_line_says_what_to_install(runs: Path, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     # Found before the installed one, by the command and by the processes that it starts.
@@ -107,7 +107,7 @@ def test_without_envpool_one_line_tells_what_to_install(runs: Path, tmp_path: Pa
         ("D1Basic-v1", "is not supported", "doom:basic"),
     ],
 )
-def test_wrong_names_are_one_sentence(name: str, output: str, hint: str) -> None:
+def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(Env(id=f"envpool:{name}"), BASE)
     assert output in caught.value.message and hint in caught.value.hint
@@ -144,9 +144,9 @@ def test_options_reach_the_env() -> None:
 
 
 @installed
-def test_spaces_are_what_comes() -> None:
+def test_spaces_match_the_observations() -> None:
     walker = make_env(Env(id="envpool:BipedalWalker-v3"), BASE)
-    assert np.isneginf(walker.observation_space.low).all()  # EnvPool itself says that nothing is below 1e-38
+    assert np.isneginf(walker.observation_space.low).all()  # EnvPool declares 1e-38 as lower bound
     obs, _ = walker.reset(seed=0)
     assert walker.observation_space.contains(obs) and (obs < 0).any()
     assert walker.action_space == gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -160,7 +160,7 @@ def test_spaces_are_what_comes() -> None:
 
 
 @installed
-def test_it_is_envpools_own_code_that_steps() -> None:
+def test_envpool_itself_steps_the_rows() -> None:
     group = group_of(Env(id="envpool:CartPole-v1"), 2)
     assert isinstance(group.stepping, NativeStepping)
     group.reset()
@@ -173,20 +173,20 @@ def test_it_is_envpools_own_code_that_steps() -> None:
 
 
 @installed
-def test_an_end_in_the_step_of_the_limit_is_a_real_one() -> None:
+def test_termination_in_the_step_of_the_limit_is_termination() -> None:
     steps, terminated, truncated = fall()
     assert (terminated, truncated) == (True, False)
     assert fall(max_episode_steps=steps) == (steps, True, False)
     assert fall(max_episode_steps=steps - 1) == (steps - 1, False, True)
-    raw = left_alone("CartPole-v1", 7, max_episode_steps=steps)
+    raw = raw_pool("CartPole-v1", 7, max_episode_steps=steps)
     raw.reset()
     for _ in range(steps):
         _, _, raw_terminated, raw_truncated, _ = raw.step(np.array([1]))
-    assert (raw_terminated[0], raw_truncated[0]) == (False, True)  # what makes the above necessary
+    assert (raw_terminated[0], raw_truncated[0]) == (False, True)  # why the above is needed
 
 
 @installed
-def test_the_limit_stays_where_it_is_a_rule() -> None:
+def test_the_limit_stays_in_the_env_where_it_is_a_rule() -> None:
     paid = []
     for options in ({}, {"max_episode_steps": 50}):
         env = EnvPool("MiniGrid-Empty-5x5-v0", **options)
@@ -200,7 +200,7 @@ def test_the_limit_stays_where_it_is_a_rule() -> None:
 
 
 @installed
-def test_seeds_make_episodes() -> None:
+def test_seeds_determine_episodes() -> None:
     def played(env: Any, seed: int) -> list[tuple[Any, ...]]:
         rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
         for _ in range(8):
@@ -212,7 +212,7 @@ def test_seeds_make_episodes() -> None:
     first = played(one, 7)
     assert played(one, 8) != first
     assert played(one, 7) == first == played(other, 7)
-    assert not np.array_equal(one.reset()[0], one.reset()[0])  # without a seed the stream goes on
+    assert not np.array_equal(one.reset()[0], one.reset()[0])  # without a seed the stream continues
     group = group_of(Env(id="envpool:Pendulum-v1"), 3)
     assert len(np.unique(group.reset().obs["obs"], axis=0)) == 3
     group.close()
@@ -224,12 +224,12 @@ def test_seeds_make_episodes() -> None:
     [("CartPole-v1", {}, 200), ("Breakout-v5", {"episodic_life": True, "img_height": 42, "img_width": 42}, 400)],
 )
 def test_no_step_is_lost_or_invented(name: str, options: dict[str, Any], steps: int) -> None:
-    """Against a pool left to itself, which begins again in the step after an end: Breakout with the next life."""
+    """Against a raw pool, which resets in the step after an end: Breakout with the next life."""
     group = group_of(Env(id=f"envpool:{name}", options=options), 1)
     seed = row_seeds(episode_seed(5, "train", 0, 0), 1)
-    raw = left_alone(name, int(seed[0]), **options)
+    raw = raw_pool(name, int(seed[0]), **options)
     now, (seen, _), rng = group.reset(), raw.reset(), np.random.default_rng(1)
-    total, length, ends, before = 0.0, 0, 0, 0  # EnvPool counts on over the lives of a game
+    total, length, ends, before = 0.0, 0, 0, 0  # EnvPool keeps counting over the lives of a game
     for _ in range(steps):
         assert np.array_equal(now.obs["obs"], seen)
         chosen = rng.integers(0, raw.action_space.n, (1, 1))
@@ -260,7 +260,7 @@ def test_no_step_is_lost_or_invented(name: str, options: dict[str, Any], steps: 
     ],
     ids=["cut by EnvPool", "cut by us", "images", "float64", "dict", "masks"],
 )
-def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> None:
+def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> None:
     rows, name = 2, env.id.partition(":")[2]
     single = [EnvPool(name, **env.options) for _ in range(rows)]
     group, encoder = group_of(env, rows, threads=2), ObsEncoder(single[0].observation_space)
@@ -283,7 +283,7 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
             if terminated or truncated:
                 kept = encoder.encode(obs)
                 assert all(np.array_equal(now.final_obs[key][row], value) for key, value in kept.items())
-                obs, _ = one.reset()  # without a seed: the row's random stream goes on
+                obs, _ = one.reset()  # without a seed: the row's random stream continues
                 length[row], ended = 0, ended + 1
             seen[row] = obs
     assert ended >= 2 * rows and group.frames_taken == steps * rows * frames_per_step(single[0])
@@ -291,7 +291,7 @@ def test_rows_stepped_in_one_call_are_the_single_envs(env: Env, steps: int) -> N
 
 
 @installed
-def test_threads_are_not_more_than_rows_and_what_was_said() -> None:
+def test_threads_are_at_most_rows_and_the_given_number() -> None:
     for rows, threads, expected in ((3, 2, 2), (2, 7, 2), (1, None, 1)):
         group = group_of(Env(id="envpool:CartPole-v1"), rows, threads=threads)
         group.reset()
@@ -300,7 +300,7 @@ def test_threads_are_not_more_than_rows_and_what_was_said() -> None:
 
 
 @installed
-def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
+def test_with_wrappers_or_frameskip_rows_are_stepped_one_by_one() -> None:
     assert has_native(Env(id="envpool:CartPole-v1"))
     for more in ({"native": False}, {"frameskip": 2}, {"frame_stack": 2}, {"isolate": "thread"}):
         env = Env(id="envpool:CartPole-v1", **more)
@@ -310,7 +310,7 @@ def test_wrappers_and_skips_of_ours_step_the_rows_one_by_one() -> None:
 
 
 @installed
-def test_films_show_what_envpool_draws_and_nothing_where_it_does_not() -> None:
+def test_videos_show_what_envpool_draws_if_it_can() -> None:
     for name, shape in (("CartPole-v1", (400, 600, 3)), ("Pong-v5", (210, 160, 3))):
         env = Env(id=f"envpool:{name}")
         made = make_env(env, BASE, render=True)
@@ -337,7 +337,7 @@ def weights(runs: Path) -> dict[str, np.ndarray]:
 
 @installed
 @pytest.mark.slow
-def test_train_evaluate_film_and_train_again(tiltyard: Command, runs: Path) -> None:
+def test_train_evaluate_record_video_and_train_again(tiltyard: Command, runs: Path) -> None:
     def train() -> dict[str, np.ndarray]:
         output = tiltyard("train", "envpool:CartPole-v1", *TINY)
         assert "the env steps all rows in one call" in output.stderr
@@ -353,7 +353,7 @@ def test_train_evaluate_film_and_train_again(tiltyard: Command, runs: Path) -> N
 
 
 @installed
-def test_a_resume_goes_on_where_rows_are_stepped_one_by_one_and_says_so_where_not() -> None:
+def test_single_rows_are_restored_and_native_rows_begin_new_episodes() -> None:
     def played(native: bool) -> tuple[list[str], bool]:
         env = Env(id="envpool:CartPole-v1", native=native)
         one, other = group_of(env, 2), group_of(env, 2)

@@ -1,4 +1,4 @@
-"""Running episodes saved, loaded into fresh envs and continued to the bit; what does not come back is said."""
+"""Running episodes saved, restored into new envs and continued bit for bit, or a warning if that fails."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_saving_does_not_disturb_the_episodes() -> None:
         assert_same(one.step(action), two.step(action))
 
 
-def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
+def test_an_env_that_gives_other_results_when_rerun_begins_new_episodes() -> None:
     env = Env(id="bad_envs.py:Unrepeatable")
     group = group_of(env)
     assert group.restore_mode == "rerun"
@@ -111,17 +111,19 @@ def test_an_env_that_does_not_replay_is_found_said_and_begun_anew() -> None:
         (Env(id="CartPole-v1"), Env(id="CartPole-v1", options={"sutton_barto_reward": True})),
         (Env(id="CartPole-v1"), Env(id="CartPole-v1", time_limit=7)),
         (Env(id="CartPole-v1", frameskip=2), Env(id="CartPole-v1")),
-        (Env(id="CarPass-v0"), Env(id="CarPass-v0", time_limit=7)),  # comes back by its state
+        (Env(id="CarPass-v0"), Env(id="CarPass-v0", time_limit=7)),  # restored by its state
         (Env(id="CartPole-v1", restore_mode="fresh"), Env(id="CartPole-v1", time_limit=7)),
     ],
     ids=lambda env: f"{env.id}-{env.restore_mode}",
 )
-def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: Env, after: Env, tmp_path: Path) -> None:
+def test_episodes_of_other_settings_are_cut_without_changing_the_restore_mode(
+    before: Env, after: Env, tmp_path: Path
+) -> None:
     group = group_of(before)
     group.reset()
     group.step(act(group, 0))
     forked = group_of(after)
-    manner = forked.restore_mode
+    mode = forked.restore_mode
     (sentence,) = forked.load(group.save())
     assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
     assert forked.current().first.all() and not forked.stats.length.any() and forked.stats.number.tolist() == [1, 1, 1]
@@ -129,12 +131,12 @@ def test_episodes_of_other_settings_are_cut_and_the_env_is_not_blamed(before: En
         forked.step(act(forked, index))
     write_tree(tmp_path, "envs", forked.save())
     again = group_of(after)
-    assert forked.restore_mode == manner != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
+    assert forked.restore_mode == mode != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
     action = act(forked, 9)
     assert_same(forked.step(action), again.step(action.copy()))
 
 
-def test_settings_that_make_no_other_episodes_cut_none_and_older_checkpoints_do_not_say() -> None:
+def test_settings_that_do_not_change_episodes_cut_none_also_in_older_checkpoints() -> None:
     group = group_of(Env(id="CartPole-v1"))
     group.reset()
     for index in range(5):
@@ -145,7 +147,7 @@ def test_settings_that_make_no_other_episodes_cut_none_and_older_checkpoints_do_
     assert group_of(Env(id="CartPole-v1")).load(tree) == []
 
 
-def test_fresh_envs_say_what_was_cut() -> None:
+def test_fresh_envs_warn_about_cut_episodes() -> None:
     env = Env(id="CartPole-v1", restore_mode="fresh")
     group = group_of(env)
     group.reset()
@@ -163,7 +165,7 @@ def test_an_unseeded_env_is_fresh_from_the_start() -> None:
     assert spec.restore_mode == "fresh" and "behaves differently" in spec.notes[0]
 
 
-def test_rows_may_become_more_or_fewer() -> None:
+def test_the_number_of_rows_may_change() -> None:
     env = Env(id="CartPole-v1")
     group = group_of(env, rows=3)
     group.reset()
@@ -185,7 +187,7 @@ def test_a_checkpoint_of_another_env_is_refused_with_both_shapes() -> None:
         group_of(Env(id="Pendulum-v1")).load(group.save())
 
 
-def test_state_asked_for_and_not_there_is_refused() -> None:
+def test_restore_mode_state_without_get_state_is_refused() -> None:
     with pytest.raises(UseError, match="get_state"):
         examine(Env(id="CartPole-v1", restore_mode="state"), BASE, False)
 

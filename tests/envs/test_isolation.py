@@ -1,4 +1,4 @@
-"""Envs in threads and processes of their own: where they live, what they answer, how they end."""
+"""Envs in threads and processes of their own: where they run, what they return, how they end."""
 
 import os
 import select
@@ -29,7 +29,7 @@ from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError, UseError
 from tiltyard.types import EnvSpec
 
-pytestmark = pytest.mark.slow  # processes that are started and ended
+pytestmark = pytest.mark.slow  # starts and ends processes
 
 BASE = [Path(__file__).parent]
 WHERE = "isolated_envs.py:Where"
@@ -40,12 +40,12 @@ _specs: dict[str, EnvSpec] = {}
 
 
 def spec_of(env: Env) -> EnvSpec:
-    """Of the env without isolation and fault: the same, and quicker to find out."""
+    """The spec of the env without isolation and fault: equal, and faster to find."""
     options = {name: value for name, value in env.options.items() if name not in ("fault", "at", "flag")}
-    told = env.model_copy(update={"isolate": "none", "options": options})
-    key = told.model_dump_json()
+    plain = env.model_copy(update={"isolate": "none", "options": options})
+    key = plain.model_dump_json()
     if key not in _specs:
-        _specs[key] = spec_from_json(examine(told, BASE, False))
+        _specs[key] = spec_from_json(examine(plain, BASE, False))
     return _specs[key]
 
 
@@ -69,7 +69,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("isolate", APART)
-def test_every_copy_is_made_stepped_and_drawn_in_a_place_of_its_own(isolate: str) -> None:
+def test_every_copy_is_made_stepped_and_rendered_in_its_own_thread_or_process(isolate: str) -> None:
     group = group_of(Env(id=WHERE, isolate=isolate, options={"length": 2}), render=True)
     group.reset()
     group.step(np.zeros((3, 1), np.float32))
@@ -80,7 +80,7 @@ def test_every_copy_is_made_stepped_and_drawn_in_a_place_of_its_own(isolate: str
     processes, threads = {end.metrics["process"] for end in ends}, {end.metrics["thread"] for end in ends}
     if isolate == "process":
         assert len(processes) == 3 and os.getpid() not in processes
-        assert "odd" not in group.infos[0] and group.infos[0]["name"] == "x", "what cannot be sent is left out"
+        assert "odd" not in group.infos[0] and group.infos[0]["name"] == "x", "entries that cannot be sent are dropped"
     else:
         assert processes == {os.getpid()} and len(threads) == 3 and threading.get_ident() not in threads
     assert group.fps == 8
@@ -89,19 +89,19 @@ def test_every_copy_is_made_stepped_and_drawn_in_a_place_of_its_own(isolate: str
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("env-")]
 
 
-def test_rows_are_not_stepped_in_one_call_then() -> None:
+def test_isolated_rows_are_not_stepped_in_one_call() -> None:
     assert has_native(Env(id="CartPole-v1")) and not has_native(Env(id="CartPole-v1", isolate="thread"))
 
 
 @pytest.mark.parametrize("isolate", APART)
-def test_the_probe_finds_the_same_of_an_isolated_env(isolate: str) -> None:
+def test_the_probe_of_an_isolated_env_gives_the_same_spec(isolate: str) -> None:
     name = "visitors" if isolate == "thread" else "CarPass-v0"
     plain, apart = spec_of(Env(id=name)), probe(Env(id=name, isolate=isolate), base=BASE)
     assert replace(apart, env_bytes=0, step_seconds=0.0) == replace(plain, env_bytes=0, step_seconds=0.0)
-    assert isolate == "thread" or apart.env_bytes > 1 << 20, "a process of its own weighs something"
+    assert isolate == "thread" or apart.env_bytes > 1 << 20, "its own process takes memory"
 
 
-# ---------------------------------------------------------------------------------------------- the same answers
+# ---------------------------------------------------------------------------------------------- the same results
 
 ALIKE = [
     Env(id="CartPole-v1"),
@@ -123,7 +123,7 @@ ALIKE = [
     [*((env, "thread") for env in ALIKE), *((env, "process") for env in ALIKE[1:5])],
     ids=lambda value: value if isinstance(value, str) else f"{value.id}-{value.frameskip}",
 )
-def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolate: str) -> None:
+def test_isolation_changes_no_result_also_after_a_restore(env: Env, isolate: str) -> None:
     plain, apart = group_of(env), group_of(env.model_copy(update={"isolate": isolate}))
     plain.reset()
     apart.reset()
@@ -143,7 +143,7 @@ def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolat
     apart.close()
 
 
-# ---------------------------------------------------------------------------------------------- what breaks
+# ---------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_isolation_changes_no_answer_also_after_an_interruption(env: Env, isolat
         ("process", "kill", "step() did not return: its process was killed by SIGKILL"),
     ],
 )
-def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fault: str, output: str) -> None:
+def test_errors_of_an_isolated_env_are_reported_like_local_ones(isolate: str, fault: str, output: str) -> None:
     env = Env(id=WHERE, isolate=isolate, options={"fault": fault, "at": 4, "length": 9})
     group = group_of(env, first_row=6)
     group.reset()
@@ -173,7 +173,7 @@ def test_what_an_env_does_elsewhere_is_told_as_if_it_were_here(isolate: str, fau
     group.close()
 
 
-def test_a_process_killed_from_outside_is_told_of_its_own_row() -> None:
+def test_a_killed_process_is_reported_for_its_row() -> None:
     group = group_of(Env(id=WHERE, isolate="process", options={"length": 1}))
     group.reset()
     ends = group.step(np.zeros((3, 1), np.float32)).episodes
@@ -184,7 +184,7 @@ def test_a_process_killed_from_outside_is_told_of_its_own_row() -> None:
     assert not any(alive(int(end.metrics["process"])) for end in ends)
 
 
-def test_an_env_that_cannot_be_made_or_sent_is_refused_with_its_reason() -> None:
+def test_an_env_that_cannot_be_made_or_sent_is_refused_with_the_reason() -> None:
     with pytest.raises(UseError, match="could not be made: it did not return: its process exited with code 4"):
         make_copies(Env(id=WHERE, isolate="process", options={"fault": "make"}), BASE, 2)
     with pytest.raises(UseError, match="problem") as caught:
@@ -194,7 +194,7 @@ def test_an_env_that_cannot_be_made_or_sent_is_refused_with_its_reason() -> None
         probe(Env(id="isolated_envs.py:Strange", isolate="process"), base=BASE)
 
 
-def test_processes_of_envs_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_env_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np; from tests.envs.test_isolation import *\n"
         "group = group_of(Env(id=WHERE, isolate='process', options={'length': 1, 'fault': 'hang', 'at': 2}))\n"
@@ -210,7 +210,7 @@ def test_processes_of_envs_end_with_a_parent_that_is_killed(tmp_path: Path) -> N
     parent.kill()
     parent.wait()
     for fd in watched:
-        assert select.select([fd], [], [], 30)[0], "the kernel ends it"
+        assert select.select([fd], [], [], 30)[0], "the process ends"
         os.close(fd)
 
 
@@ -269,14 +269,14 @@ def some_value(rng: np.random.Generator, depth: int) -> Any:
             return [some_value(rng, depth - 1) for _ in range(rng.integers(0, 4))]
 
 
-def test_values_keep_their_types_on_the_way() -> None:
+def test_values_keep_their_types_when_sent() -> None:
     rng = np.random.default_rng(0)
     for _ in range(count(2000)):
         value = some_value(rng, 3)
         assert same(value, through(value))
 
 
-def test_what_cannot_be_sent_is_refused_or_left_out() -> None:
+def test_what_cannot_be_sent_is_refused_or_dropped() -> None:
     one, _two = socket.socketpair()
     for value in (object(), {"a": object()}, np.array([object()]), np.zeros(2, [("x", "f4")])):
         with pytest.raises(Unsendable):
@@ -300,6 +300,6 @@ def test_what_cannot_be_sent_is_refused_or_left_out() -> None:
     ],
     ids=str,
 )
-def test_spaces_arrive_as_they_were(space: gymnasium.Space[Any]) -> None:
+def test_spaces_survive_sending(space: gymnasium.Space[Any]) -> None:
     got = space_from_parts(through(space_parts(space)))
     assert got == space and str(got) == str(space)

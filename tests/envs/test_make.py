@@ -1,4 +1,4 @@
-"""Envs from settings: every kind of name, options, wrappers, and one sentence for each thing that can be wrong."""
+"""Envs from settings: every kind of name, options, wrappers, and one sentence for each mistake."""
 
 import sys
 from pathlib import Path
@@ -38,14 +38,14 @@ def test_every_kind_of_name(name: str) -> None:
     assert isinstance(make_env(Env(id=name), BASE), gymnasium.Env)
 
 
-def test_no_time_limit_of_gymnasiums_own() -> None:
+def test_gymnasiums_time_limit_is_not_applied() -> None:
     layer: Any = make_env(Env(id="CartPole-v1"), BASE)
     while isinstance(layer, gymnasium.Wrapper):
         assert not isinstance(layer, gymnasium.wrappers.TimeLimit)
         layer = layer.env
 
 
-def test_rendering_is_asked_for_by_render() -> None:
+def test_render_sets_the_render_mode() -> None:
     assert make_env(Env(id="CartPole-v1"), BASE, render=True).render_mode == "rgb_array"
     assert make_env(Env(id="CarPass-v0"), BASE, render=True).render_mode == "rgb_array"
     assert make_env(Env(id="CarPass-v0"), BASE).render_mode is None
@@ -72,7 +72,7 @@ def test_rendering_is_asked_for_by_render() -> None:
         (Env(id="CartPole-v1", wrappers=["resize_image"]), "", ""),
     ],
 )
-def test_wrong_names_are_one_sentence(env: Env, output: str, hint: str) -> None:
+def test_unknown_names_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
@@ -102,8 +102,8 @@ def test_options_are_checked_against_the_constructor(env: Env, setting: str, hin
     assert caught.value.problems[0].setting == setting and hint in caught.value.problems[0].hint
 
 
-def test_without_box2d_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "Box2D", None)  # as Python itself marks what cannot be imported
+def test_without_box2d_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "Box2D", None)  # marks the module as missing
     for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UseError) as caught:

@@ -1,4 +1,4 @@
-"""Envs with several agents as rows: who decides when, what is seen, ends, limits, masks, coming back, and faults."""
+"""Envs with several agents as rows: which act when, observations, ends, limits, masks, restoring, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tiltyard.types import EnvSpec, Step
 BASE = [Path(__file__).parent]
 PAUSES = {"pauses": True}
 HOST, LATE, EARLY, GUEST = range(4)
-# Visitors' own table: which env steps of an episode each of them decides in.
+# As documented in Visitors: the env steps of an episode in which each agent acts.
 THERE = {HOST: (0, 1, 2, 3, 4, 5), LATE: (2, 3, 4), EARLY: (0, 1), GUEST: (1, 4, 5)}
 
 
@@ -36,11 +36,11 @@ def group_of(copies: int = 1, *, id: str = "visitors", previous: bool = False, *
 
 
 def right(now: Step) -> np.ndarray:
-    """What pays: the action that is seen. Agents that are away see zeros, and nobody asks what they do."""
+    """The rewarded action, which equals the observation. Absent agents observe zeros; their actions are ignored."""
     return now.obs["obs"][:, -2:].argmax(1).astype(np.float32)[:, None]
 
 
-def test_rows_are_agents_and_only_those_who_are_there_decide() -> None:
+def test_rows_are_agents_and_only_those_present_act() -> None:
     group = group_of(2, options=PAUSES)
     now, ends = group.reset(), []
     for tick in range(18):
@@ -48,8 +48,8 @@ def test_rows_are_agents_and_only_those_who_are_there_decide() -> None:
         there = np.array([step in THERE[row % 4] for row in range(8)])
         comes = np.array([step in THERE[row % 4] and step - 1 not in THERE[row % 4] for row in range(8)])
         assert np.array_equal(group.acting, there)
-        assert np.array_equal(now.obs["obs"].any(1), there), "who is away sees zeros"
-        assert np.array_equal(now.first, comes | (step == 0)), "who comes has no memory"
+        assert np.array_equal(now.obs["obs"].any(1), there), "an absent agent observes zeros"
+        assert np.array_equal(now.first, comes | (step == 0)), "an agent that joins has no memory"
         now = group.step(right(now))
         assert np.array_equal(now.valid, there)
         assert np.array_equal(now.reward, there.astype(np.float32))
@@ -60,10 +60,10 @@ def test_rows_are_agents_and_only_those_who_are_there_decide() -> None:
         assert (end.total, end.length, end.frames) == (3.5, 6, 6)
         returns = {name: value for name, value in end.metrics.items() if name.endswith("_return")}
         assert returns == {"host_return": 6, "late_return": 3, "early_return": 2, "guest_return": 3}
-    assert group.frames_taken == 36, "a simulator's frame is one, however many agents see it"
+    assert group.frames_taken == 36, "a frame counts once, however many agents observe it"
 
 
-def test_each_agent_ends_by_itself() -> None:
+def test_each_agent_has_its_own_end() -> None:
     group = group_of(options=PAUSES)
     now = group.reset()
     ended = {}
@@ -72,7 +72,7 @@ def test_each_agent_ends_by_itself() -> None:
         for row in np.flatnonzero(now.terminated | now.truncated).tolist():
             kind = "terminated" if now.terminated[row] else "truncated"
             ended.setdefault(row, []).append((step, kind))
-            assert now.final_obs["obs"][row].sum() == 1, "the last view, not the zeros of one who is away"
+            assert now.final_obs["obs"][row].sum() == 1, "its last observation, not the zeros of an absent agent"
         assert not (now.terminated & now.truncated).any()
     assert ended == {
         HOST: [(5, "truncated")],
@@ -82,7 +82,7 @@ def test_each_agent_ends_by_itself() -> None:
     }
 
 
-def test_the_time_limit_ends_the_episode_of_everybody() -> None:
+def test_the_time_limit_ends_the_episode_of_all_agents() -> None:
     group = group_of(time_limit=3)
     now = group.reset()
     for _ in range(3):
@@ -92,8 +92,8 @@ def test_the_time_limit_ends_the_episode_of_everybody() -> None:
     assert group.acting.tolist() == [True, False, True] and now.first.all()
 
 
-def test_frameskip_repeats_actions_until_somebody_ends_or_comes() -> None:
-    """Comings and ends are after calls 2, 5 and 6: with three calls per env step, 2 + 3 + 1."""
+def test_frameskip_repeats_actions_until_an_agent_ends_or_joins() -> None:
+    """Agents join or end after calls 2, 5 and 6: with three calls per env step, 2 + 3 + 1."""
     group = group_of(frameskip=3)
     now, ends, ticks = group.reset(), [], 0
     while not ends:
@@ -102,20 +102,20 @@ def test_frameskip_repeats_actions_until_somebody_ends_or_comes() -> None:
     assert ticks == ends[0].length == 3 and ends[0].frames == 6
 
 
-def test_stacks_and_previous_actions_begin_anew_with_an_agent() -> None:
+def test_stacks_and_previous_actions_start_again_when_an_agent_joins() -> None:
     group = group_of(previous=True, frame_stack=2)
     now = group.reset()
     for step in range(4):
         now = group.step(np.ones((3, 1), np.float32))
         late = now.obs["obs"][LATE]
-        if step == 1:  # it has just come
+        if step == 1:  # it has just joined
             assert np.array_equal(late[:2], late[2:]) and late.any()
         assert bool(now.obs["previous.action"][LATE].any()) == (step >= 2)
         assert now.obs["previous.action"][HOST].all()
-    assert not now.obs["previous.action"][EARLY].any(), "it is away"
+    assert not now.obs["previous.action"][EARLY].any(), "it is absent"
 
 
-def test_masks_are_the_agents_own_and_those_away_may_do_anything() -> None:
+def test_each_agent_has_its_mask_and_absent_ones_may_do_anything() -> None:
     group = group_of(id="agents.py:Masked", options=PAUSES)
     assert group.spec.masked
     now = group.reset()
@@ -135,12 +135,12 @@ def test_masks_are_the_agents_own_and_those_away_may_do_anything() -> None:
         ("agents.py:Keeps", PAUSES),
     ],
 )
-def test_saved_and_brought_back_they_go_on_to_the_bit(name: str, options: dict[str, Any]) -> None:
+def test_restored_envs_continue_bit_for_bit(name: str, options: dict[str, Any]) -> None:
     spec = check_env(name, options=options, base=BASE, steps=31)
     assert spec.restore_mode == ("state" if "Keeps" in name else "rerun")
 
 
-def test_what_the_departed_said_is_kept_by_a_checkpoint() -> None:
+def test_a_checkpoint_keeps_the_last_infos_of_agents_that_left() -> None:
     one, two = group_of(), group_of()
     now = one.reset()
     for _ in range(4):
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
     one.reset()
     output = two.load(one.save())
     assert output == ["0 of the checkpoint's 3 rows are left: the episodes of the others were cut"]
-    assert two.stats.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds were the others'"
+    assert two.stats.number.tolist() == [1, 1, 1, 1], "episode 0 and its seeds belong to the other run"
     assert two.acting.tolist() == [True, False, True, False]
 
 
@@ -171,29 +171,29 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
             "OtherView",
             "same observation space, but that of 'host' is Box(0.0, 1.0, (2,), float32) and that of 'late' is Box(0.0",
         ),
-        ("Nobody", "reset() left `agents` empty"),
-        ("Stranger", "agent 'spy' is in `agents` but not in `possible_agents`"),
-        ("Unpaid", "step() returned no reward for agent 'early', which acted"),
-        ("Blind", "step() returned no observation for agent 'host'"),
-        ("Gymnastic", "step() returned (dict, float, bool, bool, dict) instead of five dicts"),
+        ("NoAgents", "reset() left `agents` empty"),
+        ("UnknownAgent", "agent 'spy' is in `agents` but not in `possible_agents`"),
+        ("NoReward", "step() returned no reward for agent 'early', which acted"),
+        ("NoObservation", "step() returned no observation for agent 'host'"),
+        ("GymnasiumStep", "step() returned (dict, float, bool, bool, dict) instead of five dicts"),
         ("NotANumber", "the reward of agent 'late' is nan"),
         ("Raises", "step() number 1 raised ValueError: the host is ill"),
         ("TakesTurns", "agents take turns"),
     ],
 )
-def test_a_wrong_env_is_refused_in_a_sentence(name: str, sentence: str) -> None:
+def test_an_invalid_env_is_refused_in_one_sentence(name: str, sentence: str) -> None:
     with pytest.raises(UseError) as refused:
         examine(Env(id=f"agents.py:{name}"), BASE, False)
     assert sentence in refused.value.message and refused.value.hint
 
 
-def test_a_wrapper_may_make_the_agents_alike() -> None:
+def test_a_wrapper_may_give_agents_the_same_space() -> None:
     wrappers = [{"id": "agents.py:Alike", "options": {"width": 3}}]
     spec = check_env(Env(id="agents.py:OtherView", wrappers=wrappers), base=BASE, steps=12)
     assert spec.obs["obs"].shape == (3,) and spec.agents == ("host", "late", "early")
 
 
-def test_what_goes_wrong_later_is_told_with_the_agent() -> None:
+def test_later_errors_name_the_agent() -> None:
     spec = probed(Env(id="visitors"))
     group = make_group(GroupConfig(Env(id="agents.py:NotANumber"), spec, 3, 0, BASE))
     now = group.step(right(group.step(right(group.reset()))))
@@ -205,7 +205,7 @@ def test_what_goes_wrong_later_is_told_with_the_agent() -> None:
 
 
 class Knowing:
-    """Shows what it sees."""
+    """Repeats its observation."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.seeds: list[int] = []
@@ -214,11 +214,11 @@ class Knowing:
         self.seeds.append(seed)
 
     def act(self, obs: Any, mask: Any) -> Any:
-        assert obs.sum() == 1, "nobody who is away is asked"
+        assert obs.sum() == 1, "no action is requested for absent agents"
         return int(obs.argmax())
 
 
-def test_evaluations_play_whole_episodes_of_everybody(tmp_path: Path) -> None:
+def test_evaluations_play_whole_episodes_of_all_agents(tmp_path: Path) -> None:
     env = Env(id="visitors", options=PAUSES)
     spec, kept = probed(env), []
     begin = scripted_actor(f"{__name__}:Knowing", spec, BASE)
@@ -241,7 +241,7 @@ def test_evaluations_play_whole_episodes_of_everybody(tmp_path: Path) -> None:
     assert len(steps) == 2, "two episodes begun at once have 28 decisions"
 
 
-def test_agents_at_random_do_not_do_the_same() -> None:
+def test_random_agents_act_independently() -> None:
     env = Env(id="pennies")
     spec = probed(env)
     played = play(scripted_actor("random", spec, BASE), env, spec, base=BASE, previous=False, episodes=range(40), slots=4, seed=0)  # fmt: skip

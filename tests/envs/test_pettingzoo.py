@@ -1,4 +1,4 @@
-"""PettingZoo's own envs, by the names that its users know, and our toys before its own judge."""
+"""PettingZoo's own envs by their usual names, and our toys in PettingZoo's API test."""
 
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,14 @@ def test_rock_paper_scissors_by_its_name() -> None:
     assert spec.agents == ("player_0", "player_1") and spec.parallel and spec.action.parts[0].options == 3
 
 
-def test_an_env_whose_agents_take_turns_is_refused_with_what_to_write() -> None:
+def test_an_env_whose_agents_take_turns_is_refused_with_a_hint() -> None:
     with pytest.raises(UseError) as refused:
         examine(Env(id="pettingzoo.classic.rps_v2:env"), BASE, False)
     assert "take turns" in refused.value.message and "parallel_env" in refused.value.hint
 
 
-def test_walkers_fall_one_by_one() -> None:
-    """With `terminate_on_fall` off an agent that falls is done and the others go on: its row waits."""
+def test_bipeds_fall_one_by_one() -> None:
+    """Without `terminate_on_fall`, an agent that falls is done and the others continue: its row waits."""
     env = Env(id="pettingzoo.sisl.multiwalker_v9:parallel_env", options={"terminate_on_fall": False, "max_cycles": 120})
     spec = spec_from_json(examine(env, BASE, False))
     assert spec.renders and len(spec.agents) == 3
@@ -53,6 +53,6 @@ def test_walkers_fall_one_by_one() -> None:
         assert np.array_equal(now.valid, there) and not now.reward[~there].any()
         decided += now.valid
         ends = now.episodes
-    assert decided.max() == ends[0].length and decided.min() < ends[0].length, "somebody fell before the end"
+    assert decided.max() == ends[0].length and decided.min() < ends[0].length, "an agent fell before the end"
     assert ends[0].total == pytest.approx(np.mean([ends[0].metrics[f"walker_{index}_return"] for index in range(3)]))
     group.close()

@@ -1,4 +1,4 @@
-"""Probing: what is found out about good envs, and what is said about bad ones, also when the child dies or hangs."""
+"""Probing: the spec of valid envs, and errors for invalid ones, also when the child crashes or hangs."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_car_pass_has_a_state() -> None:
         ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
     ],
 )
-def test_broken_contracts_are_named(fault: str, output: str) -> None:
+def test_contract_violations_are_named(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         examine(Env(id=BAD, options={"fault": fault}), BASE, False)
     assert output in caught.value.message and caught.value.hint and "\n" not in caught.value.message
@@ -66,7 +66,7 @@ def test_broken_contracts_are_named(fault: str, output: str) -> None:
         ("constructor interrupt", "raised KeyboardInterrupt while it was probed"),
     ],
 )
-def test_a_child_that_dies_is_an_answer_too(fault: str, output: str) -> None:
+def test_a_child_that_crashes_is_reported(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         probe(Env(id=BAD, options={"fault": fault}), base=BASE)
     assert output in caught.value.message
@@ -79,7 +79,7 @@ def test_a_hang_ends_at_the_start_timeout() -> None:
         probe(Env(id=BAD, options={"fault": "hang"}, start_timeout=2.0), base=BASE)
 
 
-def test_problems_with_options_come_through_as_problems() -> None:
+def test_wrong_options_are_reported_as_problems() -> None:
     with pytest.raises(ConfigError) as caught:
         probe(Env(id=BAD, options={"falt": "x"}), base=BASE)
     assert caught.value.problems[0].setting == "env.options.falt" and "fault" in caught.value.problems[0].hint
@@ -100,7 +100,7 @@ def test_printing_to_stdout_is_refused(fault: str, output: str) -> None:
     [Env(id=BAD, options={"fault": "prints"}, strict=False), Env(id=BAD, options={"fault": "greets"})],
     ids=["without strict", "when made"],
 )
-def test_other_printing_is_noted_and_kept_out(env: Env, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_elsewhere_is_noted_and_goes_to_stderr(env: Env, capfd: pytest.CaptureFixture[str]) -> None:
     (note,) = probe(env, base=BASE).notes
     assert "prints to stdout, which is for data: 'hello from" in note
     assert capfd.readouterr().out == ""

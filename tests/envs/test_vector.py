@@ -1,4 +1,4 @@
-"""Groups of envs: ends, final observations, limits, stacks, rewards, statistics, seeds, and what breaks."""
+"""Groups of envs: ends, final observations, limits, stacks, rewards, statistics, seeds, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_registered_time_limit_truncates_and_a_setting_overrides_it() -> None:
         assert [end.length for end in now.episodes] == ([7, 7] if step % 7 == 0 else [])
 
 
-def test_a_real_end_at_the_limit_is_no_truncation() -> None:
+def test_termination_at_the_limit_is_not_truncation() -> None:
     for ending in ("terminated", "both"):
         group = group_of(Env(id=RECORDER, options={"length": 4, "ending": ending}, time_limit=4))
         group.reset()
@@ -77,7 +77,7 @@ def test_a_real_end_at_the_limit_is_no_truncation() -> None:
         assert now.terminated.all() and not now.truncated.any()
 
 
-def test_rows_out_of_step_are_cut_each_at_its_own_time() -> None:
+def test_each_row_is_truncated_at_its_own_time() -> None:
     group = group_of(Env(id="CartPole-v1", time_limit=12), rows=4)
     now, lengths, rng = group.reset(), np.zeros(4, int), np.random.default_rng(1)
     for _ in range(400):
@@ -198,12 +198,12 @@ def test_every_space_at_once() -> None:
     assert now.obs["words"].dtype == np.int32 and now.obs["code"].max() < 3 and now.obs["vector"].dtype == np.float32
 
 
-def test_pictures_of_rows_and_of_ends() -> None:
+def test_rendering_rows_and_ends() -> None:
     env = Env(id=RECORDER, options={"length": 3})
     group = group_of(env, render=True)
     last: list[int] = []
 
-    def look(row: int) -> None:
+    def render_end(row: int) -> None:
         picture = group.render_row(row)
         assert picture is not None
         last.append(int(picture[0, 0, 0]))
@@ -212,13 +212,13 @@ def test_pictures_of_rows_and_of_ends() -> None:
     for frame in range(3):
         picture = group.render_row(1)
         assert picture is not None and picture.shape == (4, 6, 3) and picture[0, 0, 0] == frame
-        group.step(flat(0), before_reset=look)
-    assert last and set(last) == {3}, "the end is seen before the next episode begins"
+        group.step(flat(0), before_reset=render_end)
+    assert last and set(last) == {3}, "the end is rendered before the next episode begins"
     assert group.fps == 8
     group.close()
 
 
-# ---------------------------------------------------------------------------------------------- what breaks
+# ---------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_pictures_of_rows_and_of_ends() -> None:
         ("old_step", EnvError, "wrong form"),
     ],
 )
-def test_a_contract_broken_later_names_row_episode_and_key(fault: str, kind: type, output: str) -> None:
+def test_a_later_contract_violation_names_row_episode_and_key(fault: str, kind: type, output: str) -> None:
     env = Env(id="bad_envs.py:BadEnv", options={"fault": fault, "at": 30}, time_limit=40)
     group = group_of(env, rows=2, first_row=6)
     group.reset()
@@ -250,7 +250,7 @@ def test_a_contract_broken_later_names_row_episode_and_key(fault: str, kind: typ
         assert "bad_envs.py" in caught.value.details and "vector.py" not in caught.value.details
 
 
-def test_without_strict_dtypes_are_cast() -> None:
+def test_without_strict_dtypes_are_converted() -> None:
     group = group_of(Env(id="bad_envs.py:BadEnv", options={"fault": "float64"}, strict=False))
     group.reset()
     for step in range(1, 6):
@@ -265,6 +265,6 @@ def test_a_nan_action_is_named() -> None:
         group.step(np.array([[0], [np.nan]], np.float32))
 
 
-def test_another_env_than_the_probed_one_is_refused() -> None:
+def test_an_env_that_differs_from_the_probed_one_is_refused() -> None:
     with pytest.raises(UseError, match="expected"):
         make_group(GroupConfig(Env(id="CartPole-v1"), spec_of(Env(id="Pendulum-v1")), 1, 0, BASE), native="never")

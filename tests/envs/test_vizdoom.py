@@ -1,4 +1,4 @@
-"""Doom on ViZDoom's engine: names, ends, replays, actions, and nothing left behind."""
+"""Doom on ViZDoom's engine: names, ends, determinism, actions, and clean-up."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ BASE = [Path(__file__).parent]
 
 
 def engines(instance: str) -> list[int]:
-    """Processes that are engines of one game."""
+    """The engine processes of one game."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
         (Env(id="doom:my_way_home", options={"variables": True}), "no game variables", "remove"),
     ],
 )
-def test_wrong_names_are_one_sentence(env: Env, output: str, hint: str) -> None:
+def test_unknown_names_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
@@ -72,9 +72,7 @@ def test_basic_is_probed_and_counts_frames() -> None:
     assert spec.action.parts[0].options == 4
 
 
-def test_time_outs_truncate_and_the_last_picture_is_never_black(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeouts_truncate_and_the_last_image_is_never_black(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = Doom("basic", frameskip=30)
     before, _ = env.reset(seed=1)
@@ -86,7 +84,7 @@ def test_time_outs_truncate_and_the_last_picture_is_never_black(
     assert (terminated, truncated) == (False, True) and reward < 0
     assert obs.any() and np.array_equal(obs, before)
     env.close()
-    assert list(tmp_path.iterdir()) == []  # the engine's own files lie elsewhere
+    assert list(tmp_path.iterdir()) == []  # the engine's files are elsewhere
     env = Doom("take_cover", frameskip=20)
     env.reset(seed=1)
     assert next(end for _ in range(200) if any(end := env.step(0)[2:4])) == (True, False)
@@ -94,7 +92,7 @@ def test_time_outs_truncate_and_the_last_picture_is_never_black(
 
 
 @pytest.mark.parametrize("scenario", ["basic", "deathmatch"])
-def test_episodes_replay_to_the_bit_whatever_came_before(scenario: str) -> None:
+def test_episodes_are_deterministic_whatever_came_before(scenario: str) -> None:
     assert scenario in scenarios()
     env, other = Doom(scenario), Doom(scenario)
     first = played(env, 5, 40)
@@ -118,7 +116,7 @@ def test_buttons_one_by_one_or_together() -> None:
     env.close()
 
 
-def test_a_film_shows_the_screen_as_it_was_rendered() -> None:
+def test_a_video_shows_the_screen_as_rendered() -> None:
     env = make_env(Env(id="doom:basic"), BASE, render=True)
     env.reset(seed=0)
     assert env.render().shape == (120, 160, 3) and env.render().std() > 10
@@ -139,7 +137,7 @@ def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: 
     assert child.stdout is not None
     instance = child.stdout.readline().strip()
     assert len(engines(instance)) == 1 and len(shared(instance)) == 3 and len(list(tmp_path.iterdir())) == 1
-    if first == "engine":  # whose name nobody can read any more
+    if first == "engine":  # its name cannot be read any more
         os.kill(engines(instance)[0], signal.SIGKILL)
     child.kill()
     child.wait()
@@ -161,5 +159,5 @@ def test_signals_to_the_whole_group_do_not_end_the_engine() -> None:
         start_new_session=True,
     )
     assert child.stdout is not None and child.stdout.readline() == "up\n"
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal's Ctrl-C
+    os.killpg(child.pid, signal.SIGINT)  # like Ctrl-C in a terminal
     assert child.communicate("go on\n")[0] == "-4.0\n" and child.returncode == 0
