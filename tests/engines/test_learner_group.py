@@ -194,6 +194,6 @@ def test_nothing_is_left_when_the_driver_is_killed() -> None:
 
 def test_more_learners_than_gpus_are_refused_with_both_numbers() -> None:
     gpus = torch.cuda.device_count()
-    with pytest.raises(UseError, match=rf"engine\.learners = 99 need a GPU each, and torch sees {gpus} here"):
+    with pytest.raises(UseError, match=rf"engine\.learners = 99 needs one GPU per learner, but torch finds {gpus}"):
         check_learners(99, torch.device("cuda"))
     check_learners(99, torch.device("cpu"))

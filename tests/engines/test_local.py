@@ -250,13 +250,13 @@ def test_a_fork_with_fewer_groups_says_so_and_begins_episodes_that_nobody_has_ha
     two.save(tmp_path)
     one = build("CartPole-v1", "env.native=false", "engine.workers=0", "engine.envs=4")
     assert one.load(tmp_path) == [
-        "of the checkpoint's 2 groups of envs 1 are left: the episodes of the others were cut"
+        "only 1 of the checkpoint's 2 env groups continue; the episodes of the others were cut"
     ]
     running = one.groups[0].envs.stats.seeds
     assert running[:2] == two.groups[0].envs.stats.seeds and not had & {*running[2:]}
     one.save(tmp_path)
     three = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
-    assert "the checkpoint has no group 1 of envs: its 2 rows begin new episodes" in three.load(tmp_path)
+    assert "the checkpoint has no env group 1; its 2 rows begin new episodes" in three.load(tmp_path)
     three.step()
     assert not (had | {*running}) & {*three.groups[1].envs.stats.seeds}
 

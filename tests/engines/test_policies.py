@@ -104,9 +104,9 @@ def test_who_is_measured_plays_in_every_episode() -> None:
 @pytest.mark.parametrize(
     ("settings", "output"),
     [
-        (["match={evn: main, odd: main, even: main}"], "match.evn: fits no agent of the env\n   hint: did you mean 'even'"),
+        (["match={evn: main, odd: main, even: main}"], "match.evn: matches no agent of the env\n   hint: did you mean 'even'"),
         (["match={even: main}"], "no pattern fits agent 'odd'"),
-        (["match={'*': main, odd: main}"], "match.odd: decides for nobody"),
+        (["match={'*': main, odd: main}"], "match.odd: never matches; earlier patterns cover all its agents"),
         ([TWO], "policies.rival: plays no agent"),
         ([TWO, "match={even: main, odd: rivla}"], "match.odd = 'rivla': unknown policy\n   hint: did you mean"),
         ([TWO, "match={even: main, odd: {}}"], "match.odd = {}: the pool is empty"),

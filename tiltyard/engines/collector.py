@@ -1,14 +1,14 @@
-"""Collecting: a group of envs and who acts in it, a policy or several, fill a rollout. Every engine samples so.
+"""The collector: steps a group of envs with an actor and fills rollouts. Every engine samples with it.
 
-    fill(rollout):   T times { store what is seen -> act -> step the envs -> store what came }  ->  bootstrap values
+    fill(rollout):   T times { store obs -> act -> step the envs -> store rewards }  ->  bootstrap values
 
-A collector is what equal seeds make equal: its envs and its random streams are its own, in whatever process it runs.
+Equal seeds give equal rollouts in any process: each collector has its own envs and random streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -27,28 +27,28 @@ from tiltyard.models.recurrent import State
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step, Tree
 
-ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have their own (role, row, episode)
+ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have theirs (role, row, episode)
 
 
 def stream_seed(root: int, role: int, group: int = 0) -> int:
-    """The seed of a random stream: of the run, or of one of its groups of envs or policies."""
+    """The seed of a random stream of the run, or of one of its groups of envs or policies."""
     key = (role, group) if group else (role,)
     return int(np.random.SeedSequence(entropy=root, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
 
 class Actor(Protocol):
-    """Who acts in a group of envs: a policy, several with seats, or whoever passes the questions on."""
+    """Acts in a group of envs: a policy, several policies, or a client of the inference server."""
 
     @property
     def device(self) -> torch.device:
-        """Where it wants what it is given."""
+        """Where its inputs must be."""
 
     @property
     def batched_values(self) -> bool:
-        """Whether values are better asked for a rollout at a time than with each decision."""
+        """Whether values are cheaper for a whole rollout at once than with each action."""
 
     def initial_state(self, rows: int) -> State:
-        """Memory at an episode's start."""
+        """Recurrent state at an episode's start."""
 
     def act(
         self,
@@ -61,32 +61,38 @@ class Actor(Protocol):
         generator: torch.Generator | None = None,
         with_value: bool = True,
     ) -> PolicyOutput:
-        """One decision for each row."""
+        """One action for each row."""
 
     def value(self, obs: ObsIn, state: State, first: torch.Tensor) -> Array:
         """[B] in units of reward."""
 
 
+@dataclass(frozen=True)
+class InWorker:
+    """What a worker process adds: its heartbeat, and the threads that a native vector env may use."""
+
+    heartbeat: Array
+    threads: int
+
+
 class Collector:
-    """One group of envs, `group` being its number among all of the run; a row for each agent of each env. `threads` are
-    those of a simulator that steps rows in its own: one per usable core when not said."""
+    """Group number `group` of the run's envs, with a row for each agent of each env."""
 
     def __init__(
         self,
         experiment: Experiment,
         spec: EnvSpec,
         base: Sequence[Path],
-        net: Actor,
+        actor: Actor,
         envs: int,
         group: int = 0,
-        beats: Array | None = None,
-        threads: int | None = None,
+        in_worker: InWorker | None = None,
     ) -> None:
-        self.experiment, self.spec, self.net, self.group = experiment, spec, net, group
-        self.players = net if isinstance(net, MultiPolicyActor) else None
+        self.experiment, self.spec, self.actor, self.group = experiment, spec, actor, group
+        self.players = actor if isinstance(actor, MultiPolicyActor) else None
         rows = self.rows = envs * len(spec.agents)
         self.bptt = experiment.model.memory.bptt
-        self.device = net.device
+        self.device = actor.device
         seed = experiment.seed
         self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
         self.generators = Generators(stream_seed(seed, FOREIGN, group))
@@ -99,28 +105,28 @@ class Collector:
                 base=base,
                 previous=experiment.model.previous,
                 first_row=group * rows,
-                heartbeat=beats,
+                heartbeat=None if in_worker is None else in_worker.heartbeat,
             )
-            self.envs = make_group(config, threads=threads)
-        self.now: Step | None = None  # what the envs last answered; None before the first reset
-        self.state = net.initial_state(rows)
-        self.begun = np.zeros(rows, np.int64)  # versions of the weights with which running episodes began
+            self.envs = make_group(config, threads=None if in_worker is None else in_worker.threads)
+        self.now: Step | None = None  # the envs' latest step; None before the first reset
+        self.state = actor.initial_state(rows)
+        self.begun = np.zeros(rows, np.int64)  # version of the weights when each running episode began
 
     def begin(self) -> None:
-        """Reset the envs, unless they are under way."""
+        """Reset the envs, unless they are running."""
         if self.now is None:
             with self.generators.active():
                 self.now = self.envs.reset()
 
     def fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
-        """Fill the rollout with T steps of every row; returns the episodes that ended meanwhile."""
+        """Fill the rollout with T steps of every row; returns the episodes that ended in it."""
         with self.generators.active():
             return self._fill(rollout, version, spent)
 
     def _fill(self, rollout: Rollout, version: int, spent: dict[str, float]) -> list[EpisodeEnd]:
         episodes: list[EpisodeEnd] = []
         cuts: list[tuple[int, Array, Arrays]] = []  # step, rows and their last observations
-        later = self.net.batched_values
+        deferred = self.actor.batched_values
         now = self.envs.reset() if self.now is None else self.now
         for t in range(len(rollout.reward)):
             mark = perf_counter()
@@ -135,19 +141,19 @@ class Collector:
             if t % self.bptt == 0:
                 for key, chunk in rollout.state0.items():
                     chunk[t // self.bptt] = self.state[key].cpu().numpy()
-            acted = self.net.act(
+            acted = self.actor.act(
                 {key: self._tensor(stored[t]) for key, stored in rollout.obs.items()},
                 self.state,
                 self._tensor(rollout.first[t]),
                 None if rollout.mask is None else self._tensor(rollout.mask[t]),
                 greedy=False,
                 generator=self.draws,
-                with_value=not later,
+                with_value=not deferred,
             )
             self.state = acted.state
             rollout.action[t] = acted.action
             rollout.log_prob[t] = acted.log_prob
-            if not later:
+            if not deferred:
                 rollout.value[t] = acted.value
             between = perf_counter()
             spent["inference"] += between - mark
@@ -159,18 +165,18 @@ class Collector:
             mark = perf_counter()
             spent["env"] += mark - between
 
-            # A truncated episode would have gone on: its last observation is worth what the critic says of it.
+            # A truncated episode has a future: its last observation is worth what the critic estimates.
             rollout.bootstrap[t] = 0.0
             if now.truncated.any():
                 rows = np.flatnonzero(now.truncated)
-                if later:
+                if deferred:
                     cuts.append((t, rows, {key: array[rows] for key, array in now.final_obs.items()}))
                 else:
                     rollout.bootstrap[t, rows] = self._value(now.final_obs, np.zeros(self.rows, bool))[rows]
                 spent["inference"] += perf_counter() - mark
         mark = perf_counter()
-        if later:
-            self._judge(rollout, cuts)
+        if deferred:
+            self._fill_values(rollout, cuts)
         running = ~(now.terminated | now.truncated)
         rollout.bootstrap[-1] = np.where(running, self._value(now.obs, now.first), rollout.bootstrap[-1])
         spent["inference"] += perf_counter() - mark
@@ -179,14 +185,14 @@ class Collector:
         return episodes
 
     def _with_returns(self, ends: list[EpisodeEnd], players: MultiPolicyActor) -> list[EpisodeEnd]:
-        first_row, told = self.group * self.rows, []
+        first_row, completed = self.group * self.rows, []
         for end in ends:
-            begun = self.begun[end.row - first_row :][: len(self.spec.agents)].min()  # agents may come later
-            told.append(replace(end, returns=players.returns(end, first_row), begun=int(begun)))
-        return told
+            begun = self.begun[end.row - first_row :][: len(self.spec.agents)].min()  # agents may join later
+            completed.append(replace(end, returns=players.returns(end, first_row), begun=int(begun)))
+        return completed
 
-    def _judge(self, rollout: Rollout, cuts: list[tuple[int, Array, Arrays]]) -> None:
-        """The values of a whole rollout at once, and of what was seen last where episodes were cut."""
+    def _fill_values(self, rollout: Rollout, cuts: list[tuple[int, Array, Arrays]]) -> None:
+        """Compute the values of a whole rollout, and of the last observations of truncated episodes."""
         flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
         policy = rollout.policy
         values = self._values(flat, None if policy is None else policy.reshape(-1))
@@ -198,14 +204,14 @@ class Collector:
             rollout.bootstrap[steps, rows] = self._values(seen, None if policy is None else policy[steps, rows])
 
     def _values(self, obs: Arrays, policy: Array | None) -> Array:
-        """Of any observations, by the policies that met them if there are several. For nets without memory."""
+        """Values of any observations, each by the policy that acted on it. For nets without memory only."""
         if self.players is not None and policy is not None:
-            return self.players.judge(obs, policy)
+            return self.players.values_of(obs, policy)
         return self._value(obs, np.zeros(len(next(iter(obs.values()))), bool))
 
     def _value(self, obs: Arrays, first: Array) -> Array:
         tensors = {key: self._tensor(array) for key, array in obs.items()}
-        return self.net.value(tensors, self.state, self._tensor(first))
+        return self.actor.value(tensors, self.state, self._tensor(first))
 
     def _tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -216,11 +222,11 @@ class Collector:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> None:
-        """Write where envs, memory and random streams stand as `group-N` below a checkpoint's engine folder."""
+        """Write `group-N` into a checkpoint's engine folder."""
         write_tree(folder, f"group-{self.group}", self.tree())
 
     def tree(self) -> Tree:
-        """Where envs, memory and random streams stand."""
+        """The state of envs, recurrent memory and random streams."""
         return {
             "seed": self.experiment.seed,
             "envs": self.envs.save() if self.now is not None else None,
@@ -232,31 +238,31 @@ class Collector:
         }
 
     def load(self, folder: Path) -> list[str]:
-        """Continue from a checkpoint; sentences about episodes that were cut."""
+        """Continue from a checkpoint; returns notes about episodes that were cut."""
         tree = read_group(folder, self.group)
         if tree is None:
-            self.envs.skip_episodes(read_state(folder)["progress"]["episodes"] + 1)  # others may have had those seeds
-            return [f"the checkpoint has no group {self.group} of envs: its {self.rows} rows begin new episodes"]
+            self.envs.skip_episodes(read_state(folder)["progress"]["episodes"] + 1)  # not of other groups
+            return [f"the checkpoint has no env group {self.group}; its {self.rows} rows begin new episodes"]
         return self.take(tree)
 
     def take(self, tree: Tree) -> list[str]:
-        """Continue from what `tree` gave; sentences about episodes that were cut."""
-        if tree["seed"] in (None, self.experiment.seed):  # a fork with another seed draws its own from here on
+        """Continue from a `tree()`; returns notes about episodes that were cut."""
+        if tree["seed"] in (None, self.experiment.seed):  # a fork with another seed uses its own streams
             self.draws.set_state(torch.from_numpy(tree["draws"]))
             self.generators.load(tree["generators"])
-        said: list[str] = []
+        notes: list[str] = []
         if tree["envs"] is not None:
-            said = self.envs.load(tree["envs"])
+            notes = self.envs.load(tree["envs"])
             self.now = self.envs.current()
             if self.players is not None and tree.get("seats") is not None:
                 self.players.load(self.envs.stats.seeds, tree["seats"])
             begun = tree.get("begun", self.begun)[: self.rows]
             self.begun[: len(begun)] = begun
-        for key, item in self.state.items():  # with another number of envs, those that both have
+        for key, item in self.state.items():  # with another number of envs, the rows that both have
             if key in tree["memory"]:  # a fork may have other policies
                 kept = tree["memory"][key][: len(item)]
                 item[: len(kept)] = self._tensor(kept)
-        return said
+        return notes
 
 
 Allocate = Callable[[str, tuple[int, ...], Any], Array]
@@ -265,11 +271,11 @@ Allocate = Callable[[str, tuple[int, ...], Any], Array]
 def empty_rollout(
     experiment: Experiment, spec: EnvSpec, net: PolicyNet, envs: int, allocate: Allocate | None = None
 ) -> Rollout:
-    """A rollout to be filled over and over, in memory that `allocate` gives (name, shape, dtype)."""
+    """A rollout to be filled repeatedly, in memory from `allocate(name, shape, dtype)`."""
     length, bptt, rows = experiment.algo.rollout, experiment.model.memory.bptt, envs * len(spec.agents)
     make = allocate or _unwritten
 
-    def numbers(name: str, *more: int) -> Array:
+    def floats(name: str, *more: int) -> Array:
         return make(name, (length, rows, *more), np.float32)
 
     def flags(name: str, *more: int) -> Array:
@@ -278,14 +284,14 @@ def empty_rollout(
     return Rollout(
         obs={key: make(f"obs.{key}", (length, rows, *item.shape), item.dtype) for key, item in spec.obs.items()},
         first=flags("first"),
-        action=numbers("action", spec.action.columns),
+        action=floats("action", spec.action.columns),
         mask=flags("mask", spec.action.mask_size) if spec.masked else None,
-        log_prob=numbers("log_prob"),
-        value=numbers("value"),
-        reward=numbers("reward"),
+        log_prob=floats("log_prob"),
+        value=floats("value"),
+        reward=floats("reward"),
         terminated=flags("terminated"),
         truncated=flags("truncated"),
-        bootstrap=numbers("bootstrap"),
+        bootstrap=floats("bootstrap"),
         valid=flags("valid"),
         state0={
             key: make(f"state0.{key}", (-(-length // bptt), *item.shape), np.float32)
@@ -297,5 +303,5 @@ def empty_rollout(
 
 
 def _unwritten(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Fresh memory; in numbers, NaN shows what was never written."""
+    """New memory; NaN marks floats that were never written."""
     return np.full(shape, np.nan, dtype) if np.dtype(dtype).kind == "f" else np.zeros(shape, dtype)

@@ -1,10 +1,10 @@
-"""Where engines put what they are, below a checkpoint's `engine` folder, so that one can go on where another stopped.
+"""The `engine` folder of a checkpoint, from which any engine can continue.
 
-state      progress, the learner's state, the version of its weights, how many groups of envs and threads there are, and
-           whether these were cut: of a step that failed there are none
-group-N    envs, memory and random streams of one group, written by whoever has it
-past-NAME  past versions of a policy, where there is a pool of them
-serial     all of that in one, as written before version 0.2
+state      progress, the learner's state, the version of its weights, the number of env groups and threads, and `cut`:
+           whether groups are missing because the last step failed
+group-N    envs, recurrent memory and random streams of one group, written by its process
+past-NAME  past versions of a policy, if it has an opponent pool
+serial     all of this in one file, as written before version 0.2
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiltyard.types import Tree
 
 
 def read_state(folder: Path) -> Tree:
-    """The tree `state` of a checkpoint."""
+    """Read `state` of a checkpoint."""
     if not _is_old(folder):
         return read_tree(folder / "engine", "state")
     old = read_tree(folder / "engine", "serial")
@@ -25,12 +25,12 @@ def read_state(folder: Path) -> Tree:
 
 
 def read_env_steps(folder: Path) -> int:
-    """How far the run was."""
+    """Read the env steps of a checkpoint."""
     return int(read_state(folder)["progress"]["env_steps"])
 
 
 def read_group(folder: Path, group: int) -> Tree | None:
-    """The tree of one group; None when the checkpoint has fewer, or those of an engine that keeps them otherwise."""
+    """Read one group; None if the checkpoint has fewer, or is from an engine without groups."""
     if not _is_old(folder):
         state = read_state(folder)
         continued = group < state["groups"] and not state.get("cut") and state.get("engine") != "rllib"
@@ -40,11 +40,11 @@ def read_group(folder: Path, group: int) -> Tree | None:
     return {**parts, "envs": old["envs"], "memory": old["memory"]} if group == 0 else None
 
 
-def groups_left_out(state: Tree, groups: int) -> list[str]:
-    """A sentence about groups of a checkpoint's envs that an engine with fewer of them does not continue."""
+def dropped_groups(state: Tree, groups: int) -> list[str]:
+    """A note about env groups of the checkpoint that an engine with fewer groups drops."""
     there = state["groups"]
-    words = f"of the checkpoint's {there} groups of envs {groups} are left: the episodes of the others were cut"
-    return [words] if there > groups else []
+    note = f"only {groups} of the checkpoint's {there} env groups continue; the episodes of the others were cut"
+    return [note] if there > groups else []
 
 
 def _is_old(folder: Path) -> bool:

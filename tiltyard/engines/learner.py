@@ -1,4 +1,4 @@
-"""What every engine of ours learns with: a net, PPO, and their random streams. Not where the rollouts come from."""
+"""The learner of one policy: its net, PPO and random streams. Rollouts come from the engine."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
 if TYPE_CHECKING:
     from tiltyard.engines.local.learner_group import LearnerProcesses
 
-LEARNER = 2**31  # its place among the groups in the seed tree
+LEARNER = 2**31  # its index among the groups in the seed tree
 
 
 class Learner:
-    """One policy as it is learned: the experiment's first, or the one of that name."""
+    """The learner of the policy `name`, by default the experiment's first."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], name: str | None = None) -> None:
-        torch.set_num_threads(1)  # two threads round an orthogonal start differently: the weights would be others
+        torch.set_num_threads(1)  # the initial weights must not depend on the number of threads
         self.experiment, self.spec, self.base = experiment, spec, base
         self.name = name or experiment.learning[0]
-        self.place = list(experiment.policy_settings).index(self.name)  # among all policies
+        self.place = list(experiment.policy_settings).index(self.name)  # its index among all policies
         self.device = device_named(experiment.engine.device)
         seed = experiment.seed
         self.net = PolicyNet(spec, experiment.model, base, seed=stream_seed(seed, INIT, self.place)).to(self.device)
         own = experiment.algo_of(self.name)
-        assert isinstance(own, Own)  # others are not given to these engines
+        assert isinstance(own, Own)  # other algorithms need engine.kind=rllib
         self.algo = Ppo(
             own,
             self.net,
@@ -51,16 +51,16 @@ class Learner:
         self.generators = Generators(stream_seed(seed, FOREIGN, LEARNER + self.place))
         self._backup, self._env_steps_before = Backup(self.net, self.algo.adam), 0
         self.env_steps = 0
-        """own ones: those that it has learned from"""
+        """env steps that it has learned from"""
         self.since = 0
-        """version of the weights from which on they are this policy's: those before were replaced"""
+        """first version of the weights that is this policy's own: a replaced policy made those before"""
         self.processes: LearnerProcesses | None = None
 
     def describe(self) -> list[str]:
         algo, agents = self.experiment.algo, len(self.spec.agents)
         batch, rows = self.experiment.batch * agents, self.experiment.engine.envs * agents
         minibatch, epochs = getattr(algo, "minibatch", batch), getattr(algo, "epochs", 1)
-        most = "at most " if agents > 1 else ""  # who is not there decides nothing
+        most = "at most " if agents > 1 else ""  # absent agents do not act
         return [
             f"model   {self.net.describe()}",
             f"algo    {algo.id}: a batch of {most}{batch:,} env steps ({rows} rows x {algo.rollout}) per update, "
@@ -74,7 +74,7 @@ class Learner:
     def update(
         self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """Learn from what this policy decided in a rollout, if anything. `env_steps` are those before it."""
+        """Learn from this policy's own rows of a rollout, if any. `env_steps` are those before it."""
         own = rollout.played_by(self.place, self.since)
         if own is None:
             return {}
@@ -83,7 +83,7 @@ class Learner:
             return self.algo.update(own, env_steps, after_step)
 
     def remember(self) -> None:
-        """What `restore` will bring back: the policy as it is now."""
+        """Keep the policy as it is now for `restore`."""
         self._backup.save()
         self._env_steps_before = self.env_steps
 
@@ -92,7 +92,7 @@ class Learner:
         self.env_steps = self._env_steps_before
 
     def _beside(self, rollout: Rollout, env_steps: int) -> AbstractContextManager[None]:
-        """The other learners at the same update, if there are any; they are started for the first one."""
+        """Run the same update in the other learner processes, if any; the first call starts them."""
         if self.experiment.engine.learners == 1:
             return nullcontext()
         if self.processes is None:
@@ -103,14 +103,14 @@ class Learner:
         return self.processes.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
 
     def close(self) -> None:
-        """End the other learners."""
+        """End the other learner processes."""
         if self.processes is not None:
             self.processes.close()
 
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> Tree:
-        """Write the policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
+        """Write the policy into a checkpoint; returns the rest as a tree for the engine to keep."""
         save_policy(folder / "policies", self.name, self.net, self.spec, self.experiment)
         streams = {"seed": self.experiment.seed, "generators": self.generators.save()}
         return {**streams, "algo": self.algo.save(), "env_steps": self.env_steps, "since": self.since}
@@ -121,7 +121,7 @@ class Learner:
         self.env_steps, self.since = tree.get("env_steps", 0), tree.get("since", 0)
         if tree["seed"] in (None, self.experiment.seed):
             self.generators.load(tree["generators"])
-        else:  # a fork with another seed: what is drawn from here on is its own
+        else:  # a fork with another seed uses its own streams
             self.algo.shuffling = np.random.default_rng(stream_seed(self.experiment.seed, LEARN, self.place))
 
     # ------------------------------------------------------------------------------------------ between steps
@@ -134,29 +134,29 @@ class Learner:
             own = self.algo.shuffling.bit_generator.state
             self.net.load_arrays(state.weights)
             self.algo.load(state.optimiser)
-            self.algo.shuffling.bit_generator.state = own  # the other one goes on with its own, too
+            self.algo.shuffling.bit_generator.state = own  # each policy keeps its own shuffling
         self.algo.change(settings)
         return self.algo.current_settings()
 
 
 def device_named(wanted: str) -> torch.device:
-    """The device that engine.device means here."""
+    """The device that engine.device selects here."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UseError("engine.device = cuda: torch sees no GPU here", "set engine.device=cpu or auto")
+        raise UseError("engine.device = cuda: torch finds no GPU", "set engine.device=cpu or auto")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def check_learners(learners: int, device: torch.device) -> None:
-    """Whether so many learners can work at once here."""
+    """Refuse a number of learners that cannot run here."""
     if learners == 1:
         return
     if device.type == "cuda" and learners > torch.cuda.device_count():
         raise UseError(
-            f"engine.learners = {learners} need a GPU each, and torch sees {torch.cuda.device_count()} here",
+            f"engine.learners = {learners} needs one GPU per learner, but torch finds {torch.cuda.device_count()}",
             f"set engine.learners={torch.cuda.device_count()}, or engine.device=cpu",
         )
     if not torch.distributed.is_available():
         raise UseError(
-            f"engine.learners = {learners} need torch.distributed, which this torch was built without",
+            f"engine.learners = {learners} needs torch.distributed, which this build of torch lacks",
             "set engine.learners=1, or install another build of torch",
         )

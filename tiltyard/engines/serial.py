@@ -1,9 +1,8 @@
-"""The plain reference engine: envs, inference and update in one process, one after another.
+"""The serial engine: envs, inference and update in one process, one after another.
 
     step():   every group of envs fills its part of the rollout  ->  one update
 
-What it does is what every engine must do; what it does not care about is speed. Its numbers are the oracle for
-other engines: same seed, same weights, also when stopped and resumed anywhere in between.
+The reference for other engines, and for readers: the same seed gives the same weights, also across stop and resume.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import Collector, empty_rollout
-from tiltyard.engines.engine_state import groups_left_out, read_state
+from tiltyard.engines.engine_state import dropped_groups, read_state
 from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
@@ -26,7 +25,7 @@ from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 
 
 class SerialEngine:
-    """Policies learned in this process from as many groups of envs as there would be workers."""
+    """Learns and samples in this process, with one group of envs per worker of the equivalent local engine."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
         self.experiment, self.chosen = experiment, chosen
@@ -41,7 +40,7 @@ class SerialEngine:
         self.groups = [Collector(experiment, spec, base, self.policies.actor(), envs, group) for group in range(groups)]
         self.parts = [self.rollout.rows(group * rows, (group + 1) * rows) for group in range(groups)]
         self.progress = Progress()
-        self.version = 0  # of the weights: goes up with an update or a policy that was replaced
+        self.version = 0  # of the weights: grows with each update or replaced policy
 
     def describe(self) -> list[str]:
         return [*self.policies.describe(), f"engine  {self.experiment.engine.kind}: {self._processes()}"]
@@ -96,9 +95,9 @@ class SerialEngine:
         tree = read_state(folder)
         self.progress = Progress(**tree["progress"])
         self.version = tree.get("version", self.progress.updates)
-        said = self.policies.load(folder, tree)
-        said += [sentence for group in self.groups for sentence in group.load(folder)]
-        return said + groups_left_out(tree, len(self.groups))
+        notes = self.policies.load(folder, tree)
+        notes += [note for group in self.groups for note in group.load(folder)]
+        return notes + dropped_groups(tree, len(self.groups))
 
     # ------------------------------------------------------------------------------------------ between steps
 

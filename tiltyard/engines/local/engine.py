@@ -22,7 +22,7 @@ import torch
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
-from tiltyard.engines.engine_state import groups_left_out, read_state
+from tiltyard.engines.engine_state import dropped_groups, read_state
 from tiltyard.engines.local.shared_memory import FREE, LEARNING, SharedMemory, gather
 from tiltyard.engines.local.worker_pool import WorkerPool
 from tiltyard.engines.policies.policy_set import PolicySet
@@ -242,7 +242,7 @@ class LocalEngine:
         for worker, (number, sentences) in enumerate(self._all("load", "loaded", folder=str(folder))):
             self.pool.episodes_begun[worker] = max(number, self.progress.episodes)
             said += sentences
-        return said + groups_left_out(tree, self.workers)
+        return said + dropped_groups(tree, self.workers)
 
     def _all(self, command: str, answered: str, **more: Any) -> list[Any]:
         """Have every worker do something between two rollouts; slots that fill up meanwhile are kept for learning."""

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import torch
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collector import Collector
+from tiltyard.engines.collector import Collector, InWorker
 from tiltyard.engines.local.inference_client import InferenceClient, InferenceServerGone
 from tiltyard.engines.local.shared_memory import ACTING, FULL, SharedMemory
 from tiltyard.engines.policies.frozen import frozen_nets
@@ -79,7 +79,8 @@ class _Worker:
             experiment, spec, nets, frozen_nets(experiment, spec, base), self.version_pools
         )
         share = max(1, usable_cores() // task["workers"])  # all step their envs at the same time
-        self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, self.beat, share)
+        in_worker = InWorker(self.beat, share)
+        self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, in_worker)
         self.beat[1] = IDLE
         self.replaces = task["skip_episodes"] > 0
         if self.replaces:

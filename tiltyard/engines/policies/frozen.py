@@ -1,11 +1,11 @@
-"""Policies that learn no more: found by what `policies.NAME.from` says, copied into a run folder, loaded from there.
+"""Frozen policies: found through `policies.NAME.from`, copied into the run folder, loaded from there.
 
     from: tag/0007-brisk-otter@20480    ──>  frozen/NAME/policies/main.*    weights, model settings, env spec
-                                             frozen/NAME/plugins/...        code of its model, where that is the user's
-                                             frozen/NAME/origin.json        run, checkpoint and env step it is of
+                                             frozen/NAME/plugins/...        code of its model, if it is a plug-in
+                                             frozen/NAME/origin.json        its run, checkpoint and env step
                                              and the setting becomes  from: frozen/NAME
 
-So a run plays against what it was started with, whatever becomes of the other run.
+So a run keeps its opponents, even if the other run changes or is deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDER, ORIGIN = "frozen", "origin.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a frozen policy lies: a folder with `policies`, and the one that its model's code is relative to."""
+    """Where a frozen policy is: a folder with `policies`, and the folder that its model's code is relative to."""
 
     folder: Path
     home: Path
@@ -41,10 +41,10 @@ class Source:
 
 
 def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> dict[str, PolicyNet]:
-    """Every frozen policy by name, able to act in this env; UseError for one that is not there or does not fit."""
+    """All frozen policies by name; UseError for one that is missing or does not fit the env."""
     found = {}
     for name, text in _named(experiment):
-        with _attributed(name, text):
+        with _as_setting(name, text):
             source = source_of(text, base)
             policy = load_policy(source.folder, base=(source.home,))
             policy.require_same(spec)
@@ -53,18 +53,18 @@ def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
 
 
 def origins(experiment: Experiment, base: Sequence[Path]) -> dict[str, str]:
-    """What each frozen policy is, in words."""
-    told = {name: source_of(text, base).origin for name, text in _named(experiment)}
-    return {name: f"{origin['run']} at env step {origin['env_steps']:,}" for name, origin in told.items()}
+    """Describe the origin of each frozen policy."""
+    found = {name: source_of(text, base).origin for name, text in _named(experiment)}
+    return {name: f"{origin['run']} at env step {origin['env_steps']:,}" for name, origin in found.items()}
 
 
 def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copies:
-    """Copy what is frozen beside the copies of plug-ins: those and these, named by where they will lie in a run."""
+    """Copy frozen policies beside the plug-ins; returns the copies of both, named by their place in the run folder."""
     ids, files = dict(copies.ids), list(copies.files)
     for name, text in _named(experiment):
-        with _attributed(name, text):
+        with _as_setting(name, text):
             source = source_of(text, base)
-            model = load_policy(source.folder, base=(source.home,)).net.settings  # also asks whose code that would run
+            model = load_policy(source.folder, base=(source.home,)).net.settings  # also checks that its code is trusted
             target = copies.folder / FOLDER / name
             (target / "policies").mkdir(parents=True)
             for path in (source.folder / "policies").glob(f"{saved_policies(source.folder)[0]}.*"):
@@ -82,7 +82,7 @@ def _named(experiment: Experiment) -> list[tuple[str, str]]:
 
 
 def source_of(text: str, base: Sequence[Path]) -> Source:
-    """A copy made by `freeze`, a checkpoint's folder, or a run with or without @STEP."""
+    """Find a copy made by `freeze`, a checkpoint's folder, or a run with or without @STEP."""
     given = Path(text).expanduser()
     for folder in [Path(place).absolute() / given for place in (*base, Path.cwd())]:
         if (folder / ORIGIN).is_file():
@@ -102,15 +102,15 @@ def _checkpoint(folder: Path) -> Source:
 
 
 @contextmanager
-def _attributed(name: str, text: str) -> Iterator[None]:
-    """Whatever is wrong with it is told as the setting's."""
+def _as_setting(name: str, text: str) -> Iterator[None]:
+    """Report any error as one of the setting."""
     try:
         yield
     except TiltyardError as error:
-        said, hint = f"policies.{name}.from = {short(text)}: {error.message}", error.hint
-        if "--trust-code" in hint:  # which is about a run, and this is about a run that another one names
-            hint = "read that code, then copy its run to a folder of yours and name the copy"
-        raise UseError(said, hint, error.details) from error
+        message, hint = f"policies.{name}.from = {short(text)}: {error.message}", error.hint
+        if "--trust-code" in hint:  # that flag is for runs, not for runs named by a setting
+            hint = "read that code, then copy its run to one of your folders and name the copy"
+        raise UseError(message, hint, error.details) from error
     except OSError as error:
-        said = f"policies.{name}.from = {short(text)} could not be copied: {error.strerror or error}"
-        raise TiltyardError(said, "free some space, or check the folder's permissions") from error
+        message = f"policies.{name}.from = {short(text)} could not be copied: {error.strerror or error}"
+        raise TiltyardError(message, "free some space, or check the folder's permissions") from error

@@ -1,10 +1,10 @@
-"""Who plays whom: the agents of an env, the policies that may play each, and what is drawn where there is a choice.
+"""Matchmaking: which policies may play which agents of an env, and how one is drawn.
 
-A draw depends on nothing but the episode's seed (which is of the run's seed, the copy of the env and the episode's
-number) and the agent's place, so that a resume, other workers and an evaluation's workers all draw the same.
+A draw depends only on the episode's seed and the agent's index, so that resumed runs, other workers and evaluations
+draw the same.
 
     match: {catcher: main, "*": {main: 0.2, rival: 0.8}}      agents catcher, runner
-    ──>    catcher: place 0        runner: place 0 with 20 %, place 1 with 80 %
+    ──>    catcher: policy 0        runner: policy 0 with 20 %, policy 1 with 80 %
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.errors import ConfigError, Problem, did_you_mean
 from tiltyard.types import Array
 
-MATCH = 5  # its role in the seed tree of an episode
+MATCH = 5  # role in the seed tree of an episode
 
 
 class Match:
-    """For each agent, in the env's order, the policies that may play it, by their places among all, with weights.
+    """For each agent, in the env's order, the indices of the policies that may play it, with weights.
 
-    `measured`: the first policy that learns and may play does so in every episode: where chance leaves it out, it takes
-    the first seat that it may have, because there would be nothing to measure.
+    With `measured`, the first learning policy plays in every episode: if it was not drawn, it takes the first agent
+    that it may play, because otherwise there would be nothing to measure.
     """
 
     def __init__(self, experiment: Experiment, agents: Sequence[str], *, measured: bool = False) -> None:
@@ -38,7 +38,7 @@ class Match:
         self._first = next(place for place, choices in enumerate(self._choices) if self.whom in choices)
 
     def draw(self, seed: int) -> Array:
-        """Places of the policies that play the agents in the episode with this seed."""
+        """Indices of the policies that play the agents in the episode with this seed."""
         seats = np.array([self._drawn(seed, agent) for agent in range(len(self.agents))])
         if self.measured and self.whom not in seats:
             seats[self._first] = self.whom
@@ -52,9 +52,9 @@ class Match:
         return int(choices[np.searchsorted(self._ends[agent][:-1], word / 2**32, side="right")])
 
     def returns(self, seats: Array, own: Mapping[str, float], total: float) -> dict[str, float]:
-        """The mean return of each policy that played, from `own`, the returns of the agents that took part by name.
+        """The mean return of each policy that played, from `own`, the returns of the participating agents by name.
 
-        An env with one agent tells only the `total`.
+        An env with one agent reports only the `total`.
         """
         own = own if len(self.agents) > 1 else {self.agents[0]: total}
         found: dict[int, list[float]] = {}
@@ -75,29 +75,29 @@ def _shares(pool: Mapping[str, float]) -> str:
 
 
 def _pools(experiment: Experiment, agents: Sequence[str], *, measured: bool) -> list[dict[str, float]]:
-    """The pool of each agent; ConfigError with all that does not fit the env's agents, or policies that learn and play
-    nobody: all of them must, but for a measurement, for which one will do."""
-    everybody = experiment.learning if experiment.population is not None else experiment.learning[:1]
-    match = experiment.match or {"*": dict.fromkeys(everybody, 1.0)}
+    """The weighted policies of each agent. ConfigError for patterns that do not fit the env's agents, and for learning
+    policies that play no agent; when `measured`, one that plays is enough."""
+    learning = experiment.learning if experiment.population is not None else experiment.learning[:1]
+    match = experiment.match or {"*": dict.fromkeys(learning, 1.0)}
     decided = {agent: next((pattern for pattern in match if fnmatchcase(agent, pattern)), None) for agent in agents}
     problems = []
     for pattern in experiment.match:
         if not any(fnmatchcase(agent, pattern) for agent in agents):
             hint = did_you_mean(pattern, agents) or f"the env's agents are {', '.join(agents[:5])}, ..."
-            problems.append(Problem(f"match.{pattern}", "", "fits no agent of the env", hint))
+            problems.append(Problem(f"match.{pattern}", "", "matches no agent of the env", hint))
         elif pattern not in decided.values():
             earlier = next(other for other in decided.values() if other is not None)
-            message = "decides for nobody: patterns before it fit every agent that it fits"
+            message = "never matches; earlier patterns cover all its agents"
             problems.append(Problem(f"match.{pattern}", "", message, f"put it before {earlier!r}, or leave it out"))
     for agent in [agent for agent, pattern in decided.items() if pattern is None]:
         hint = f"add {agent!r} or the pattern '*' to match"
-        problems.append(Problem("match", "", f"no pattern fits agent {agent!r}: nobody would play it", hint))
+        problems.append(Problem("match", "", f"no pattern matches agent {agent!r}", hint))
     pools = [dict(match[pattern]) for pattern in decided.values() if pattern is not None]
     played = {name for pool in pools for name in pool}
     idle = [name for name in experiment.learning if name not in played and not problems]
     for name in idle if not measured or len(idle) == len(experiment.learning) else ():
         hint = f"give it agents in match, or leave policies.{name} out"
-        problems.append(Problem(f"policies.{name}", "", "plays no agent: there is nothing to learn or measure", hint))
+        problems.append(Problem(f"policies.{name}", "", "plays no agent; there is nothing to learn or measure", hint))
     if problems:
-        raise ConfigError(problems, "who plays whom")
+        raise ConfigError(problems, "the match")
     return pools

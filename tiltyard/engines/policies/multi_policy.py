@@ -1,10 +1,10 @@
-"""Several policies acting in one group of envs, with the face of a single one: each acts in the rows that it plays now.
+"""Several policies that act in one group of envs, behind the interface of a single policy.
 
     take_seats(seeds of the episodes)  ->  act(obs [B], ...) = policy 0 on its rows, policy 1 on its rows, ...
 
-Owns the seats and whose memory is whose. Policies that learn, and past versions of them, have the same model and so
-one memory, in which a row is that of whoever plays it; a frozen one has its own, under NAME/KEY. What is drawn for a
-row is match.py's; which version of a pool of past ones, past.py's.
+Owns the seats (which policy plays which row) and the recurrent state. Learning policies and their past versions have
+the same model and share one state array; a frozen policy has its own, under NAME/KEY. matchmaking.py draws the policy
+of a row, opponent_pool.py draws the version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_actor(
     *,
     measured: bool = False,
 ) -> PolicyNet | MultiPolicyActor:
-    """Who acts in a group of envs: the one policy itself, or several with seats. `measured` is what Match says."""
+    """The actor of a group of envs: the only policy itself, or all of them. `measured` as in Match."""
     if len(experiment.policy_settings) == 1:
         return learning[experiment.learning[0]]
     match = Match(experiment, spec.agents, measured=measured)
@@ -44,8 +44,8 @@ def make_actor(
 
 
 class MultiPolicyActor:
-    """All policies of a run. `frozen` are the names of those with a model and a memory of their own, `past` has the
-    pools of past versions, which may change between two decisions."""
+    """All policies of a run. `frozen` names those with their own model and state; the pools of `past` versions may
+    change between two actions."""
 
     def __init__(
         self,
@@ -58,23 +58,23 @@ class MultiPolicyActor:
         self._nets = [nets.get(name) for name in match.policies]
         first = next(net for net in self._nets if net is not None)
         self.device, self._columns = first.device, first.spec.action.columns
-        self._keys = [  # of each policy's memory: its own name for it -> the one in the state of all
+        self._keys = [  # per policy: key of its recurrent state -> key in the joint state
             {key: (f"{name}/" if name in frozen else "") + key for key in (net or first).initial_state(1)}
             for name, net in zip(match.policies, self._nets, strict=True)
         ]
-        # Whose values matter are those that learn: all of one model.
+        # Only learning policies need values; all have the same model.
         self._learning = {
             place: net for place, net in enumerate(self._nets) if net and match.policies[place] not in frozen
         }
         self._seeds: list[int] = []
-        self.seats = np.zeros(0, np.int64)  # [B]: who plays each row, by place
-        self.versions = np.zeros(0, np.int64)  # [B]: which version, by its env step; -1 where it is no past one
+        self.seats = np.zeros(0, np.int64)  # [B]: index of the policy that plays each row
+        self.versions = np.zeros(0, np.int64)  # [B]: env step of the past version; -1: not one
         self._parts: list[tuple[int, PolicyNet, Rows]] = []
         self._known: list[dict[int, int]] = []
 
     def take_seats(self, seeds: Sequence[int]) -> Array:
-        """Seat the rows for the episodes with these seeds, one per row. A row changes only where the seed does, and
-        where the version that plays it is no longer kept."""
+        """Assign policies to the episodes with these seeds, one per row. A row changes only when its seed does, or when
+        its version is no longer kept."""
         known = [pool.marks for pool in self._past.values()]
         if self._seeds != seeds or known != self._known:
             agents = len(self.match.agents)
@@ -87,25 +87,24 @@ class MultiPolicyActor:
                     self.versions[at : at + agents] = -1
             self._seeds, self._known = list(seeds), [dict(marks) for marks in known]
             self._draw_versions()
-            self._share_out()
+            self._group_rows()
         return self.seats
 
     def save(self) -> Tree:
-        """Which versions play the episodes with which seeds."""
+        """The seeds of the episodes and the versions that play them."""
         return {"seeds": list(self._seeds), "versions": self.versions}
 
     def load(self, seeds: Sequence[int], tree: Tree) -> None:
-        """Seat the rows for the episodes with these seeds; those that were running when `tree` was saved go on with the
-        versions that played them."""
+        """Assign policies to the episodes with these seeds; episodes running at `save` keep their versions."""
         self.take_seats(seeds)
         for row, (now, then, version) in enumerate(zip(seeds, tree["seeds"], tree["versions"].tolist(), strict=False)):
             if now == then and self.versions[row] >= 0:
                 self.versions[row] = version
         self._draw_versions()
-        self._share_out()
+        self._group_rows()
 
     def _draw_versions(self) -> None:
-        """One for each row that a pool of past versions plays and that has none, or one that is gone."""
+        """Draw a version for each row of a pool whose version is missing or no longer kept."""
         for place, name in enumerate(self.match.policies):
             if (pool := self._past.get(name)) is not None:
                 known = list(pool.versions)
@@ -113,8 +112,8 @@ class MultiPolicyActor:
                     agent = row % len(self.match.agents)
                     self.versions[row] = draw_version(pool.past, known, self._seeds[row], agent)
 
-    def _share_out(self) -> None:
-        """Which rows each net acts for."""
+    def _group_rows(self) -> None:
+        """Collect the rows of each net."""
         self._parts = []
         for place, version in sorted({*zip(self.seats.tolist(), self.versions.tolist(), strict=True)}):
             rows = np.flatnonzero((self.seats == place) & (self.versions == version))
@@ -123,7 +122,7 @@ class MultiPolicyActor:
             self._parts.append((place, net, rows))
 
     def returns(self, end: EpisodeEnd, first_row: int) -> dict[str, float]:
-        """Mean return of each policy in an episode that has just ended, before the seats of the next are taken."""
+        """Mean return of each policy in an episode that has just ended; call before the next `take_seats`."""
         at = end.row - first_row
         own = {agent: end.metrics[f"{agent}_return"] for agent in self.match.agents if f"{agent}_return" in end.metrics}
         return self.match.returns(self.seats[at : at + len(self.match.agents)], own, end.total)
@@ -145,11 +144,11 @@ class MultiPolicyActor:
         generator: torch.Generator | None = None,
         with_value: bool = True,
     ) -> PolicyOutput:
-        """One decision for each row by whoever plays it. The memory is changed in place."""
+        """One action for each row by its policy. Changes `state` in place."""
         count = len(self.seats)
         action = np.zeros((count, self._columns), np.float32)
         log_prob, value = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        if self.device.type == "cpu":  # rows of arrays are taken in a tenth of the time that rows of tensors are
+        if self.device.type == "cpu":  # indexing rows of arrays takes a tenth of the time of tensors
             obs, first = {key: np.asarray(x) for key, x in obs.items()}, np.asarray(first)
         for place, net, rows in self._parts:
             part = self._part(place, rows, obs, state)
@@ -163,7 +162,7 @@ class MultiPolicyActor:
         return PolicyOutput(action, log_prob, value, state)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | Rows) -> Rows:
-        """[B] in units of reward, each by the policy that plays the row."""
+        """[B] in units of reward, each by the policy of the row."""
         worth = np.zeros(len(self.seats), np.float32)
         for place, net, rows in self._parts:
             worth[rows] = net.value(*self._part(place, rows, obs, state), first[rows])
@@ -171,11 +170,11 @@ class MultiPolicyActor:
 
     @property
     def batched_values(self) -> bool:
-        """Whether values are cheaper for a rollout at a time, by `judge`."""
+        """Whether values are cheaper for a rollout at a time, by `values_of`."""
         return all(net.batched_values for net in self._learning.values())
 
-    def judge(self, obs: Mapping[str, Rows], policy: Rows) -> Rows:
-        """[N] values of observations that these policies, by place, met; 0 of those that do not learn."""
+    def values_of(self, obs: Mapping[str, Rows], policy: Rows) -> Rows:
+        """[N] values of observations by the policies with these indices; 0 for policies that do not learn."""
         worth = np.zeros(len(policy), np.float32)
         for place, net in self._learning.items():
             chosen = np.flatnonzero(policy == place)
@@ -185,6 +184,6 @@ class MultiPolicyActor:
         return worth
 
     def _part(self, place: int, rows: Rows, obs: ObsIn, state: State) -> tuple[dict[str, Any], State]:
-        """What a policy sees and remembers of the rows that it plays."""
+        """Observations and recurrent state of the rows of a policy."""
         memory = {key: state[name][rows] for key, name in self._keys[place].items()}
         return {key: x[rows] for key, x in obs.items()}, memory

@@ -1,12 +1,12 @@
-"""All policies of a run in the process that learns: a Learner for each that learns, a net for each that is frozen.
+"""All policies of a run in the learning process: a Learner for each that learns, a net for each that is frozen.
 
-    rollout ──┬── main:  what it decided  ->  update        with one policy all of this is its Learner, and nothing else
-              ├── rival: what it decided  ->  update
-              ├── old:   frozen, nothing
-              └── past:  of main, nothing; every so often what main is by then is put beside the others
+    rollout ──┬── main:  its own rows  ->  update        with a single policy this is its Learner and nothing else
+              ├── rival: its own rows  ->  update
+              ├── old:   frozen, no update
+              └── past:  no update; a copy of main is added every so often
 
-Owns names: of files, of metrics (policy/NAME/loss/... where there are several), of published weights. Not who plays
-whom, which is match.py, nor acting, which is players.py.
+Owns names: of files, of metrics (policy/NAME/loss/... if there are several), of published weights. matchmaking.py
+assigns policies to agents, multi_policy.py acts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Item = TypeVar("Item")
 
 
 def joined(parts: Sequence[Mapping[str, Item]]) -> dict[str, Item]:
-    """Weights of all policies that learn under one name each: the first's as they are, another's as PLACE/NAME."""
+    """The weights of all learning policies in one dict: the first's as they are, another's as INDEX/NAME."""
     return {f"{at}/{key}" if at else key: item for at, part in enumerate(parts) for key, item in part.items()}
 
 
 class PolicySet:
-    """The policies of an experiment, `first` being the one that evaluations measure."""
+    """The policies of an experiment; evaluations measure the `first`."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
         self.experiment, self.spec = experiment, spec
@@ -54,18 +54,18 @@ class PolicySet:
         return len(self.experiment.policy_settings) > 1
 
     def actor(self) -> PolicyNet | MultiPolicyActor:
-        """Who acts in a group of envs: the policy, or all of them with seats of that group's own."""
+        """The actor of one group of envs."""
         nets = {name: learner.net for name, learner in self.learners.items()}
         return make_actor(self.experiment, self.spec, nets, self.frozen, self.version_pools)
 
     def describe(self) -> list[str]:
         lines = self.first.describe()
         if self.several:
-            lines += [f"policy  {name}: {self._about(name)}" for name in self.experiment.policy_settings]
+            lines += [f"policy  {name}: {self._describe_policy(name)}" for name in self.experiment.policy_settings]
             lines += [f"match   {Match(self.experiment, self.spec.agents).describe()}"]
         return lines
 
-    def _about(self, name: str) -> str:
+    def _describe_policy(self, name: str) -> str:
         if name in self.frozen:
             return f"frozen, {self._origins[name]}"
         if name in self.version_pools:
@@ -77,8 +77,7 @@ class PolicySet:
     def update(
         self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """Let every policy learn from what it decided. `env_steps` are those before it. Whatever is raised, all of them
-        are what they were."""
+        """Update every policy from its own rows, starting at `env_steps`. On any error all of them are restored."""
         for learner in self.learners.values():
             learner.remember()
         try:
@@ -106,13 +105,13 @@ class PolicySet:
                 pool.add(now, self.learners[pool.past.of].net.arrays())
 
     def arrays(self) -> Arrays:
-        """A copy of all weights that change, as workers need them."""
+        """A copy of all weights that learning changes, for workers."""
         return joined([learner.net.arrays() for learner in self.learners.values()])
 
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder: Path) -> Tree:
-        """Write each policy below a checkpoint's folder; the rest as a tree for the engine to keep."""
+        """Write the policies into a checkpoint; returns the rest as a tree for the engine to keep."""
         first, *others = self.learners
         tree = self.first.save(folder)
         for name, pool in self.version_pools.items():
@@ -120,28 +119,28 @@ class PolicySet:
         return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
 
     def load(self, folder: Path, state: Tree) -> list[str]:
-        """Continue from a checkpoint with that `state`; sentences about policies that it does not have."""
+        """Continue from a checkpoint with that `state`; returns notes about policies that it does not have."""
         if state.get("engine") == "rllib":
             return self._load_weights(folder)
         tree, env_steps = state["learner"], int(state["progress"]["env_steps"])
         trees = {tree.get("name", "main"): tree, **tree.get("others", {})}
         there = saved_policies(folder)
-        said = []
+        notes = []
         for name, learner in self.learners.items():
             if name in trees and name in there:
                 learner.load(folder, trees[name])
             else:
-                said.append(f"the checkpoint has no policy {name}: it starts from scratch (it has {', '.join(there)})")
+                notes.append(f"the checkpoint has no policy {name} (only {', '.join(there)}); it starts from scratch")
         now = {name: self.learners[pool.past.of].net.arrays() for name, pool in self.version_pools.items()}
         versions = {name: read_versions(folder, name) or {env_steps: weights} for name, weights in now.items()}
         fill_version_pools(self.version_pools, versions)
-        return said
+        return notes
 
     def _load_weights(self, folder: Path) -> list[str]:
-        """From an engine that keeps other things beside them."""
+        """Load only the weights, from a checkpoint of the rllib engine."""
         for name, learner in self.learners.items():
             learner.net.load_arrays(read_tree(folder / "policies", name)["weights"])
-        return ["the checkpoint is of engine.kind = rllib: weights are taken over, the optimiser starts anew"]
+        return ["the checkpoint is from engine.kind = rllib: weights are loaded, the optimiser starts anew"]
 
     # ------------------------------------------------------------------------------------------ between steps
 
@@ -153,16 +152,16 @@ class PolicySet:
         fresh = learner.algo.adam.steps == 0
         now = learner.adopt(state, settings)
         for pool in self.version_pools.values():
-            if fresh and pool.past.of == learner.name:  # weights to start from: the first version has these, too
+            if fresh and pool.past.of == learner.name:  # initial weights: the first version gets them, too
                 pool.add(0, learner.net.arrays())
         return now
 
     def replaced(self, policy: str | None, version: int) -> None:
-        """From this version of the weights on the policy is another one."""
+        """Mark a policy as replaced: rows of earlier versions are not its own."""
         self._learner(policy).since = version
 
     def own_returns(self, ends: Iterable[EpisodeEnd]) -> list[EpisodeEnd]:
-        """Episodes without the returns of policies that were replaced after these had begun: others earned them."""
+        """The episodes without returns earned by policies that have been replaced since."""
         since = {name: learner.since for name, learner in self.learners.items() if learner.since}
         if not since:
             return [*ends]
@@ -176,7 +175,7 @@ class PolicySet:
 
     def _learner(self, policy: str | None) -> Learner:
         if policy is not None and policy not in self.learners:
-            raise UseError(f"there is no policy {policy!r} that learns", did_you_mean(policy, self.learners))
+            raise UseError(f"unknown learning policy {policy!r}", did_you_mean(policy, self.learners))
         return self.first if policy is None else self.learners[policy]
 
     def close(self) -> None:

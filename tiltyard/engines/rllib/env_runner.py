@@ -161,7 +161,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         assert rows is not None
         allowed = None if mask is None else torch.from_numpy(mask)
         explores = self.epsilon is not None
-        acted = rows.net.act(obs, rows.state, first, allowed, greedy=explores, generator=rows.draws, with_value=False)
+        acted = rows.actor.act(obs, rows.state, first, allowed, greedy=explores, generator=rows.draws, with_value=False)
         action = self._explored(acted.action, mask) if explores else acted.action
         columns = {} if explores else {Columns.ACTION_LOGP: acted.log_prob}
         columns[WEIGHTS_SEQ_NO] = np.full(len(action), self.version, np.int64)

@@ -76,7 +76,7 @@ class Rows(Collector):
         """What each row remembers before it acts: at an episode's start nothing."""
         if not self.state:
             return {}
-        fresh, starts = self.net.initial_state(self.rows), torch.from_numpy(first.copy())
+        fresh, starts = self.actor.initial_state(self.rows), torch.from_numpy(first.copy())
         return {
             name: torch.where(starts.view(-1, *[1] * (item.dim() - 1)), fresh[name], item)
             for name, item in self.state.items()
