@@ -12,7 +12,7 @@ from tests.engines.test_serial import build
 from tiltyard.config.load import load
 from tiltyard.config.policies import Past
 from tiltyard.engines.local.engine import LocalEngine
-from tiltyard.engines.policies.opponent_pool import drawn_version, read_versions
+from tiltyard.engines.policies.opponent_pool import draw_version, read_versions
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import ConfigError
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
@@ -54,10 +54,10 @@ def test_what_cannot_be_is_refused(policies: str, output: str) -> None:
 
 def test_a_version_is_drawn_by_the_seed_and_fades() -> None:
     known = [300, 0, 100, 200]
-    drawn = [drawn_version(Past(of="main"), known, seed, 1) for seed in range(4000)]
+    drawn = [draw_version(Past(of="main"), known, seed, 1) for seed in range(4000)]
     assert np.allclose(np.unique(drawn, return_counts=True)[1] / 4000, 1 / 4, atol=0.03)
-    assert drawn[:50] == [drawn_version(Past(of="main"), sorted(known), seed, 1) for seed in range(50)]
-    faded = [drawn_version(Past(of="main", fade=0.5), known, seed, 0) for seed in range(4000)]
+    assert drawn[:50] == [draw_version(Past(of="main"), sorted(known), seed, 1) for seed in range(50)]
+    faded = [draw_version(Past(of="main", fade=0.5), known, seed, 0) for seed in range(4000)]
     assert np.allclose(np.unique(faded, return_counts=True)[1] / 4000, np.array([1, 2, 4, 8]) / 15, atol=0.03)
 
 
@@ -92,7 +92,9 @@ def test_an_episode_is_played_to_its_end_by_one_version() -> None:
         for at in range(0, len(seeds), 4):
             versions = tuple(players.versions[at : at + 4].tolist())
             before = seen.get(seeds[at])
-            if before is not None and all(each < 0 or each in engine.cast.shelves["past"].versions for each in before):
+            if before is not None and all(
+                each < 0 or each in engine.policies.version_pools["past"].versions for each in before
+            ):
                 assert versions == before
                 kept += 1
             seen[seeds[at]] = versions
@@ -114,7 +116,7 @@ def test_nothing_is_learned_from_what_past_versions_decide() -> None:
     for array in (two.rollout.reward, two.rollout.value, *two.rollout.obs.values()):
         array[theirs] = rng.normal(0, 1, array[theirs].shape)
     for engine in (one, two):
-        engine.cast.update(engine.rollout, 48)
+        engine.policies.update(engine.rollout, 48)
     assert same(one.snapshot("main").weights, two.snapshot("main").weights)
 
 
@@ -165,7 +167,7 @@ def test_asynchronous_workers_have_the_versions_too() -> None:
     assert isinstance(engine, LocalEngine)
     returns = [name for _ in range(20) for end in engine.step().episodes for name in end.returns]
     assert {"main", "past"} == set(returns)
-    labels, places = engine.slab.shelves["past"]
+    labels, places = engine.shared.version_pools["past"]
     there = {int(at): place for place, (at, mark) in enumerate(labels.tolist()) if mark}
     versions = engine.past()["past"]
     assert sorted(there) == sorted(versions) and len(versions) == 3

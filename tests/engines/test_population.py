@@ -227,7 +227,7 @@ def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
     for _ in range(30):
         engine.step()
         engine.adopt("b", engine.snapshot("a"), {})
-        learner, before = engine.cast.learners["b"], engine.cast.learners["b"].env_steps
+        learner, before = engine.policies.learners["b"], engine.policies.learners["b"].env_steps
         report = engine.step()
         rollout = engine.rollout
         assert rollout.policy is not None

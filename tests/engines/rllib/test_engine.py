@@ -75,7 +75,7 @@ def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> No
 
     if memory == "none":  # what a policy is goes on anywhere
         other = engine("CartPole-v1", *SMALL, "engine.envs=4", "model.normalise.obs=true", "engine.kind=serial")
-        assert any("weights are taken over, the optimiser starts anew" in output for output in other.load(tmp_path))
+        assert any("weights are loaded, the optimiser starts anew" in output for output in other.load(tmp_path))
         assert all(array.tobytes() == kept[name].tobytes() for name, array in other.snapshot().weights.items())
         assert other.step().progress.env_steps > report.progress.env_steps
 
