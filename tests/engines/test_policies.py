@@ -188,7 +188,7 @@ def test_numbers_of_its_own_reach_a_policy() -> None:
     assert told["policy/main/setting/lr"] == 1e-3
     engine.adopt("rival", engine.snapshot("main"), {})
     assert same(engine.snapshot("main").weights, engine.snapshot("rival").weights)
-    with pytest.raises(UseError, match="no policy 'rivla'"):
+    with pytest.raises(UseError, match="unknown learning policy 'rivla'"):
         engine.snapshot("rivla")
     engine.close()
 

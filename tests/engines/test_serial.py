@@ -67,7 +67,7 @@ def test_a_policy_is_adopted_with_its_optimiser_and_changed_settings() -> None:
     frozen = {name: array.copy() for name, array in given.weights.items()}
     giver.step()
     assert all(np.array_equal(given.weights[name], frozen[name]) for name in frozen), "a snapshot is a copy"
-    with pytest.raises(UseError, match="no policy 'other'"):
+    with pytest.raises(UseError, match="unknown learning policy 'other'"):
         giver.snapshot("other")
     with pytest.raises(UseError, match="cannot change during training"):
         giver.adopt("main", None, {"epochs": 3})

@@ -250,7 +250,7 @@ class RllibEngine:
     def _named(self, policy: str | None) -> str:
         name = policy or self.experiment.learning[0]
         if name not in self.nets:
-            raise UseError(f"there is no policy {name!r} that learns", did_you_mean(name, self.nets))
+            raise UseError(f"unknown learning policy {name!r}", did_you_mean(name, self.nets))
         return name
 
     def _modules(self) -> dict[str, str]:
