@@ -105,7 +105,7 @@ def test_who_is_measured_plays_in_every_episode() -> None:
     ("settings", "output"),
     [
         (["match={evn: main, odd: main, even: main}"], "match.evn: matches no agent of the env\n   hint: did you mean 'even'"),
-        (["match={even: main}"], "no pattern fits agent 'odd'"),
+        (["match={even: main}"], "no pattern matches agent 'odd'"),
         (["match={'*': main, odd: main}"], "match.odd: never matches; earlier patterns cover all its agents"),
         ([TWO], "policies.rival: plays no agent"),
         ([TWO, "match={even: main, odd: rivla}"], "match.odd = 'rivla': unknown policy\n   hint: did you mean"),
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_before_there_is_a_run(
 
 def test_a_single_agent_is_called_agent(tiltyard: Command) -> None:
     words = ("train", "identity", "--debug", TWO)
-    assert "no pattern fits agent 'agent'" in tiltyard(*words, "match={player: main}", expect=2).stderr
+    assert "no pattern matches agent 'agent'" in tiltyard(*words, "match={player: main}", expect=2).stderr
     tiltyard(*words, "match={agent: {main: 0.5, rival: 0.5}}", "stop.env_steps=64", "eval.at_end=false")
 
 

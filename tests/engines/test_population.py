@@ -321,7 +321,7 @@ def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> 
     for record in records:
         now = [each["settings"] for each in schedule if each["from"] <= record["since"]][-1]
         assert record["metrics"]["setting/lr"] == now["algo.lr"]
-    assert "unknown learning policy 'x'" in tiltyard("fork", run.id, "--replay", "x", expect=2).stderr
+    assert "no policy 'x'" in tiltyard("fork", run.id, "--replay", "x", expect=2).stderr
     output = tiltyard("show", run.id, "--lineage").stdout
     assert f"{last['member']} became a copy of {last['source']}" in output
     alone = product.train({"env": "identity", "stop": {"updates": 1}, "eval": {"at_end": False}}, live=False)

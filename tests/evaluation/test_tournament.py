@@ -89,7 +89,7 @@ def test_what_cannot_be_played_is_refused(tiltyard: Command, coin: str) -> None:
     assert "there is no run 'nobody'" in tiltyard("match", coin, "nobody", expect=2).stderr
     assert f"{other.id}: the policy was trained with observations" in tiltyard("match", coin, other.id, expect=2).stderr
     assert "env identity has one agent" in tiltyard("match", other.id, f"{other.id}@{steps}", expect=2).stderr
-    assert "has unknown learning policy 'rival'" in tiltyard("match", coin, f"{coin}:rival", expect=2).stderr
+    assert "has no policy 'rival'" in tiltyard("match", coin, f"{coin}:rival", expect=2).stderr
 
 
 # ------------------------------------------------------------------------------------------------ ratings
