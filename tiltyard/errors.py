@@ -1,7 +1,7 @@
-"""The few kinds of failure a user can meet, and how each is told.
+"""The kinds of errors that a user can see, and their exit codes.
 
-Every error is one sentence that names the setting, file and value, and a hint that says what to do. The command
-line prints `error: MESSAGE` and `hint: HINT` and exits with the kind's code; nobody ever sees a traceback of ours.
+Every error is one sentence that names the setting, file and value, and a hint that says what to do. The command line
+prints `error: MESSAGE` and `hint: HINT` and exits with the error's code, without a traceback of Tiltyard.
 
     0 done   1 failed   2 wrong use   75 stopped and resumable   130 interrupted twice
 """
@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 
 class TiltyardError(Exception):
-    """Something failed while doing what was asked. `details` is text shown below the sentence: a user's traceback."""
+    """A command failed. `details` is text shown below the message, such as a traceback of the user's code."""
 
     exit_code = EXIT_FAILED
 
@@ -32,14 +32,14 @@ class TiltyardError(Exception):
 
 
 class UseError(TiltyardError):
-    """What was asked cannot be done as asked: found before anything was started or written."""
+    """Wrong use, found before anything was started or written."""
 
     exit_code = EXIT_WRONG_USE
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with an experiment: the setting's dotted name, the value found there, what to do."""
+    """One problem with a setting: its dotted name, its value, what is wrong and what to do."""
 
     setting: str
     value: str
@@ -54,7 +54,7 @@ class Problem:
 
 
 class ConfigError(UseError):
-    """All problems of a description at once, numbered."""
+    """All problems of an experiment, site file or plan, numbered."""
 
     def __init__(self, problems: list[Problem], source: str = "") -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -65,11 +65,11 @@ class ConfigError(UseError):
 
 
 class EnvError(TiltyardError):
-    """An environment broke its contract, crashed or would not start."""
+    """An environment broke the API, crashed or did not start."""
 
 
 class DivergedError(TiltyardError):
-    """A loss, reward, observation or gradient stopped being a finite number. `batch` holds the offending arrays."""
+    """A loss, reward, observation or gradient is not finite. `batch` has the arrays concerned."""
 
     def __init__(self, message: str, hint: str, batch: dict[str, object]) -> None:
         super().__init__(message, hint)
@@ -77,7 +77,7 @@ class DivergedError(TiltyardError):
 
 
 class RaisedElsewhere(Exception):
-    """What foreign code did in another process, as `raised` says it, and its traceback as text."""
+    """An exception of user code in another process: the text of `raised`, and its traceback."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class RaisedElsewhere(Exception):
 
 
 def raised(error: BaseException) -> str:
-    """What foreign code did, as the end of a sentence about it: raised ValueError: no map; called sys.exit(3)."""
+    """Describe an exception of user code as a verb phrase: `raised ValueError: no map`, `called sys.exit(3)`."""
     if isinstance(error, RaisedElsewhere):
         return error.message
     if isinstance(error, SystemExit):
@@ -94,7 +94,7 @@ def raised(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the nearest known word, or all of them when they are few, or nothing."""
+    """A hint with the most similar known word, else all known words if they are few, else nothing."""
     words = sorted(set(known))
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if near:

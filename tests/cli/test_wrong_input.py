@@ -160,7 +160,7 @@ def test_wrong_words_and_settings(refused: Refused, runs: Path, words: str, outp
 def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
     assert "did you mean 'CartPole-v1'?" in refused("train", "CartPol-v1")
     output = refused("train", "CartPole-v1", "env.options.sutton_barto=true")
-    assert "env.options.sutton_barto = true: CartPoleEnv takes no option" in output and "sutton_barto_reward" in output
+    assert "env.options.sutton_barto = true: CartPoleEnv has no option" in output and "sutton_barto_reward" in output
 
 
 @pytest.mark.parametrize("name", ["a/b", "../up", "..", "a\nb", "x" * 81, "-dash", ".hidden", "a b", "''", "a\0b"])

@@ -91,7 +91,7 @@ def test_without_envpool_one_line_says_what_to_install(runs: Path, tmp_path: Pat
     )
     assert output.returncode == 2 and not runs.exists()
     assert output.stderr.splitlines() == [
-        "error: envs called envpool:... need the package 'envpool', which is not installed",
+        "error: envpool: envs need the package 'envpool', which is not installed",
         "hint: pip install 'tiltyard[envpool]'",
     ]
 
@@ -117,7 +117,7 @@ def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint:
 @pytest.mark.parametrize(
     ("option", "value", "output", "hint"),
     [
-        ("framskip", 4, "takes no option", "frame_skip"),
+        ("framskip", 4, "has no option", "frame_skip"),
         ("frame_skip", 0, "must be an integer, at least 1", "4"),
         ("frame_skip", "four", "must be of type int", "4"),
         ("num_envs", 8, "cannot be set in env.options", "engine.envs"),

@@ -41,7 +41,7 @@ def test_imports_inside_functions_stay_in_their_folder(tmp_path):
     before = set(sys.modules)
     nets = [loaded(f"{name}/net.py", tmp_path)() for name in "ab"]
     assert [net.where() for net in [*nets, *nets]] == [{"a"}, {"b"}, {"a"}, {"b"}]
-    assert all(name.startswith("tiltyard_room_") for name in set(sys.modules) - before)
+    assert all(name.startswith("tiltyard_plugins_") for name in set(sys.modules) - before)
     assert not list(tmp_path.rglob("__pycache__"))
 
 
@@ -78,9 +78,9 @@ def test_what_to_write_instead_when_a_module_is_not_found(tmp_path, monkeypatch)
     file_at(tmp_path / "lab" / "deep" / "net.py", "import walls\n")
     file_at(tmp_path / "lab" / "other.py", "import pkgutil\npkgutil.resolve_name('walls:x')\n")
     for text, hint in (
-        ("lab/net.py", f"found from {tmp_path}: write lab.net:CustomModel"),
-        ("lab/deep/net.py:Net", f"found from {tmp_path}/lab: write lab/deep.net:Net"),
-        ("lab/other.py", "`import walls` in its own code"),
+        ("lab/net.py", f"work from {tmp_path}: write lab.net:CustomModel"),
+        ("lab/deep/net.py:Net", f"work from {tmp_path}/lab: write lab/deep.net:Net"),
+        ("lab/other.py", "`import walls` in your code"),
     ):
         with pytest.raises(UseError, match=r"No module named '(lab|walls)'$") as caught:
             loaded(text, tmp_path)

@@ -72,16 +72,16 @@ def test_files_are_looked_for_in_order(here):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nets/nett.py", "there is no file nets/nett.py (looked in {here}/nets)"),
-        ("nets/net.py:", "does not say which class"),
-        ("nets/net.py:3x", "does not say which class"),
-        ("nope", "is no built-in name"),
-        ("", "is no built-in name"),
+        ("nets/nett.py", "there is no file nets/nett.py (searched in {here}/nets)"),
+        ("nets/net.py:", "does not name a class"),
+        ("nets/net.py:3x", "does not name a class"),
+        ("nope", "not built-in"),
+        ("", "not built-in"),
         ("x\0.py", "there is no file"),
         ("~nobody_at_all/x.py", "there is no file"),
         ("~nobody_at_all/x:Y", "there is no module 'x' in ~nobody_at_all/"),
         ("x" * 300 + ".py", "there is no file"),
-        ("nets", "is no built-in name"),
+        ("nets", "not built-in"),
     ],
 )
 def test_names_that_mean_nothing(here, text, words):
@@ -224,8 +224,8 @@ class TakesAll:
 def test_options_against_a_signature():
     problems = resolve.check_options(Takes, {"widht": 3, "gate": True, "spec": 1}, 2, "model.options")
     assert [str(problem) for problem in problems] == [
-        "model.options.widht = 3: Takes takes no option 'widht'\n   hint: did you mean 'width'?",
-        "model.options.spec = 1: Takes is given 'spec' by Tiltyard\n   hint: leave it out",
+        "model.options.widht = 3: Takes has no option 'widht'\n   hint: did you mean 'width'?",
+        "model.options.spec = 1: Tiltyard itself passes 'spec' to Takes\n   hint: leave it out",
         "model.options.width: is missing: Takes needs it\n   hint: set model.options.width=...",
     ]
     assert resolve.check_options(Takes, {"width": 1, "gate": 0}, 2, "model.options") == []
@@ -233,7 +233,7 @@ def test_options_against_a_signature():
 
 
 def test_options_of_functions_and_of_what_has_no_signature():
-    assert resolve.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it takes no options"
+    assert resolve.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it has no options"
     assert resolve.check_options(dict, {"a": 1}, 0, "x") == []
 
 

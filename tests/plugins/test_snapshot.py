@@ -236,7 +236,7 @@ def test_data_files_that_the_text_names_are_copied(here, tmp_path_factory):
     copies = snapshot.copy_plugins(before, base, into)
     expected = ["env.py", "map.txt", "maps/2.txt", "maps/small/1.txt", "parts.json", "parts.py"]
     assert files_below(into / "plugins") == expected
-    assert copies.notes == ("env.py: not copied into the run folder, being larger than 1 MiB: weights.bin",)
+    assert copies.notes == ("env.py: not copied into the run folder because larger than 1 MiB: weights.bin",)
     again = tmp_path_factory.mktemp("again")
     copies.put_into(again)
     assert files_below(again / "plugins") == expected

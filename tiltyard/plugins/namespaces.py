@@ -1,11 +1,10 @@
-"""Where a user's own modules live in this process: one room per folder, so that two files called layers.py never meet.
+"""Import a user's own modules in a namespace per folder, so that two files called layers.py do not clash.
 
-A module of a room is called `tiltyard_room_3.layers`, and its imports go through the room, at any time: `import layers`
-in a function that runs hours later still means the layers.py of that folder. Like the folder of a script, a room comes
-before what is installed, but for the packages whose classes Tiltyard and plug-ins must share. `__import__` and
-`importlib.import_module` of a room's modules do what `import` does there. Names are refs.py's.
+A module in a namespace is called `tiltyard_plugins_3.layers`, and its imports, also later ones in functions, look in
+the namespace's folder first, as a script's imports do; SHARED packages are always the installed ones. The same holds
+for `__import__` and `importlib.import_module`. Names of plug-ins are resolved in resolve.py.
 
-    import layers ── in the room's folder? ──yes──> tiltyard_room_3.layers ──no──> Python's own import
+    import layers ── in the folder? ──yes──> tiltyard_plugins_3.layers ──no──> Python's own import
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-# Objects of these pass between Tiltyard and a plug-in, so both must mean the same classes.
+# Packages whose objects pass between Tiltyard and plug-ins, so both must use the same classes.
 SHARED = ("tiltyard", "gymnasium", "numpy", "torch")
-_PREFIX = "tiltyard_room_"
+_PREFIX = "tiltyard_plugins_"
 
 
 def module_file(folder: Path, name: str) -> Path | None:
-    """The Python file behind `import name` in a folder; None when it has none. Executes nothing."""
+    """The Python file of `import name` in a folder, or None. Executes nothing."""
     place = folder.joinpath(*name.split("."))
     for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
         if file.is_file():
@@ -37,7 +36,7 @@ def module_file(folder: Path, name: str) -> Path | None:
 
 
 def is_own(folder: Path, name: str) -> bool:
-    """Whether `import name` by a module of this folder means something in the folder."""
+    """Whether `import name` in a module of this folder means a module of the folder."""
     top = name.partition(".")[0]
     if top in SHARED:
         return False
@@ -47,15 +46,15 @@ def is_own(folder: Path, name: str) -> bool:
         return False
     try:
         installed = importlib.util.find_spec(top)
-    except ValueError:  # loaded, by something other than an import
+    except ValueError:  # loaded, but not by an import
         return False
     if installed is not None and installed.origin is not None:
-        return False  # every real package comes before a folder without __init__.py
+        return False  # a regular package has priority over a folder without __init__.py
     return any((folder / top).rglob("*.py"))
 
 
 class Namespace:
-    """The modules of one folder. An edited file makes it stale, and the next load begins another room."""
+    """The modules of one folder. After a file was edited, the next load creates a new namespace."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.name = folder, f"{_PREFIX}{number}"
@@ -69,7 +68,7 @@ class Namespace:
         sys.modules[self.name] = importlib.util.module_from_spec(spec)
 
     def load_file(self, path: Path) -> ModuleType:
-        """A file of the folder, whatever it is called."""
+        """Load a file of the folder, whatever its name."""
         stem = path.stem
         if not stem.isidentifier() or (self.folder / stem / "__init__.py").is_file():
             stem = re.sub(r"\W", "_", stem) + "_py"
@@ -78,9 +77,9 @@ class Namespace:
 
     def load(self, name: str) -> ModuleType:
         if f"{self.name}.{name}" not in sys.modules:
-            self.own.clear()  # the folder may have got files since
+            self.own.clear()  # files may have been added
             importlib.invalidate_caches()
-        return self._told(importlib.import_module, f"{self.name}.{name}")
+        return self._call(importlib.import_module, f"{self.name}.{name}")
 
     def stale(self) -> bool:
         return any(_digest(Path(path)) != digest for path, digest in self.digests.items())
@@ -103,27 +102,27 @@ class Namespace:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """What `import` statements of this room's modules call; `__import__` of the standard library explains it."""
+        """Replacement of `__import__` in the modules of this namespace."""
         if level or not self._is_own(name):
-            found = self._told(builtins.__import__, name, globals, locals, fromlist, level)
+            found = self._call(builtins.__import__, name, globals, locals, fromlist, level)
             return self.importlib if found is importlib else found
-        found = self._told(builtins.__import__, f"{self.name}.{name}", globals, locals, fromlist, 0)
+        found = self._call(builtins.__import__, f"{self.name}.{name}", globals, locals, fromlist, 0)
         return found if fromlist else sys.modules[f"{self.name}.{name.partition('.')[0]}"]
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """What `importlib.import_module` is in this room's modules."""
+        """Replacement of `importlib.import_module` in the modules of this namespace."""
         whole = importlib.util.resolve_name(name, package) if package is not None else name
         if self._is_own(whole):
-            return self._told(importlib.import_module, f"{self.name}.{whole}")
-        return self._told(importlib.import_module, name, package)
+            return self._call(importlib.import_module, f"{self.name}.{whole}")
+        return self._call(importlib.import_module, name, package)
 
     def _is_own(self, name: str) -> bool:
         if name not in self.own:
             self.own[name] = is_own(self.folder, name)
         return self.own[name]
 
-    def _told(self, call: Any, *args: Any) -> ModuleType:
-        """A module that is missing is told by the name that the user wrote."""
+    def _call(self, call: Any, *args: Any) -> ModuleType:
+        """Call an import function; a ModuleNotFoundError names the module as the user wrote it."""
         try:
             return call(*args)  # type: ignore[no-any-return]
         except ModuleNotFoundError as error:
@@ -134,40 +133,40 @@ class Namespace:
 
 
 class _Importlib(ModuleType):
-    """importlib as the modules of a room see it."""
+    """The importlib that modules of a namespace see."""
 
-    def __init__(self, room: Namespace) -> None:
+    def __init__(self, namespace: Namespace) -> None:
         super().__init__(importlib.__name__, importlib.__doc__)
-        self.import_module = room.import_module
+        self.import_module = namespace.import_module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib, name)
 
 
 class _Loader(SourceFileLoader):
-    """Runs a file of a room. No __pycache__: a run folder holds text, and a quick edit must not meet an old cache."""
+    """Loads a file of a namespace, without __pycache__: quick edits must not use an old cache."""
 
-    def __init__(self, name: str, path: str, room: Namespace) -> None:
+    def __init__(self, name: str, path: str, namespace: Namespace) -> None:
         super().__init__(name, path)
-        self.room = room
+        self.namespace = namespace
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
-        self.room.digests[self.path] = hashlib.sha256(source).digest()
+        self.namespace.digests[self.path] = hashlib.sha256(source).digest()
         return self.source_to_code(source, self.path)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__builtins__"] = self.room.builtins
+        vars(module)["__builtins__"] = self.namespace.builtins
         super().exec_module(module)
 
 
 class _Finder:
-    """Asked by Python for every module that is not loaded yet; answers for those of rooms."""
+    """Meta path finder for the modules of all namespaces."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        room = _named.get(name.partition(".")[0])
-        return room.spec_of(name, path) if room is not None else None
+        namespace = _named.get(name.partition(".")[0])
+        return namespace.spec_of(name, path) if namespace is not None else None
 
 
 _named: dict[str, Namespace] = {}
@@ -175,15 +174,15 @@ _newest: dict[Path, Namespace] = {}
 
 
 def namespace_of(folder: Path) -> Namespace:
-    """The room of a folder as its files are now."""
+    """The namespace of a folder, with its files as they are now."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
     folder = folder.resolve()
-    room = _newest.get(folder)
-    if room is None or room.stale():
-        room = Namespace(folder, len(_named))
-        _named[room.name] = _newest[folder] = room
-    return room
+    namespace = _newest.get(folder)
+    if namespace is None or namespace.stale():
+        namespace = Namespace(folder, len(_named))
+        _named[namespace.name] = _newest[folder] = namespace
+    return namespace
 
 
 def _digest(path: Path) -> bytes:

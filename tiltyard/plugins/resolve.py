@@ -1,10 +1,7 @@
-"""Names to objects, here and only here: built-in short names, `package.module:Name`, `path/file.py[:Name]`.
+"""Resolve names to objects: built-in short names, `package.module:Name`, `path/file.py[:Name]`, `family:name`.
 
-`parse` decides what a name means and executes nothing; `load` imports it. A module that lies in the project is the
-user's own, like a file: it lives in a room (rooms.py), apart from every other folder's. `folder/package.module:Name`
-says where it lies, which is how a run names its copy. What a plug-in may be given is its signature's business
-(`check_options`). Copies of plug-ins for run folders are made in frozen.py. Envs that come in families have ids
-`family:name` (FAMILIES), which are names of ours and no import strings.
+`parse` executes nothing; `load` imports. Files and modules of the user's project are loaded in a namespace per folder
+(namespaces.py) and copied into the run folder (snapshot.py), where `folder/package.module:Name` names the copy.
 
     text ── parse ──> Ref ── load ──> class or function ── check_options ──> [Problem]
 """
@@ -30,7 +27,7 @@ from tiltyard.plugins.namespaces import SHARED, is_own, module_file, namespace_o
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Model
 
-# The class that a plug-in file holds when the name does not say.
+# Class name in a plug-in file, if the name does not give one.
 CONVENTIONAL = {
     "env": "CustomEnv",
     "model": "CustomModel",
@@ -39,7 +36,7 @@ CONVENTIONAL = {
     "policy": "CustomPolicy",
 }
 
-# Envs that one class makes by name: `atari:pong` is Atari("pong"). The second is the extra of Tiltyard that it needs.
+# Families of envs: `atari:pong` is Atari("pong"). The second item is the pip extra that the family needs.
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "atari": ("tiltyard.envs.suites.atari:Atari", "atari"),
     "doom": ("tiltyard.envs.suites.vizdoom:Doom", "vizdoom"),
@@ -57,8 +54,8 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class Ref:
-    """What a name in an experiment means. `module` for modules and built-ins; `path` is the file, or the folder of the
-    project that holds the module: None when it is installed."""
+    """A parsed name. `module` is set for modules and built-ins; `path` is the file, or the project folder of the
+    module, None if it is installed."""
 
     text: str
     kind: Literal["builtin", "module", "file", "registering"]
@@ -68,7 +65,7 @@ class Ref:
 
 
 def kind_of(text: str, builtins: Iterable[str] = ()) -> Literal["builtin", "module", "file"] | None:
-    """The kind a name would be by its shape alone; None when it is none of the three (a Gymnasium id, a typo)."""
+    """The kind of a name by its form alone; None for anything else (a Gymnasium id, a typo)."""
     if text in builtins:
         return "builtin"
     if _FILE.fullmatch(text):
@@ -77,38 +74,36 @@ def kind_of(text: str, builtins: Iterable[str] = ()) -> Literal["builtin", "modu
 
 
 def family_of(env_id: str) -> tuple[str, str] | None:
-    """Family and name of an env id like `atari:pong`; None for every other id."""
+    """Family and name of an env id like `atari:pong`, else None."""
     family, colon, name = env_id.partition(":")
     return (family, name) if colon and family in FAMILIES else None
 
 
 def load_family(family: str) -> Any:
-    """The class that makes a family's envs; UseError with the command that installs what it needs."""
+    """The class of a family's envs; UseError with the pip command if its package is missing."""
     target, extra = FAMILIES[family]
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise UseError(
-            f"envs called {family}:... need the package {error.name!r}, which is not installed",
+            f"{family}: envs need the package {error.name!r}, which is not installed",
             f"pip install 'tiltyard[{extra}]'",
         ) from error
 
 
 def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base: Sequence[Path]) -> Ref:
-    """What `text` refers to. `builtins` maps short names to `package.module:Name`; files lie below some `base`."""
+    """Parse a name. `builtins` maps short names to `package.module:Name`; files are searched below each `base`."""
     kind = kind_of(text, builtins)
     if kind is None:
         hint = did_you_mean(text, builtins) or "write a built-in name, package.module:Name or path/file.py:Name"
-        raise UseError(f"{text!r} is no built-in name, no package.module:Name and no path/file.py:Name", hint)
+        raise UseError(f"unknown name {text!r}: not built-in, package.module:Name or path/file.py:Name", hint)
     if kind == "file":
         match = _FILE.fullmatch(text)
         assert match is not None
         name = match["name"] if match["name"] is not None else conventional
         if not name or not all(part.isidentifier() for part in name.split(".")):
-            raise UseError(
-                f"{text!r} does not say which class of the file is meant", f"write {match['path']}:ClassName"
-            )
+            raise UseError(f"{text!r} does not name a class of the file", f"write {match['path']}:ClassName")
         return Ref(text, "file", find_file(match["path"], base), None, name)
     match = _MODULE.fullmatch(builtins[text] if kind == "builtin" else text)
     assert match is not None, f"built-in {text!r} must map to package.module:Name"
@@ -116,26 +111,24 @@ def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base
     folder = _find_module(match["folder"] or "", module, base) if kind == "module" else None
     if match["folder"] and folder is None:
         written = f"{match['folder']}{module.replace('.', '/')}.py:{match['name']}"
-        raise UseError(
-            f"there is no module {module!r} in {match['folder']}, as {text!r} says", f"or is {written} meant?"
-        )
+        raise UseError(f"{text!r}: there is no module {module!r} in {match['folder']}", f"did you mean {written}?")
     return Ref(text, kind, folder, module, match["name"])
 
 
 def parse_registering(text: str, base: Sequence[Path]) -> Ref | None:
-    """`package:Id-v0`, whose package registers the id with Gymnasium; None for an id without a package."""
+    """Parse `package:Id-v0`, where the package registers the id with Gymnasium; None for an id without a package."""
     match = _REGISTERING.fullmatch(text)
     if match is None:
         return None
     folder = _find_module(match["folder"] or "", match["module"], base)
     if match["folder"] and folder is None:
-        hint = "an id alone, package:Id-v0, or folder/package:Id-v0 with the folder that the package lies in"
-        raise UseError(f"there is no module {match['module']!r} in {match['folder']}, as {text!r} says", hint)
+        hint = "write an id, package:Id-v0, or folder/package:Id-v0 with the folder of the package"
+        raise UseError(f"{text!r}: there is no module {match['module']!r} in {match['folder']}", hint)
     return Ref(text, "registering", folder, match["module"], match["id"])
 
 
 def own_ref(kind: str, text: str, base: Sequence[Path]) -> Ref | None:
-    """What a name means of the project; None when that is something of ours, of Gymnasium's or installed."""
+    """The file or module of the user's project that a name refers to; None if it is built-in or installed."""
     if kind_of(text) is not None:
         ref: Ref | None = parse(text, {}, CONVENTIONAL[kind], base)
     else:
@@ -144,7 +137,7 @@ def own_ref(kind: str, text: str, base: Sequence[Path]) -> Ref | None:
 
 
 def _find_module(folder: str, module: str, base: Sequence[Path]) -> Path | None:
-    """The folder of the project that holds a module: `folder` below the first base that has it. Executes nothing."""
+    """The project folder of a module: `folder` below the first base that has it. Executes nothing."""
     if module.partition(".")[0] in SHARED:
         return None
     for place in dict.fromkeys(Path(os.path.normpath(each.absolute() / _from_home(folder))) for each in base):
@@ -158,7 +151,7 @@ def _find_module(folder: str, module: str, base: Sequence[Path]) -> Path | None:
 
 
 def find_file(text: str, base: Sequence[Path]) -> Path:
-    """The file that a plug-in path means: absolute, or below the first base folder that has it."""
+    """The file of a plug-in path: absolute, or below the first base folder that has it."""
     wanted = _from_home(text)
     places = (
         [wanted]
@@ -168,18 +161,18 @@ def find_file(text: str, base: Sequence[Path]) -> Path:
     for place in places:
         if _is_file(place):
             return place
-    looked = ", ".join(str(place.parent) for place in places) or "no folder"
+    searched = ", ".join(str(place.parent) for place in places) or "no folder"
     near = [item.name for place in places if place.parent.is_dir() for item in place.parent.glob("*.py")]
     hint = did_you_mean(wanted.name, near)
     if not hint.startswith("did"):
         hint = "paths are relative to the experiment file's folder, then to the current one"
-    raise UseError(f"there is no file {text} (looked in {looked})", hint)
+    raise UseError(f"there is no file {text} (searched in {searched})", hint)
 
 
 def _from_home(text: str) -> Path:
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # ~nobody
+    except RuntimeError:  # ~name of an unknown user
         return Path(text)
 
 
@@ -194,7 +187,7 @@ def _is_file(path: Path) -> bool:
 
 
 def load(ref: Ref) -> Any:
-    """Import what `ref` names. Executes the plug-in's code; what that raises becomes a UseError with its traceback."""
+    """Import the object of `ref`. Executes the plug-in's code; its exceptions become a UseError with the traceback."""
     if ref.kind == "file":
         assert ref.path is not None
         module = _load_file(ref.path, ref.attribute)
@@ -213,24 +206,24 @@ def load(ref: Ref) -> Any:
 
 
 def _load_module(name: str, text: str) -> ModuleType:
-    """A module that is installed, or of an old run, which has no copy of it: then it is looked for here."""
+    """Import an installed module, or one in the current folder, for old runs that have no copy of it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
         importlib.invalidate_caches()
-    with _blamed_on(text):
+    with _import_errors(text):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(error.name + ".")):
-                hint = "install the package, start where it is importable, or name the file: path/file.py:Name"
-                raise UseError(f"there is no module {error.name!r} for {text!r}", hint) from None
+                hint = "install the package, start in the folder that has it, or name the file: path/file.py:Name"
+                raise UseError(f"{text!r}: there is no module {error.name!r}", hint) from None
             raise
 
 
 def load_own(folder: Path, name: str, text: str) -> ModuleType:
-    """A module of the project, from the room of its folder."""
-    with _blamed_on(text, lambda missing: _elsewhere(missing, folder)):
+    """Import a module of the user's project in the namespace of its folder."""
+    with _import_errors(text, lambda missing: _elsewhere(missing, folder)):
         return namespace_of(folder).load(name)
 
 
@@ -242,18 +235,18 @@ def _load_file(path: Path, attribute: str) -> ModuleType:
     def hint(missing: str) -> str | None:
         return _elsewhere(missing, resolved.parent) or _as_module(missing, path.absolute(), attribute)
 
-    with _blamed_on(str(shown(path)), hint):
+    with _import_errors(str(shown(path)), hint):
         return namespace_of(resolved.parent).load_file(resolved)
 
 
 @contextmanager
-def _blamed_on(what: str, hint_for: Callable[[str], str | None] = lambda missing: None) -> Iterator[None]:
-    """`hint_for` may know more than the traceback about a module that is missing."""
+def _import_errors(what: str, hint_for: Callable[[str], str | None] = lambda missing: None) -> Iterator[None]:
+    """Turn exceptions of a plug-in's import into a UseError. `hint_for` may give a better hint for a missing module."""
     try:
         yield
     except UseError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever foreign code raises is told, not ours to handle
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
         reason = f"{type(error).__name__} while imported" + (f": {error}" if str(error) else "")
         hint = hint_for(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
         hint = hint or "the traceback is the plug-in's own"
@@ -261,27 +254,27 @@ def _blamed_on(what: str, hint_for: Callable[[str], str | None] = lambda missing
 
 
 def _elsewhere(missing: str, folder: Path) -> str | None:
-    """For a module that is in the plug-in's folder and was asked for by code that is not."""
+    """Hint for a module of the plug-in's folder that code outside that folder tried to import."""
     top = missing.partition(".")[0]
     if module_file(folder, missing) is None and not (missing == top and is_own(folder, top)):
         return None
-    return f"other libraries do not find your project's modules: `import {missing}` in its own code and pass objects on"
+    return f"other libraries cannot import your project's modules: `import {missing}` in your code and pass the objects"
 
 
 def _as_module(missing: str, file: Path, attribute: str) -> str | None:
-    """For a module that is found from a folder above a plug-in's file: how to name the plug-in as a module there."""
+    """Hint for a module that is importable from a folder above the plug-in's file."""
     top = missing.partition(".")[0]
     for folder in file.parents[1:4]:
         names = file.relative_to(folder).with_suffix("").parts
         there = module_file(folder, top) is not None or (folder / top).is_dir()
         if there and all(name.isidentifier() for name in names):
             place = "" if folder == Path.cwd() else f"{shown(folder)}/"
-            return f"its imports would be found from {folder}: write {place}{'.'.join(names)}:{attribute}"
+            return f"its imports work from {folder}: write {place}{'.'.join(names)}:{attribute}"
     return None
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of a user's code as text: frames of Tiltyard and of the import machinery are left out."""
+    """The traceback as text, without frames of Tiltyard and of the import machinery."""
     if isinstance(error, RaisedElsewhere):
         return error.details
     shown_error = traceback.TracebackException.from_exception(error)
@@ -299,7 +292,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def shown(path: Path) -> Path:
-    """`path` as a user would write it: relative to the current folder when below it."""
+    """`path` relative to the current folder, if it is inside."""
     try:
         return path.absolute().relative_to(Path.cwd())
     except (ValueError, OSError):
@@ -310,10 +303,10 @@ def shown(path: Path) -> Path:
 
 
 def check_options(target: Any, options: Mapping[str, Any], given: int, what: str) -> list[Problem]:
-    """Options that `target` does not take, and those it needs and is not given.
+    """Problems with options: names that `target` does not accept, and required ones that are missing.
 
-    The first `given` positional parameters (`self` not counted) are Tiltyard's own. A target that takes **kwargs takes
-    every name; one without a readable signature (compiled code) is left to complain itself.
+    The first `given` positional parameters (without `self`) are passed by Tiltyard. A target with **kwargs accepts
+    every name; one without a readable signature (compiled code) is not checked.
     """
     try:
         parameters = list(inspect.signature(target).parameters.values())
@@ -329,10 +322,10 @@ def check_options(target: Any, options: Mapping[str, Any], given: int, what: str
     for name, value in options.items():
         setting, text = f"{what}.{name}", short(value)
         if name in ours:
-            found.append(Problem(setting, text, f"{called} is given {name!r} by Tiltyard", "leave it out"))
+            found.append(Problem(setting, text, f"Tiltyard itself passes {name!r} to {called}", "leave it out"))
         elif name not in names and not anything:
-            hint = did_you_mean(name, names) if names else "it takes no options"
-            found.append(Problem(setting, text, f"{called} takes no option {name!r}", hint))
+            hint = did_you_mean(name, names) if names else "it has no options"
+            found.append(Problem(setting, text, f"{called} has no option {name!r}", hint))
     for parameter in settable:
         if parameter.default is parameter.empty and parameter.name not in options:
             hint = f"set {what}.{parameter.name}=..."
@@ -341,7 +334,7 @@ def check_options(target: Any, options: Mapping[str, Any], given: int, what: str
 
 
 def short(value: Any) -> str:
-    """A value as an error shows it: as YAML would write it, on one line, at most 60 characters."""
+    """A value as it is shown in errors: like YAML, on one line, at most 60 characters."""
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, int) and abs(value) > 10**40:
@@ -351,14 +344,14 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# ------------------------------------------------------------------------------------------------ plug-ins of an ex
+# ------------------------------------------------------------------------------------------------ of an experiment
 
 
 Named = tuple[str, str, str]  # dotted setting, kind of plug-in, id
 
 
 def named_plugins(experiment: Experiment) -> list[Named]:
-    """Everything that an experiment names by import string."""
+    """Every plug-in that an experiment names."""
     env = experiment.env
     return [
         *([] if family_of(env.id) else [("env.id", "env", env.id)]),
@@ -368,7 +361,7 @@ def named_plugins(experiment: Experiment) -> list[Named]:
 
 
 def model_plugins(model: Model) -> list[Named]:
-    """The part of `named_plugins` that a policy needs, which may be loaded without its experiment."""
+    """The plug-ins of a model alone: a policy may be loaded without its experiment."""
     return [
         ("model.id", "model", model.id),
         ("model.encoder.id", "encoder", model.encoder.id),
@@ -377,17 +370,16 @@ def model_plugins(model: Model) -> list[Named]:
 
 
 def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from: Sequence[Path]) -> None:
-    """UseError when somebody else decides which code these names run: the one check before a run's code is executed.
+    """UseError if another user controls which code these names run; called before a run's code is executed.
 
-    `read_from` are the files and folders that the names stand in. Whoever owns one of them chose the names, also those
-    of modules that are installed here; whoever owns a plug-in's file, a file that it imports or a folder above them up
-    to `base` chose the code.
+    `read_from` are the files and folders that contain the names: their owners chose the names. The owners of a
+    plug-in's file, of files that it imports and of the folders above, up to `base`, control the code.
     """
     from tiltyard.plugins.snapshot import plugin_files
 
     tops = [top for folder in base for top in (folder.absolute(), folder.resolve())]
     for setting, kind, text in named:
-        if kind_of(text) is None and ":" not in text:  # a built-in name or a Gymnasium id, and no `module:Id-v0`
+        if kind_of(text) is None and ":" not in text:  # a built-in name or a Gymnasium id, not `module:Id-v0`
             continue
         places = [*read_from]
         ref = own_ref(kind, text, base)
@@ -399,6 +391,6 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
         for place in places:
             if place.exists() and place.stat().st_uid != os.getuid():
                 raise UseError(
-                    f"{shown(place)} belongs to another user, and {setting} = {text} runs code on its word",
-                    "read that code, then pass --trust-code (trust_code=True in Python)",
+                    f"{shown(place)} belongs to another user and decides which code {setting} = {text} runs",
+                    "review that code, then pass --trust-code (trust_code=True in Python)",
                 )

@@ -1,15 +1,15 @@
-"""Copies of plug-ins for a run folder, so that later edits do not change a run. Executes none of them.
+"""Copy plug-ins into a run folder, so that later edits do not change the run. Executes none of them.
 
-A plug-in is copied with what it needs of its folder: what its files import from there, again and again, also by name
-("maze.parts:Wall", import_module("maze")), and data files that their text names. The project's own modules are copied
-like files; installed packages are not.
+A plug-in is copied together with the modules of its folder that it imports, directly or indirectly, also by name
+("maze.parts:Wall", import_module("maze")), and the data files whose names occur in its code. Installed packages are not
+copied.
 
     nets/custom.py       ──>  plugins/nets/custom.py       the id becomes plugins/nets/custom.py:CustomModel
-    nets/layers.py       ──>  plugins/nets/layers.py       because custom.py says `import layers`
-    nets/weights.json    ──>  plugins/nets/weights.json    because custom.py has the text "weights.json"
+    nets/layers.py       ──>  plugins/nets/layers.py       because custom.py has `import layers`
+    nets/weights.json    ──>  plugins/nets/weights.json    because custom.py has the string "weights.json"
     lab.envs.push:Push   ──>  plugins/lab/ as a whole      the id becomes plugins/lab.envs.push:Push
     lab:Push-v0          ──>  plugins/lab/ as a whole      which registers the id: plugins/lab:Push-v0
-    /elsewhere/env.py    ──>  plugins/outside/0/env.py     below none of the base folders
+    /elsewhere/env.py    ──>  plugins/outside/0/env.py     not below a base folder
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tiltyard.plugins.resolve import Ref, kind_of, named_plugins, own_ref, shown
 
 MAX_FILES = 1000
 MAX_DATA = 1 << 20  # bytes of one data file
-_DEEPEST = 3  # folders that a data file's name may be put together from: base / "maps" / "small" / "1.txt"
+_DEEPEST = 3  # path parts that may be joined to the name of a data file: base / "maps" / "small" / "1.txt"
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a plug-in needs of its folder, as far as its text tells; `left` is too large to be copied."""
+    """The files of its folder that a plug-in needs, found from its text; those in `left` are too large to copy."""
 
     folder: Path
     copied: list[Path]
@@ -42,7 +42,7 @@ class Files:
 
 
 def plugin_files(ref: Ref) -> Files:
-    """The files of a plug-in that is a file or a module of the project."""
+    """The files of a plug-in that is a file or a module of the user's project."""
     assert ref.path is not None
     if ref.kind == "file":
         path = ref.path.resolve()
@@ -59,7 +59,7 @@ def plugin_files(ref: Ref) -> Files:
         reached[file] = None
         if len(reached) > MAX_FILES:
             raise UseError(
-                f"{ref.text} needs more than {MAX_FILES} files of {shown(folder)}", "move it into a folder of its own"
+                f"{ref.text} needs more than {MAX_FILES} files of {shown(folder)}", "move it into a separate folder"
             )
         if file.suffix == ".py":
             imports, strings = _mentioned(file, folder)
@@ -70,7 +70,7 @@ def plugin_files(ref: Ref) -> Files:
 
 
 def _mentioned(file: Path, folder: Path) -> tuple[set[str], set[str]]:
-    """Modules that a file imports and strings in it; none when it is no Python, as importing will say."""
+    """Modules that a file imports, and its strings; none if it is not valid Python, which the import will report."""
     try:
         tree = ast.parse(file.read_bytes())
     except OSError as error:
@@ -101,25 +101,25 @@ def _called(call: ast.Call) -> str | None:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it could be a module's name."""
+    """Whether the text could be a module's name."""
     return all(part.isidentifier() for part in text.split("."))
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
-    """The files behind `import name` in `folder`: a module, or its top package with all that is in it."""
+    """The files of `import name` in `folder`: a module, or the whole top-level package."""
     top = name.partition(".")[0]
     file = module_file(folder, top)
     if file == folder / f"{top}.py":
         return [file]
     found = []
-    for place, folders, files in os.walk(folder / top):  # links to folders are not followed
+    for place, folders, files in os.walk(folder / top):  # does not follow links to folders
         folders[:] = [each for each in folders if each != "__pycache__" and not each.startswith(".")]
         found += [Path(place, each) for each in files if not each.startswith(".") and Path(place, each).is_file()]
     return found
 
 
 def _named(folder: Path, strings: set[str]) -> Iterator[Path]:
-    """Files below a folder that strings name, alone ("maps/1.txt") or together ("maps", "1.txt")."""
+    """Files below a folder that strings name, alone ("maps/1.txt") or joined ("maps", "1.txt")."""
     parts = [text for text in strings if _is_inside(text)]
     places = {folder}
     for _ in range(_DEEPEST):
@@ -129,7 +129,7 @@ def _named(folder: Path, strings: set[str]) -> Iterator[Path]:
 
 
 def _is_inside(text: str) -> bool:
-    """Whether a string could be a path that leads down: no absolute one, none with hidden or upper folders."""
+    """Whether a string could be a relative path downwards, without hidden folders or `..`."""
     if not 0 < len(text) <= 200 or not text.isprintable() or text.startswith(("/", "~")):
         return False
     parts = Path(text).parts
@@ -141,12 +141,12 @@ def _is_inside(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Copies:
-    """Plug-ins of an experiment as they lie below `folder`/plugins, and frozen policies below `folder`/frozen; `notes`
-    say what was left out."""
+    """Copies of an experiment's plug-ins in `folder`/plugins and of frozen policies in `folder`/frozen; `notes` list
+    files that were not copied."""
 
     folder: Path
     ids: dict[str, str]
-    """the copy's id by dotted setting"""
+    """the copies' ids, by dotted setting"""
     files: tuple[Path, ...]
     """relative to the folder"""
     notes: tuple[str, ...]
@@ -156,16 +156,16 @@ class Copies:
         return _rename(experiment, self.ids) if self.ids else experiment
 
     def put_into(self, folder: Path) -> None:
-        """The same copies once more, in another folder."""
+        """Copy them into another folder."""
         for file in self.files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.folder / file, folder / file)
 
 
 def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Copies:
-    """Copy the user's own plug-ins, with what they need of their folders, below `into`/plugins."""
+    """Copy the user's own plug-ins, with the files they need, into `into`/plugins."""
     tops = [folder.resolve() for folder in base]
-    taken: dict[Path, Path] = {}  # copy -> its source; also folder of copies -> folder of their sources
+    taken: dict[Path, Path] = {}  # copy -> its source, for files and for folders of plug-ins
     ids: dict[str, str] = {}
     notes: dict[str, None] = {}
     for setting, kind, text in named_plugins(experiment):
@@ -186,24 +186,24 @@ def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Co
         ids[setting] = f"{folder.relative_to(into).as_posix()}/{name}{ref.attribute}"
         if files.left:
             left = ", ".join(str(file.relative_to(files.folder)) for file in files.left[:5])
-            notes[f"{text}: not copied into the run folder, being larger than {MAX_DATA >> 20} MiB: {left}"] = None
+            notes[f"{text}: not copied into the run folder because larger than {MAX_DATA >> 20} MiB: {left}"] = None
     copied = tuple(copy.relative_to(into) for copy in taken if copy.is_file())
     return Copies(into, ids, copied, tuple(notes))
 
 
 def _folder_for(files: Files, tops: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:
-    """Where the folder of a plug-in goes: as it lies below a base folder, or outside/<n> when that is not possible."""
+    """The folder for a plug-in's copy: its path below a base folder, or outside/<n> if that is not possible."""
     outside = [target / "outside" / str(n) for n in range(len(taken) + 1)]
     below = [target / _inside(files.folder.relative_to(top)) for top in tops if files.folder.is_relative_to(top)]
     for folder in [*below[:1], *outside]:
         copies = {folder / file.relative_to(files.folder): file for file in files.copied}
         if all(taken.get(copy, file) == file for copy, file in {folder: files.folder, **copies}.items()):
             return folder
-    raise AssertionError("there is one more place than files taken")
+    raise AssertionError("there is always a free outside/<n>")
 
 
 def _inside(folder: Path) -> Path:
-    """A plug-in that already is a copy in a run folder is not put one level deeper."""
+    """Do not nest a plug-in that already is a copy in a run folder one level deeper."""
     return Path(*folder.parts[1:]) if folder.parts[:1] == ("plugins",) else folder
 
 

@@ -219,7 +219,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
         if key in defaults and key in _TILTYARD_SETTINGS:
             what, hint = "cannot be set in env.options", _TILTYARD_SETTINGS[key]
         elif key not in defaults:
-            what, hint = f"envpool:{name} takes no option {key!r}", did_you_mean(key, known)
+            what, hint = f"envpool:{name} has no option {key!r}", did_you_mean(key, known)
         elif not _fits(value, defaults[key]):
             what, hint = f"must be of type {type(defaults[key]).__name__}", f"EnvPool's default is {defaults[key]!r}"
         elif key in _AT_LEAST_ONE and value < 1:
