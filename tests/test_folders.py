@@ -70,8 +70,9 @@ def run_tests(folder: Path, chosen: tuple[str, ...], timeout: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute of computing, and another process beside it
 def test_tests_that_depend_on_paths_pass_in_a_folder_called_tiltyard(tmp_path: Path) -> None:
-    run_tests(copy_to(tmp_path / "tiltyard"), QUICK, timeout=280)
+    run_tests(copy_to(tmp_path / "tiltyard"), QUICK, timeout=880)
 
 
 @pytest.mark.slow

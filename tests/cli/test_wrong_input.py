@@ -343,7 +343,7 @@ def test_a_checkpoint_of_another_env_or_model_prints_both_shapes(refused: Refuse
         ["fork", "cart", "env.id=Acrobot-v1"],
     ):
         output = refused(*words)
-        assert "of another model or env" in output and "(64, 4) there, (64, 6) here" in output
+        assert "the weights belong to another model or env" in output and "(64, 4) there, (64, 6) here" in output
     assert "(64, 4) there, (32, 4) here" in refused("fork", "cart", "model.hidden=[32]")
     output = refused("eval", "cart", "env.id=Acrobot-v1", "--out", "elsewhere")
     assert "(4,)" in output and "(6,)" in output
