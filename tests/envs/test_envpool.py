@@ -23,7 +23,7 @@ from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.evaluation.rollouts import require_recordable
+from tiltyard.evaluation.evaluator import require_recordable
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 from tiltyard.types import EnvSpec
@@ -322,7 +322,7 @@ def test_videos_show_what_envpool_draws_if_it_can() -> None:
     for name in ("FrozenLake-v1", "Ant-v5"):
         env = Env(id=f"envpool:{name}")
         assert not can_render(env, make_env(env, BASE, render=True), BASE)
-        with pytest.raises(UseError, match=f"env envpool:{name} cannot be filmed"):
+        with pytest.raises(UseError, match=f"env envpool:{name} cannot be recorded"):
             require_recordable(spec_from_json(examine(env, BASE, False)), env)
 
 

@@ -1,5 +1,6 @@
 """Envs with several agents as rows: which act when, observations, ends, limits, masks, restoring, and errors."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import DivergedError, EnvError, UseError
 from tiltyard.evaluation.actors import scripted_actor
-from tiltyard.evaluation.rollouts import play
+from tiltyard.evaluation.rollouts import EpisodeSet, play_episodes
 from tiltyard.testing import check_env
 from tiltyard.types import EnvSpec, Step
 
@@ -221,9 +222,9 @@ class Knowing:
 def test_evaluations_play_whole_episodes_of_all_agents(tmp_path: Path) -> None:
     env = Env(id="visitors", options=PAUSES)
     spec, kept = probed(env), []
-    begin = scripted_actor(f"{__name__}:Knowing", spec, BASE)
-    common: dict[str, Any] = {"base": BASE, "previous": False, "episodes": range(5), "slots": 2, "seed": 1}
-    played = play(begin, env, spec, **common, keep=lambda index, episode: kept.append((index, episode)))
+    actor = scripted_actor(f"{__name__}:Knowing", spec, BASE)
+    wanted = EpisodeSet(env, spec, BASE, previous=False, episodes=range(5), envs=2, seed=1)
+    played = play_episodes(actor, wanted, keep=lambda index, episode: kept.append((index, episode)))
     assert [one.index for one in played] == [0, 1, 2, 3, 4]
     assert all((one.total, one.length, one.metrics["host_return"]) == (3.5, 6, 6.0) for one in played)
     for index in range(5):
@@ -237,14 +238,15 @@ def test_evaluations_play_whole_episodes_of_all_agents(tmp_path: Path) -> None:
         ]
         assert {e.seed for e in own} == {played[index].seed}
         assert all(len(e.obs["obs"]) == len(e.action) + 1 for e in own)
-    steps = play(begin, env, spec, **{**common, "episodes": range(100)}, steps=20)
+    steps = play_episodes(actor, replace(wanted, episodes=range(100), steps=20))
     assert len(steps) == 2, "two episodes begun at once have 28 decisions"
 
 
 def test_random_agents_act_independently() -> None:
     env = Env(id="pennies")
     spec = probed(env)
-    played = play(scripted_actor("random", spec, BASE), env, spec, base=BASE, previous=False, episodes=range(40), slots=4, seed=0)  # fmt: skip
+    wanted = EpisodeSet(env, spec, BASE, previous=False, episodes=range(40), envs=4, seed=0)
+    played = play_episodes(scripted_actor("random", spec, BASE), wanted)
     assert {one.metrics["even_heads"] == one.metrics["odd_heads"] for one in played} == {True, False}
     assert all(one.metrics["even_return"] == -one.metrics["odd_return"] for one in played)
 

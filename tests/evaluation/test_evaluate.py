@@ -151,7 +151,7 @@ def test_an_env_that_cannot_draw_is_filmed_by_its_image_or_refused(tiltyard: Com
     assert len(frames_of(Path(found["files"]["video"]))) == 11  # type: ignore[index]
     assert (found["low"], found["high"]) == (None, None)
     product.train({**TRAIN, "env": "identity"}, live=False)
-    assert "cannot be filmed" in tiltyard("eval", "last", "--video", expect=2).stderr
+    assert "cannot be recorded" in tiltyard("eval", "last", "--video", expect=2).stderr
     assert not list(find("last", runs).folder.glob("videos/*"))
 
 
@@ -364,7 +364,7 @@ def test_a_film_that_fails_in_a_worker_is_told_too(trained: Run, tmp_path: Path)
 
 
 def test_a_training_that_cannot_be_filmed_is_refused(tiltyard: Command, runs: Path) -> None:
-    assert "cannot be filmed" in tiltyard("train", "identity", "eval.video=true", expect=2).stderr
+    assert "cannot be recorded" in tiltyard("train", "identity", "eval.video=true", expect=2).stderr
     assert not runs.exists()
 
 

@@ -84,8 +84,8 @@ def test_changing_seats_changes_nothing_but_the_seats(coin: str, able: str) -> N
 def test_what_cannot_be_played_is_refused(tiltyard: Command, coin: str) -> None:
     other = product.train({**TRAIN, "env": "identity", "name": "other"}, live=False)
     steps = list_checkpoints(other)[-1].env_steps
-    assert "two or more policies" in tiltyard("match", coin, expect=2).stderr
-    assert "each named once" in tiltyard("match", coin, coin, expect=2).stderr
+    assert "two or more different policies" in tiltyard("match", coin, expect=2).stderr
+    assert "two or more different policies" in tiltyard("match", coin, coin, expect=2).stderr
     assert "there is no run 'nobody'" in tiltyard("match", coin, "nobody", expect=2).stderr
     assert f"{other.id}: the policy was trained with observations" in tiltyard("match", coin, other.id, expect=2).stderr
     assert "env identity has one agent" in tiltyard("match", other.id, f"{other.id}@{steps}", expect=2).stderr

@@ -90,7 +90,7 @@ def test_numbers_of_any_range_become_bytes(numbers, expected):
 
 @pytest.mark.parametrize("bad", [np.zeros(4), np.zeros((0, 4)), np.zeros((2, 2), object), np.zeros((2,) * 5)])
 def test_what_is_no_picture_is_refused(bad):
-    with pytest.raises(TiltyardError, match="is no picture"):
+    with pytest.raises(TiltyardError, match="is not an image"):
         to_rgb(bad)
 
 

@@ -1,1 +1,1 @@
-"""Measuring a policy: play.py plays whole episodes, numbers.py sums them up, measure.py is what others call."""
+"""Evaluation of policies: whole episodes, their statistics, videos and tournaments."""

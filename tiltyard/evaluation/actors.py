@@ -1,10 +1,10 @@
-"""Who acts in an evaluation: the trained policy, or a policy written by hand, `random` being the built-in one.
+"""Actors of an evaluation: the trained policy or a scripted one, such as the built-in `random`.
 
-A policy of the user's (`eval --policy file.py:Name`) is a class built as `Name(spec)` with two methods:
+A scripted policy (`eval --policy file.py:Name`) is a class, built as `Name(spec)`, with two methods:
 
-    reset(seed)              an episode begins; its seed (other agents of the same env get seeds made from it)
-    act(obs, mask) -> action what the env's own `step` takes; obs is the array, or {name: array} if there are several;
-                             mask tells the allowed options of categorical actions, None where the env has none
+    reset(seed)              an episode starts; its seed (each further agent of the env has a seed derived from it)
+    act(obs, mask) -> action for the env's `step`; obs is an array, or {name: array} if there are several;
+                             mask has the allowed options of categorical actions, or is None
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from tiltyard.types import Array, Arrays, EnvSpec
 BUILTIN_POLICIES = {"random": "tiltyard.evaluation.actors:RandomPolicy"}
 
 Choose = Callable[[Arrays, Array, Array | None], Array]
-Begin = Callable[[EnvGroup], Choose]
+"""(obs, first, mask) -> action, for all rows"""
+MakeActor = Callable[[EnvGroup], Choose]
 
 
 class ScriptedPolicy(Protocol):
+    """A policy written by a user."""
+
     def reset(self, seed: int) -> None: ...
     def act(self, obs: Any, mask: Array | None) -> Any: ...
 
 
 class RandomPolicy:
-    """The baseline: every allowed action is equally likely. The same draws for the same episode, whoever plays it."""
+    """The baseline: all allowed actions are equally likely. The same episode always gets the same actions."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._action, self._codec = spec.action, ActionCodec(spec.action)
@@ -49,8 +52,8 @@ class RandomPolicy:
         return self._codec.decode(random_action(self._action, self._rng, mask))
 
 
-def trained_actor(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> Begin:
-    """Acts as the policy does, or as several do; the memory of all slots is kept between calls."""
+def trained_actor(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) -> MakeActor:
+    """Act with a trained net or several; recurrent states are kept between calls."""
     generator = torch.Generator().manual_seed(seed)
 
     def begin(group: EnvGroup) -> Choose:
@@ -69,25 +72,25 @@ def trained_actor(net: PolicyNet | MultiPolicyActor, greedy: bool, seed: int) ->
     return begin
 
 
-def scripted_actor(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
-    """Acts as the class named by `text` does, one object per slot."""
+def scripted_actor(text: str, spec: EnvSpec, base: Sequence[Path]) -> MakeActor:
+    """Act with the class named by `text`, one object per row."""
     maker = resolve.load(resolve.parse(text, BUILTIN_POLICIES, resolve.CONVENTIONAL["policy"], base))
 
     def begin(group: EnvGroup) -> Choose:
-        hands: list[ScriptedPolicy] = [_blaming(text, lambda: maker(spec)) for _ in range(group.rows)]
+        scripted: list[ScriptedPolicy] = [_call(text, lambda: maker(spec)) for _ in range(group.rows)]
 
         def choose(obs: Arrays, first: Array, mask: Array | None) -> Array:
             rows = []
-            for row, hand in enumerate(hands):
-                if not group.acting[row]:  # an agent that is not there
+            for row, policy in enumerate(scripted):
+                if not group.acting[row]:  # the agent is not in the env now
                     rows.append(np.zeros(spec.action.columns, np.float32))
                     continue
                 if first[row]:
-                    _blaming(text, lambda: hand.reset(_seed(group, row)))  # noqa: B023 - called at once
+                    _call(text, lambda: policy.reset(_seed(group, row)))  # noqa: B023 - called at once
                 seen = {name: array[row].copy() for name, array in obs.items()}
                 allowed = None if mask is None else mask[row].copy()
                 view = seen["obs"] if list(seen) == ["obs"] else seen
-                rows.append(_blaming(text, lambda: group.codec.encode(hand.act(view, allowed))))  # noqa: B023
+                rows.append(_call(text, lambda: group.codec.encode(policy.act(view, allowed))))  # noqa: B023
             return np.stack(rows)
 
         return choose
@@ -96,14 +99,14 @@ def scripted_actor(text: str, spec: EnvSpec, base: Sequence[Path]) -> Begin:
 
 
 def _seed(group: EnvGroup, row: int) -> int:
-    """What a row's policy may draw from: the episode's seed, and for a second agent of the same env another."""
+    """The episode's seed; for further agents of the same env a seed derived from it."""
     place = row % group.agents
     seed = group.stats.seeds[row]
     return episode_seed(seed, "agent", place, 0) if place else seed
 
 
-def _blaming(text: str, action: Callable[[], Any]) -> Any:
-    """Whatever a policy of the user's raises is told as its own."""
+def _call(text: str, action: Callable[[], Any]) -> Any:
+    """Call a user's policy; its errors name it."""
     try:
         return action()
     except KeyboardInterrupt:
@@ -111,6 +114,6 @@ def _blaming(text: str, action: Callable[[], Any]) -> Any:
     except BaseException as error:
         raise TiltyardError(
             f"policy {text} {raised(error)}",
-            "it is built with the env's spec and needs reset(seed) and act(obs, mask)",
+            "a policy is built with the env's spec and needs reset(seed) and act(obs, mask)",
             resolve.user_traceback(error),
         ) from error

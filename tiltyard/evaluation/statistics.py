@@ -1,4 +1,4 @@
-"""From episodes to numbers: the mean, its 95 % interval, and the files they are written to."""
+"""Statistics of an evaluation: the mean return, its 95 % interval, and their files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tiltyard.types import Evaluation
 
 
 def summarise(played: Sequence[EpisodeResult], greedy: bool, seconds: float) -> Evaluation:
-    """Mean return with a 95 % interval by Student's t over episodes."""
+    """Mean return with its 95 % interval, by Student's t over episodes."""
     if not played:
-        raise TiltyardError("the evaluation finished no episode", "give more --episodes or --steps")
+        raise TiltyardError("no episode of the evaluation finished", "give more --episodes or --steps")
     returns = [one.total for one in played]
     mean = fmean(returns)
     half = student_t(len(returns) - 1) * stdev(returns) / math.sqrt(len(returns)) if len(returns) > 1 else math.inf
@@ -41,7 +41,7 @@ def summarise(played: Sequence[EpisodeResult], greedy: bool, seconds: float) -> 
 
 
 def student_t(freedom: int, level: float = 0.975) -> float:
-    """Quantile of Student's t, by its series in 1/freedom (Abramowitz & Stegun 26.7.5), exact for 1 and 2 degrees."""
+    """Quantile of Student's t: series in 1/freedom (Abramowitz & Stegun 26.7.5), exact for 1 and 2 degrees."""
     if freedom == 1:
         return math.tan(math.pi * (level - 0.5))
     if freedom == 2:
@@ -57,7 +57,7 @@ def student_t(freedom: int, level: float = 0.975) -> float:
 
 
 def as_json(result: Evaluation) -> dict[str, Any]:
-    """The evaluation as plain data; an interval that one episode cannot give is null."""
+    """The evaluation as plain data; without an interval (one episode) low and high are null."""
     data = asdict(result)
     for name in ("low", "high"):
         data[name] = data[name] if math.isfinite(data[name]) else None
@@ -65,7 +65,7 @@ def as_json(result: Evaluation) -> dict[str, Any]:
 
 
 def write_files(result: Evaluation, facts: dict[str, Any], stem: Path) -> tuple[Path, Path]:
-    """STEM.csv has a line per episode, STEM.json the whole; both appear complete or not at all."""
+    """Write STEM.csv with a line per episode and STEM.json with everything, both atomically."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     table, whole = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
     rows = zip(result.seeds, result.returns, result.lengths, strict=True)

@@ -1,9 +1,9 @@
-"""Policies against each other in an env with several agents: every pair in both seatings, and ratings from who won.
+"""Tournaments of policies in an env with several agents: every pair plays in both seatings, wins become Elo ratings.
 
-    A B C  ──>  A-B  B-A  A-C  C-A  B-C  C-B     the same episodes each, by their seeds  ──>  wins  ──>  Elo
+    A B C  ──>  A-B  B-A  A-C  C-A  B-C  C-B     the same seeds each  ──>  wins  ──>  Elo
 
-Of a pair, one plays the first agent of the env, the third and so on, the other the rest; then they change seats. An
-episode is won by whose agents have the higher mean return. How it is played is play.py's, as in every evaluation.
+In a pair one policy plays the first, third, ... agent of the env, the other the rest; then they change seats. The
+policy whose agents have the higher mean return wins the episode.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.actors import trained_actor
-from tiltyard.evaluation.evaluate import evaluation_env
-from tiltyard.evaluation.rollouts import EpisodeResult, play
+from tiltyard.evaluation.rollouts import EpisodeResult, episode_set, play_episodes
 from tiltyard.models.policy import Policy, load_policy
 from tiltyard.run.folder import run_of
 from tiltyard.types import EnvSpec
 
-ONE, OTHER = "one", "other"  # what the two of a pair are called while they play
-MIDDLE, SCALE = 1500.0, 400.0  # of Elo's ratings: their mean, and how much is ten to one
+ONE, OTHER = "one", "other"  # names of the two policies of a pair
+MIDDLE, SCALE = 1500.0, 400.0  # of Elo ratings: their mean, and the difference for odds of ten to one
 RESAMPLES = 1000
 _ROUNDS, _CLOSE = 1_000, 1e-9
 
@@ -49,14 +48,14 @@ class Bout:
     draws: int
     losses: int
     returns: tuple[float, float]
-    """mean of each of the two"""
+    """mean return of each"""
     seats: dict[str, float]
     """mean return of each agent of the env"""
 
 
 @dataclass(frozen=True)
 class Rating:
-    """How strong a policy is beside the others: ten to one is 400 more. Low and high are of a 95 % interval."""
+    """Elo rating of a policy with its 95 % interval; 400 more are odds of ten to one."""
 
     policy: str
     elo: float
@@ -69,7 +68,7 @@ class Rating:
 
 @dataclass(frozen=True)
 class Table:
-    """All bouts and what follows from them, the strongest first."""
+    """All bouts, and the ratings, strongest first."""
 
     env: str
     episodes: int
@@ -87,17 +86,17 @@ def match(
     greedy: bool | None = None,
     trust_code: bool = False,
 ) -> Table:
-    """Play every pair of policies, in both seatings, so many episodes each, in the env of the first one's run.
+    """Play every pair of policies in both seatings, `episodes` each, in the env of the first policy's run.
 
-    A source is a run (RUN, RUN@STEP, RUN@best) or a checkpoint's folder, with :NAME for another than its first policy.
+    A source is a run (RUN, RUN@STEP, RUN@best) or a checkpoint folder, with :NAME for a policy other than the first.
     """
     if len(sources) < 2 or len(set(sources)) < len(sources):
-        raise UseError("a match is of two or more policies, each named once", "tiltyard match RUN@best OTHER-RUN")
+        raise UseError("a match needs two or more different policies", "tiltyard match RUN@best OTHER-RUN")
     torch.set_num_threads(1)
     policies, experiment, base = _contenders(sources, trust_code)
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
     if len(spec.agents) < 2:
-        raise UseError(f"env {experiment.env.id} has one agent, and a match needs two", "compare with `tiltyard eval`")
+        raise UseError(f"env {experiment.env.id} has one agent, but a match needs two", "compare with `tiltyard eval`")
     for source, policy in policies.items():
         _require_same(source, policy, spec)
     seed = experiment.eval.seed if seed is None else seed
@@ -116,7 +115,7 @@ def _pairs(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _contenders(sources: Sequence[str], trust_code: bool) -> tuple[dict[str, Policy], Experiment, Sequence[Path]]:
-    """The policies by what they were named, and the experiment of the first with where its plug-ins are."""
+    """The policies by source, the experiment of the first, and the folders of its plug-ins."""
     policies = {}
     for text in sources:
         named, _, name = text.partition(":")
@@ -132,7 +131,7 @@ def _require_same(source: str, policy: Policy, spec: EnvSpec) -> None:
     try:
         policy.require_same(spec)
     except UseError as error:
-        raise UseError(f"{source}: {error.message}", "a match is of policies for the same env") from error
+        raise UseError(f"{source}: {error.message}", "all policies of a match need the same env") from error
 
 
 # ------------------------------------------------------------------------------------------------ playing
@@ -153,16 +152,10 @@ def _played(
     )
     players = MultiPolicyActor({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
     with Generators(seed).active():
-        return play(
+        return play_episodes(
             trained_actor(players, greedy, seed),
-            evaluation_env(experiment.env, spec, experiment.eval.time_limit),
-            spec,
-            base=base,
-            previous=experiment.model.previous,
-            episodes=range(episodes),
-            slots=experiment.eval.envs,
-            seed=seed,
-            players=players,
+            episode_set(experiment, spec, base, range(episodes), seed),
+            policies=players,
         )
 
 
@@ -170,7 +163,7 @@ def _bout(one: str, other: str, played: Sequence[EpisodeResult], spec: EnvSpec) 
     names = [f"policy/{name}/return" for name in (ONE, OTHER)]
     both = [[each.metrics[name] for name in names] for each in played if all(name in each.metrics for name in names)]
     if not both:
-        raise TiltyardError(f"in no episode did agents of both {one} and {other} take part", "give more --episodes")
+        raise TiltyardError(f"no episode had agents of both {one} and {other}", "increase --episodes")
     wins, losses = sum(a > b for a, b in both), sum(a < b for a, b in both)
     own = {
         agent: [each.metrics[f"{agent}_return"] for each in played if f"{agent}_return" in each.metrics]
@@ -185,40 +178,45 @@ def _bout(one: str, other: str, played: Sequence[EpisodeResult], spec: EnvSpec) 
 
 
 def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[Rating]:
-    """Elo's by maximum likelihood (Bradley and Terry), with intervals from shares of wins, draws and losses that may be
-    behind the bouts (Dirichlet, one episode of nobody's beforehand), the strongest first.
+    """Elo ratings by maximum likelihood (Bradley and Terry), strongest first.
 
-    Each pair has one more draw than it played: without, who never lost would be infinitely strong.
+    Intervals resample the shares of wins, draws and losses (Dirichlet, with a prior of one episode). Each pair gets one
+    extra draw: otherwise a policy that never lost would be infinitely strong.
     """
     places = {name: place for place, name in enumerate(policies)}
     rng = np.random.default_rng(seed)
     counts = [np.array([bout.wins, bout.draws, bout.losses]) for bout in bouts]
-    score = np.zeros((RESAMPLES + 1, len(policies), len(policies)))  # won by [row] against [column]; first as it was
+    score = np.zeros(
+        (RESAMPLES + 1, len(policies), len(policies))
+    )  # wins of [row] against [column]; index 0: as played
     for bout, count in zip(bouts, counts, strict=True):
-        again = rng.dirichlet(count + 1 / 3, RESAMPLES) * count.sum()
-        wins, draws, losses = np.concatenate([count[None], again]).T
+        resampled = rng.dirichlet(count + 1 / 3, RESAMPLES) * count.sum()
+        wins, draws, losses = np.concatenate([count[None], resampled]).T
         score[:, places[bout.one], places[bout.other]] += wins + draws / 2
         score[:, places[bout.other], places[bout.one]] += losses + draws / 2
     score += 0.5 * (score + score.swapaxes(1, 2) > 0)
     elo = _strengths(score)
     low, high = np.percentile(elo[1:], [2.5, 97.5], axis=0)
-    low, high = np.minimum(low, elo[0]), np.maximum(high, elo[0])  # who won everything is at the end of what may be
+    low, high = (
+        np.minimum(low, elo[0]),
+        np.maximum(high, elo[0]),
+    )  # a policy that won everything lies at the end of its interval
     found = []
     for name, place in places.items():
-        won, drawn, lost = _tally(name, bouts)
+        won, drawn, lost = _totals(name, bouts)
         found.append(Rating(name, float(elo[0, place]), float(low[place]), float(high[place]), won, drawn, lost))
     return sorted(found, key=lambda each: -each.elo)
 
 
 def _strengths(score: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[R, N] ratings from [R, N, N] scores: the most likely ones, by Newton's method with steps of limited length."""
+    """The most likely ratings [R, N] of scores [R, N, N], by Newton's method with limited steps."""
     games, won = score + score.swapaxes(1, 2), score.sum(2)
-    strength = np.zeros(won.shape)  # as logarithms, whose mean is 0
+    strength = np.zeros(won.shape)  # log strengths, mean 0
     for _ in range(_ROUNDS):
         chance = 1 / (1 + np.exp(strength[:, None, :] - strength[:, :, None]))
         missing = won - (games * chance).sum(2)
         bend = games * chance * chance.swapaxes(1, 2)
-        curvature = bend.sum(2)[:, :, None] * np.eye(won.shape[1]) - bend + 1  # and 1: the mean stays where it is
+        curvature = bend.sum(2)[:, :, None] * np.eye(won.shape[1]) - bend + 1  # + 1 keeps the mean
         step = np.linalg.solve(curvature, missing[:, :, None])[:, :, 0]
         longest = np.abs(step).max(1, keepdims=True)
         strength += step / np.maximum(1, longest)
@@ -227,7 +225,7 @@ def _strengths(score: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray(MIDDLE + SCALE / np.log(10) * strength)
 
 
-def _tally(name: str, bouts: Sequence[Bout]) -> tuple[int, int, int]:
+def _totals(name: str, bouts: Sequence[Bout]) -> tuple[int, int, int]:
     own = [(bout.wins, bout.draws, bout.losses) for bout in bouts if bout.one == name]
     own += [(bout.losses, bout.draws, bout.wins) for bout in bouts if bout.other == name]
     won, drawn, lost = zip(*own, strict=True)

@@ -1,11 +1,11 @@
-"""Frames to films: whatever an env draws or observes becomes RGB, and RGB becomes an mp4 that plays everywhere.
+"""Videos: frames of any kind become RGB, and RGB becomes an mp4 that plays everywhere. No display is needed.
 
-No display is needed. ffmpeg comes with imageio-ffmpeg and is fed through a pipe; the film appears under its own name
-only when it is complete. What an array is taken for:
+ffmpeg comes with imageio-ffmpeg and reads frames from a pipe. The file gets its name when it is complete. How an array
+is read:
 
     [H, W]  grey or depth          [H, W, 3], [3, H, W]  RGB           uint8, bool       as they are
     [H, W, 1], [1, H, W]  grey     [H, W, 4] with constant alpha RGBA  0..1 or 0..255    floats and integers, scaled
-    [n, H, W, C]  the last         other channels: a stack, the last   anything else     stretched from low to high
+    [n, H, W, C]  the last         other channels: the last of a stack anything else     scaled from low to high
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tiltyard.errors import TiltyardError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SHORT_SIDE = 240  # pixels: smaller frames are enlarged by a whole factor so that players show more than a stamp
-_LONG_SIDE = 4096  # pixels: what hardware decoders take
+_SHORT_SIDE = 240  # pixels: smaller frames are enlarged by a whole factor
+_LONG_SIDE = 4096  # pixels: the limit of hardware decoders
 
 
 def value_range(frame: NDArray[Any]) -> tuple[float, float]:
-    """The smallest and largest finite number of a frame; (0, 0) when there is none."""
+    """The smallest and largest finite number of a frame; (0, 0) if there is none."""
     if frame.dtype == np.bool_ or frame.size == 0:
         return 0.0, float(frame.dtype == np.bool_)
     finite = frame[np.isfinite(frame)] if frame.dtype.kind == "f" else frame
@@ -39,19 +39,19 @@ def value_range(frame: NDArray[Any]) -> tuple[float, float]:
 
 
 def to_rgb(frame: NDArray[Any], seen: tuple[float, float] | None = None) -> NDArray[np.uint8]:
-    """uint8 [H, W, 3]. `seen` is the range of numbers in the film so far, so that brightness does not jump."""
+    """Convert to uint8 [H, W, 3]. `seen` is the value range of the video so far, for a steady brightness."""
     pixels = np.asarray(frame)
     if pixels.dtype.kind not in "buif" or pixels.size == 0 or not 2 <= pixels.ndim <= 4:
         raise TiltyardError(
-            f"an array of shape {list(pixels.shape)} and dtype {pixels.dtype} is no picture",
-            "pictures are numbers of shape [H, W], [H, W, channels] or [channels, H, W]",
+            f"an array of shape {list(pixels.shape)} and dtype {pixels.dtype} is not an image",
+            "images are numbers of shape [H, W], [H, W, channels] or [channels, H, W]",
         )
     if pixels.ndim == 4:
         pixels = pixels[-1]
     if pixels.dtype != np.uint8:
         pixels = _to_bytes(pixels, value_range(pixels) if seen is None else seen)
     if pixels.ndim == 3:
-        pixels = _last_picture(pixels)
+        pixels = _last_image(pixels)
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[:, :, None], 3, axis=2)
     return np.ascontiguousarray(pixels)
@@ -64,14 +64,14 @@ def _to_bytes(pixels: NDArray[Any], seen: tuple[float, float]) -> NDArray[np.uin
         low, high = 0.0, 1.0
     elif low >= 0 and high <= 255:
         low, high = 0.0, 255.0
-    # Depth is infinite where there is nothing: the far end. NaN is black.
+    # Infinite depth is the far end; NaN is black.
     numbers = np.nan_to_num(numbers, nan=low, posinf=high, neginf=low)
     scaled = (numbers - low) * (255.0 / ((high - low) or 1.0))
     return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
 
 
-def _last_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[H, W] or [H, W, 3] of a picture with channels, which are the shorter of first and last axis."""
+def _last_image(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[H, W] or [H, W, 3] of an image whose channels are the shorter of first and last axis."""
     if pixels.shape[2] not in (1, 3, 4) and pixels.shape[0] < pixels.shape[2]:
         pixels = np.moveaxis(pixels, 0, 2)
     channels = pixels.shape[2]
@@ -84,18 +84,18 @@ def _last_picture(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return pixels[:, :, -3:] if channels % 3 == 0 else pixels[:, :, -1]
 
 
-def _fit(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Small pictures enlarged, odd sides repeated by one: H.264 with 4:2:0 colour needs even ones."""
-    height, width = picture.shape[:2]
+def _fit(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Enlarge small images and pad odd sides: H.264 with 4:2:0 colour needs even ones."""
+    height, width = image.shape[:2]
     factor = max(1, min(-(-_SHORT_SIDE // min(height, width)), _LONG_SIDE // max(height, width)))
     if factor > 1:
-        picture = picture.repeat(factor, axis=0).repeat(factor, axis=1)
-    height, width = picture.shape[:2]
-    return np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+        image = image.repeat(factor, axis=0).repeat(factor, axis=1)
+    height, width = image.shape[:2]
+    return np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
 
 class VideoWriter:
-    """An mp4 in the making. As a context it is completed on leaving and discarded on an exception."""
+    """Writes an mp4. As a context manager it completes the file, or discards it on an exception."""
 
     def __init__(self, path: Path | str, fps: float = 30.0) -> None:
         self.path = Path(path)
@@ -106,38 +106,38 @@ class VideoWriter:
         self._seen: tuple[float, float] | None = None
         self._ffmpeg: subprocess.Popen[bytes] | None = None
         try:
-            self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
         except OSError as error:
             raise TiltyardError(f"{self.path} could not be written: {error.strerror}", "free some space") from None
 
     def add(self, frame: NDArray[Any]) -> None:
-        """One more frame, of any kind that `to_rgb` takes; all frames of a film have one size."""
+        """Add a frame that `to_rgb` can convert; all frames must have one size."""
         frame = np.asarray(frame)
         if frame.dtype.kind in "buif" and frame.dtype != np.uint8:
             low, high = value_range(frame)
             self._seen = (low, high) if self._seen is None else (min(low, self._seen[0]), max(high, self._seen[1]))
-        picture = _fit(to_rgb(frame, self._seen))
+        image = _fit(to_rgb(frame, self._seen))
         if self._ffmpeg is None:
-            self._size = picture.shape[:2]
+            self._size = image.shape[:2]
             self._ffmpeg = self._start(self._size)
-        if picture.shape[:2] != self._size:
+        if image.shape[:2] != self._size:
             raise TiltyardError(
-                f"{self.path.name}: frame {self.frames} is {picture.shape[1]} x {picture.shape[0]} pixels, "
+                f"{self.path.name}: frame {self.frames} is {image.shape[1]} x {image.shape[0]} pixels, "
                 f"the first was {self._size[1]} x {self._size[0]}",
-                "an env must draw every frame of an episode in one size",
+                "render every frame of an episode in one size",
             )
         assert self._ffmpeg.stdin is not None
         try:
-            self._ffmpeg.stdin.write(picture.tobytes())
+            self._ffmpeg.stdin.write(image.tobytes())
         except OSError:
             raise self._failure() from None
         self.frames += 1
 
     def close(self) -> Path:
-        """Complete the film and give it its name."""
+        """Complete the video and rename it to its path."""
         if self._ffmpeg is None:
-            self._complaints.close()
-            raise TiltyardError(f"{self.path} was not written: there is no frame to show", "the env drew nothing")
+            self._stderr.close()
+            raise TiltyardError(f"{self.path} was not written: there are no frames", "the env rendered nothing")
         assert self._ffmpeg.stdin is not None
         try:
             self._ffmpeg.stdin.close()
@@ -145,7 +145,7 @@ class VideoWriter:
             raise self._failure() from None
         if self._ffmpeg.wait() != 0:
             raise self._failure()
-        self._complaints.close()
+        self._stderr.close()
         try:
             self._part.replace(self.path)
         except OSError as error:
@@ -155,15 +155,15 @@ class VideoWriter:
         return self.path
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Stop ffmpeg and remove the incomplete file."""
         if self._ffmpeg is not None:
             self._ffmpeg.kill()
             self._ffmpeg.wait()
             assert self._ffmpeg.stdin is not None
-            with suppress(OSError):  # the pipe's buffer has no reader any more
+            with suppress(OSError):  # the pipe's reader is gone
                 self._ffmpeg.stdin.close()
-        self._complaints.close()
-        with suppress(OSError):  # what could not be made need not go away
+        self._stderr.close()
+        with suppress(OSError):  # it may never have been created
             self._part.unlink()
 
     def __enter__(self) -> VideoWriter:
@@ -184,25 +184,25 @@ class VideoWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TiltyardError(
-                f"no video can be written to {self.path}: {error.strerror}", "choose another place"
+                f"no video can be written to {self.path}: {error.strerror}", "choose another folder"
             ) from None
         try:
             program = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError:
             raise TiltyardError(
-                f"{self.path} could not be written: there is no ffmpeg",
+                f"{self.path} could not be written: ffmpeg was not found",
                 "pip install --force-reinstall imageio-ffmpeg, or set IMAGEIO_FFMPEG_EXE",
             ) from None
         source = f"-f rawvideo -pix_fmt rgb24 -s {size[1]}x{size[0]} -r {self.fps:g} -i pipe:0"
-        film = "-an -c:v libx264 -preset fast -crf 20 -pix_fmt yuv420p -threads 2 -movflags +faststart"
-        command = [program, "-y", "-loglevel", "error", *source.split(), *film.split(), str(self._part)]
-        # Requests to stop are for the process that trains, though they may come to the whole group: blocked here, they
-        # stay blocked in the child.
+        output = "-an -c:v libx264 -preset fast -crf 20 -pix_fmt yuv420p -threads 2 -movflags +faststart"
+        command = [program, "-y", "-loglevel", "error", *source.split(), *output.split(), str(self._part)]
+        # Stop signals may reach the whole process group, but only the training process handles them: blocked here,
+        # they stay blocked in the child.
         before = signal.pthread_sigmask(
             signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP}
         )
         try:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._complaints)
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._stderr)
         except OSError as error:
             raise TiltyardError(
                 f"{self.path} could not be written: {program}: {error.strerror}", "is IMAGEIO_FFMPEG_EXE an ffmpeg?"
@@ -211,11 +211,13 @@ class VideoWriter:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _failure(self) -> TiltyardError:
-        """What ffmpeg said, after cleaning up."""
+        """The error with ffmpeg's last message, after cleaning up."""
         assert self._ffmpeg is not None
         self._ffmpeg.wait()
-        self._complaints.seek(0)
-        said = self._complaints.read().decode("utf-8", "replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         self.discard()
-        reason = said[-1] if said else f"ffmpeg ended with code {self._ffmpeg.returncode}"
-        return TiltyardError(f"{self.path} could not be written: {reason}", "is the disk full or the folder read-only?")
+        reason = lines[-1] if lines else f"ffmpeg exited with code {self._ffmpeg.returncode}"
+        return TiltyardError(
+            f"{self.path} could not be written: {reason}", "check free space and permissions of the folder"
+        )

@@ -20,7 +20,8 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.evaluate import Evaluator
+from tiltyard.evaluation.evaluator import Evaluator
+from tiltyard.evaluation.recording import VideoTarget
 from tiltyard.evaluation.rollouts import Cancelled
 from tiltyard.models.policy import saved_policies
 from tiltyard.run import atomic, checkpoint, metrics
@@ -208,14 +209,15 @@ def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float
     A video that cannot be made is only a warning.
     """
     run, state, env_steps = attempt.run, attempt.state, attempt.progress.env_steps
-    video = run.folder / "videos" / f"{env_steps:012d}.mp4" if attempt.experiment.eval.video else None
 
     def no_video(error: TiltyardError) -> None:
         attempt.log("warning", f"no video of the evaluation at env step {env_steps:,}: {error.message}")
 
+    target = VideoTarget(run.folder / "videos" / f"{env_steps:012d}.mp4", no_video)
+    video = target if attempt.experiment.eval.video else None
     try:
         weights = {name: attempt.engine.snapshot(name).weights for name in attempt.experiment.learning}
-        result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, no_video, cancelled)
+        result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, cancelled)
     except Cancelled:
         return None
     state.evaluated_at = env_steps

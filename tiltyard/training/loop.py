@@ -18,8 +18,7 @@ from typing import Literal
 from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watchdog
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, UseError
-from tiltyard.evaluation.evaluate import Evaluator
-from tiltyard.evaluation.rollouts import can_record
+from tiltyard.evaluation.evaluator import Evaluator, can_record
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock

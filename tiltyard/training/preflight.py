@@ -28,7 +28,7 @@ from tiltyard.engines.policies.frozen import freeze
 from tiltyard.engines.preflight import check_engine, check_platform, has_workers
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
-from tiltyard.evaluation.rollouts import require_recordable
+from tiltyard.evaluation.evaluator import require_recordable
 from tiltyard.plugins.resolve import short
 from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
 from tiltyard.processes import fork_server
