@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from tiltyard.config import reference
-from tiltyard.run import metrics
+from tiltyard.run import metric_names
 
 DOCS = Path(__file__).parent
 HERE = DOCS / "reference"
@@ -43,7 +43,7 @@ def pages() -> dict[Path, str]:
     return {
         HERE / "settings.md": reference.reference_page(),
         HERE / "plans.md": PLANS + reference.plan_page(),
-        HERE / "metrics.md": METRICS + metrics.reference_page(),
+        HERE / "metrics.md": METRICS + metric_names.reference_page(),
         **{path: with_floors(path.read_text(encoding="utf-8")) for path in WITH_FLOORS},
     }
 

@@ -20,8 +20,9 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.site import load_site, pick_profile
 from tiltyard.errors import UseError
 from tiltyard.run import checkpoint
+from tiltyard.run.create import Source, create
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run, create
+from tiltyard.run.folder import Run
 from tiltyard.track.screen import Screen
 from tiltyard.training.attempt import AttemptSetup
 from tiltyard.training.loop import Outcome, train_run
@@ -83,18 +84,16 @@ def create_run(checked: CheckedExperiment, *, seed: int | None = None) -> Run:
     """Make the run folder, with another seed if given."""
     loaded, origin = checked.loaded, checked.origin
     experiment = loaded.experiment if seed is None else loaded.experiment.model_copy(update={"seed": seed})
-    run = create(
-        checked.root,
-        experiment,
-        source_text=loaded.source_text,
-        source_name=loaded.source.name if loaded.source else None,
+    source = Source(
         base=loaded.base,
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        text=loaded.source_text,
+        name=loaded.source.name if loaded.source else None,
         parent=origin.lineage() if origin is not None else None,
         copies=checked.copies,
         profile=checked.profile,
-        schedule=checked.schedule,
     )
+    run = create(checked.root, experiment, source, schedule=checked.schedule)
     if origin is not None:
         checkpoint.copy_into(run, origin.checkpoint, score=origin.score)
         message = f"forked from {origin.parent.id} at env step {origin.checkpoint.env_steps:,}"

@@ -16,7 +16,8 @@ import pytest
 from tiltyard.cli import main
 from tiltyard.config.experiment import Experiment
 from tiltyard.run import checkpoint, metrics
-from tiltyard.run.folder import Run, create, find, log_event, write_status
+from tiltyard.run.create import Source, create
+from tiltyard.run.folder import Run, find, log_event, write_status
 from tiltyard.types import Progress
 
 HEAVY = ("torch", "ray", "gymnasium", "numpy")
@@ -47,7 +48,7 @@ def tiltyard(root, tmp_path, monkeypatch, capsys):
 
 
 def make(root, name="toy", **settings):
-    return create(root, Experiment.model_validate({"name": name, "env": {"id": "CartPole-v1"}, **settings}), command=[])
+    return create(root, Experiment.model_validate({"name": name, "env": {"id": "CartPole-v1"}, **settings}))
 
 
 def trained(root, name="toy", **settings):
@@ -395,7 +396,7 @@ def test_diff_and_show_import_no_plug_in_and_notice_changed_ones(root, tiltyard,
     for text in ("raise SystemExit('imported!')\n", "raise SystemExit('imported again!')\n"):
         source.write_text(text)
         wanted = Experiment.model_validate({"name": "toy", "env": {"id": "CartPole-v1"}, "model": {"id": "net.py:Net"}})
-        runs.append(create(root, wanted, base=[tmp_path], command=[]))
+        runs.append(create(root, wanted, Source(base=[tmp_path])))
     rows = json.loads(tiltyard("diff", runs[0].id, runs[1].id, "--json").stdout)
     assert [row["setting"] for row in rows] == ["plugins/net.py"] and rows[0]["left"] != rows[0]["right"]
     assert "CartPole-v1" in tiltyard("show", runs[0].id).stdout

@@ -20,7 +20,7 @@ from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
-from tiltyard.run import metrics
+from tiltyard.run import metric_names, metrics
 from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.types import Arrays
@@ -170,7 +170,7 @@ def test_each_learns_from_its_own_rows_and_from_no_others() -> None:
     assert same(one.snapshot("main").weights, two.snapshot("main").weights)
     assert not same(one.snapshot("rival").weights, two.snapshot("rival").weights)
     assert {name.split("/")[1] for name in told[0]} == {"main", "rival"}
-    assert all(metrics.describe(name) is not None for name in told[0])
+    assert all(metric_names.describe(name) is not None for name in told[0])
     for engine in engines:
         engine.close()
 

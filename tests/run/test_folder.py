@@ -13,7 +13,8 @@ from tests.counts import count
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import folder
-from tiltyard.run.folder import Lock, Run, create, find, list_runs, log_event, read_events, remove, write_status
+from tiltyard.run.create import Source, create
+from tiltyard.run.folder import Lock, Run, find, list_runs, log_event, read_events, remove, write_status
 from tiltyard.run.status import RUN_FOLDER, run_folders
 from tiltyard.types import Progress
 
@@ -28,7 +29,7 @@ def root(tmp_path):
 
 
 def make(root, name="toy", **settings):
-    return create(root, experiment(name, **settings), command=["tiltyard", "train"])
+    return create(root, experiment(name, **settings), Source(command=["tiltyard", "train"]))
 
 
 # ---------------------------------------------------------------------------------------------- making
@@ -37,9 +38,7 @@ def make(root, name="toy", **settings):
 def test_a_new_run_has_everything_and_reads_back(root):
     text = "# mine\nname: toy\nenv: CartPole-v1\n"
     wanted = experiment(tags=["a", "b"], notes="first try", seed=7)
-    run = create(
-        root, wanted, source_text=text, source_name="toy.yaml", base=(), command=["tiltyard", "train", "toy.yaml"]
-    )
+    run = create(root, wanted, Source(text=text, name="toy.yaml", command=["tiltyard", "train", "toy.yaml"]))
     assert RUN_FOLDER.fullmatch(run.folder.name) and run.folder.name.startswith("0001-")
     assert run.id == f"toy/{run.folder.name}" and run.name == "toy" and run.base == (run.folder,)
     assert run.experiment() == wanted
@@ -70,7 +69,7 @@ def test_plug_in_files_are_copied_and_recorded(root, tmp_path):
     (tmp_path / "nets").mkdir()
     (tmp_path / "nets" / "mine.py").write_text("raise SystemExit('never imported by create')\n")
     wanted = experiment(model={"id": "nets/mine.py:Net"})
-    run = create(root, wanted, source_text=None, source_name=None, base=(tmp_path,), command=[])
+    run = create(root, wanted, Source(base=(tmp_path,)))
     assert run.experiment().model.id.startswith("plugins/")
     copies = list((run.folder / "plugins").rglob("mine.py"))
     assert len(copies) == 1 and "never imported" in copies[0].read_text()
@@ -83,10 +82,10 @@ def test_makers_that_race_never_share_a_number(root):
 import sys
 from pathlib import Path
 from tiltyard.config.experiment import Experiment
-from tiltyard.run.folder import create
+from tiltyard.run.create import Source, create
 wanted = Experiment.model_validate({"name": "race", "env": {"id": "CartPole-v1"}})
 for _ in range(int(sys.argv[2])):
-    create(Path(sys.argv[1]), wanted, command=[])
+    create(Path(sys.argv[1]), wanted)
 """
     each = count(50)
     makers = [subprocess.Popen([sys.executable, "-c", code, str(root), str(each)]) for _ in range(3)]
@@ -112,7 +111,7 @@ def test_a_root_that_cannot_be_written_is_one_sentence_and_leaves_nothing(tmp_pa
 def test_a_full_disk_leaves_no_half_run(small_disk):
     (small_disk / "ballast").write_bytes(bytes(500 * 1024))
     with pytest.raises(TiltyardError, match="No space left on device"):
-        create(small_disk, experiment(), source_text="# long\n" * 10_000, source_name="x.yaml", command=[])
+        create(small_disk, experiment(), Source(text="# long\n" * 10_000, name="x.yaml"))
     assert list((small_disk / "toy").iterdir()) == [] and list_runs(small_disk) == []
 
 
@@ -241,7 +240,7 @@ def test_what_is_not_found_or_not_unique_says_so(root, tmp_path):
     one, _ = make(root), make(root, "other")
     with pytest.raises(UseError) as caught:
         find("0001", root)
-    assert "means 2 runs" in caught.value.message and one.id in caught.value.hint
+    assert "matches 2 runs" in caught.value.message and one.id in caught.value.hint
     with pytest.raises(UseError) as caught:
         find(one.id[:-1], root)
     assert one.id in caught.value.hint
@@ -292,7 +291,7 @@ def test_remove_deletes_the_run_and_nothing_else(root, tmp_path):
 
 def test_remove_never_goes_through_links_or_outside(root, tmp_path):
     run = make(root)
-    elsewhere = create(tmp_path / "others", experiment(), command=[])
+    elsewhere = create(tmp_path / "others", experiment())
     (root / "linked").symlink_to(tmp_path / "others" / "toy")
     (root / "toy" / "0009-sly-fox").symlink_to(elsewhere.folder)
     alias = root / "toy" / "0008-sly-owl"
@@ -302,7 +301,7 @@ def test_remove_never_goes_through_links_or_outside(root, tmp_path):
     (stranger / "thesis.tex").write_text("years of work")
     deep = root / "toy" / "deep"
     deep.mkdir()
-    nested = create(deep, experiment(), command=[])
+    nested = create(deep, experiment())
     for victim in (
         elsewhere,
         Run(root / "linked" / elsewhere.folder.name),

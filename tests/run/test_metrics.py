@@ -11,7 +11,7 @@ import pytest
 
 from tests.counts import count
 from tiltyard.errors import TiltyardError
-from tiltyard.run import metrics
+from tiltyard.run import metric_names, metrics
 
 
 def record(steps, **values):
@@ -167,7 +167,7 @@ def test_a_killed_writer_tears_at_most_one_line(tmp_path, child):
     code = """
 import sys
 from pathlib import Path
-from tiltyard.run import metrics
+from tiltyard.run import metric_names, metrics
 path, step = Path(sys.argv[1]), 0
 print("ready", flush=True)
 while True:
@@ -187,10 +187,10 @@ while True:
 
 
 def test_every_name_has_one_meaning():
-    names = [metric.name for metric in metrics.METRICS]
-    assert len(set(names)) == len(names) and all(metric.meaning.endswith(".") for metric in metrics.METRICS)
-    assert metrics.describe("train/return").unit == "reward"
-    assert metrics.describe("episode/health").name == "episode/<name>"
-    assert metrics.describe("my/own") is None
-    page = metrics.reference_page()
+    names = [metric.name for metric in metric_names.METRICS]
+    assert len(set(names)) == len(names) and all(metric.meaning.endswith(".") for metric in metric_names.METRICS)
+    assert metric_names.describe("train/return").unit == "reward"
+    assert metric_names.describe("episode/health").name == "episode/<name>"
+    assert metric_names.describe("my/own") is None
+    page = metric_names.reference_page()
     assert all(f"`{name}`" in page for name in names) and len(page.splitlines()) == len(names) + 2

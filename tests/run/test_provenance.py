@@ -8,7 +8,7 @@ import pytest
 from tests.counts import count
 from tiltyard.config.experiment import Experiment
 from tiltyard.run import provenance
-from tiltyard.run.folder import create
+from tiltyard.run.create import Source, create
 from tiltyard.run.provenance import collect_with_diff
 from tiltyard.run.redact import mask_command, mask_secrets
 
@@ -190,8 +190,7 @@ def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_pa
     run = create(
         tmp_path / "runs",
         Experiment.model_validate({"name": "toy", "env": {"id": "CartPole-v1"}}),
-        base=[repository],
-        command=command,
+        Source(base=[repository], command=command),
     )
     found = {path.name: path.read_text() for path in run.folder.rglob("*") if path.is_file()}
     assert {"provenance.json", "provenance.diff"} <= set(found)

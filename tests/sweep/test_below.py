@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import Command
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
-from tiltyard.run.folder import Run, create, find, list_runs, remove
+from tiltyard.run.create import create
+from tiltyard.run.folder import Run, find, list_runs, remove
 
 EXPERIMENT = Experiment.model_validate({"env": {"id": "CartPole-v1"}, "name": "cartpole"})
 

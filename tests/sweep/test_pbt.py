@@ -29,7 +29,8 @@ from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.load import dump_yaml
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
-from tiltyard.run.folder import Run, create, read_events, write_status
+from tiltyard.run.create import Source, create
+from tiltyard.run.folder import Run, read_events, write_status
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
@@ -141,7 +142,7 @@ CHANGES = SettingsSchedule([(0, {"algo.lr": 0.01}), (80, {"algo.lr": 0.02})])
 
 def _run(schedule: SettingsSchedule | None) -> Run:
     loaded = preflight.load({**EXPERIMENT, "name": "alone"})
-    return create(Path("runs"), loaded.experiment, base=loaded.base, schedule=schedule)
+    return create(Path("runs"), loaded.experiment, Source(base=loaded.base), schedule=schedule)
 
 
 def _curve(run: Run) -> list[tuple[int, float]]:

@@ -11,7 +11,8 @@ from PIL import Image
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
-from tiltyard.run.folder import Run, create
+from tiltyard.run.create import create
+from tiltyard.run.folder import Run
 from tiltyard.track.plot import learning_curve
 
 BLUE, ORANGE = (37, 99, 235), (217, 119, 6)

@@ -10,7 +10,7 @@ import torch
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metric_names, metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -94,7 +94,7 @@ def test_every_recorded_metric_is_in_the_table_and_shares_add_up(runs: Path) -> 
     records = metrics.read(run.metrics_file)
     names = {name for record in records for name in record["metrics"]}
     assert len(names) > 20
-    assert [name for name in names if metrics.describe(name) is None] == []
+    assert [name for name in names if metric_names.describe(name) is None] == []
     for record in records[:-1]:
         shares = [value for name, value in record["metrics"].items() if name.startswith("time/")]
         assert sum(shares) == pytest.approx(1.0, abs=0.02)

@@ -208,7 +208,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
         return f"{MANIFEST} cannot be read ({error})"
     schema = manifest.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        return f"it was made by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})"
+        return f"it was written by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})"
     if manifest.get("sha256") != _own_hash(manifest):
         return f"{MANIFEST} does not match its own checksum"
     match = FOLDER.fullmatch(folder.name)

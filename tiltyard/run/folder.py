@@ -1,22 +1,20 @@
-"""The run folder as a whole: made, found and removed here. What is in it has files of its own.
+"""The run folder as a whole: find and remove it. create.py creates it; each of its files has its own module.
 
     runs/cartpole/0007-brisk-otter/
-      experiment.yaml  resolved, complete     source.yaml        the user's own text       plugins/  their code
+      experiment.yaml  resolved, complete     source.yaml        the user's own file       plugins/  copies of user code
       status.json      status.py              events.jsonl       events.py                 lock.json lock.py
       metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
-      stretches.json   stretches.py, where settings change on the way
+      stretches.json   settings_schedule.py, if settings change during the run
 
-A run is prepared as `.new-0007` and renamed, and renamed to `.trash-...` before deletion: no listing sees half of it.
+A run is renamed to `.trash-...` before deletion, so that no listing sees half of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +24,10 @@ from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.lock import Lock, read_owner
-from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.status import (
     RUN_FOLDER,
     SCHEMA,
     STATUS,
-    first_status,
     list_runs,
     observed_state,
     run_folders,
@@ -41,13 +37,10 @@ from tiltyard.run.status import (
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
-    from tiltyard.plugins.snapshot import Copies
-    from tiltyard.run.settings_schedule import SettingsSchedule
 
 __all__ = [
     "Lock",
     "Run",
-    "create",
     "find",
     "list_runs",
     "log_event",
@@ -59,12 +52,12 @@ __all__ = [
 ]
 
 EXPERIMENT = "experiment.yaml"
-PROGRAM = "program.json"  # in its place where a trial of a sweep is another program
+PROGRAM = "program.json"  # instead of it, in a trial of a sweep that runs another program
 
 
 @dataclass(frozen=True)
 class Run:
-    """One execution history: a folder. Holds nothing but its place; every question reads the disk."""
+    """One run: a folder. Stores only its path; every method reads the disk."""
 
     folder: Path
 
@@ -79,18 +72,18 @@ class Run:
 
     @property
     def typed(self) -> str:
-        """What a command typed in the current folder names the run by: its id where that finds it, else its path."""
+        """The run's name for a command typed in the current folder: its id if that finds it, else its path."""
         with contextlib.suppress(TiltyardError, OSError):
             if find(self.id, programs=True).folder.samefile(self.folder):
                 return shlex.quote(self.id)
         folder = atomic.absolute(self.folder)
-        with contextlib.suppress(ValueError, OSError):  # not below this folder, or there is no such folder any more
+        with contextlib.suppress(ValueError, OSError):  # not below the current folder, or that folder is gone
             return shlex.quote(f"./{folder.relative_to(Path.cwd())}")  # ./ because a name may begin with a dash
         return shlex.quote(str(folder))
 
     @property
     def base(self) -> tuple[Path, ...]:
-        """Where the plug-in files named in experiment.yaml are relative to: their copies in this folder."""
+        """Folders that plug-in paths in experiment.yaml are relative to: the copies in this folder."""
         return (self.folder,)
 
     @property
@@ -99,11 +92,11 @@ class Run:
 
     @property
     def is_program(self) -> bool:
-        """Whether it is a trial of a sweep that is another program than Tiltyard."""
+        """Whether it is a trial of a sweep that runs another program."""
         return (self.folder / PROGRAM).is_file()
 
     def program(self) -> dict[str, Any]:
-        """The command line of such a trial, and the folder that it runs in."""
+        """The command line of such a trial, and its working directory."""
         return atomic.read_json(self.folder / PROGRAM)
 
     @property
@@ -124,168 +117,42 @@ class Run:
         return from_resolved(self.experiment_file)
 
     def status(self) -> dict[str, Any]:
-        """status.json as it stands; UseError when it is missing, broken or of a newer Tiltyard."""
+        """The content of status.json; UseError if it is missing, broken or of a newer Tiltyard."""
         return _read_status(self.folder)
 
     def require_own_code(self, trust_code: bool) -> None:
-        """UseError when going on would run code that another user chose; asked before each use of a run's plug-ins."""
+        """UseError if the run's plug-ins are under another user's control; called before each use of them."""
         from tiltyard.plugins.resolve import named_plugins, refuse_foreign_code
 
         if not trust_code:
             refuse_foreign_code(named_plugins(self.experiment()), self.base, (self.folder, self.experiment_file))
 
     def enter_profile(self) -> str | None:
-        """Set the environment variables of the profile that the run was started with, if any; returns its name."""
+        """Set the environment variables of the profile that the run was started with, if any; return its name."""
         from tiltyard.config.site import restore_profile
 
         return restore_profile(self.status().get("profile"), f"run {self.id}")
 
     @property
     def state(self) -> str:
-        """created, queued, running, stopped, finished, failed, or lost: running, but nobody holds the lock."""
+        """created, queued, running, stopped, finished, failed, or lost: running, but no process holds the lock."""
         return observed_state(self.folder, self.status())
-
-
-# ---------------------------------------------------------------------------------------------- making
-
-
-def create(
-    root: Path,
-    experiment: Experiment,
-    *,
-    source_text: str | None = None,
-    source_name: str | None = None,
-    base: Sequence[Path] = (),
-    command: Sequence[str] = (),
-    parent: dict[str, Any] | None = None,
-    copies: Copies | None = None,
-    profile: str | None = None,
-    place: Path | None = None,
-    schedule: SettingsSchedule | None = None,
-) -> Run:
-    """A new run folder below root/<name>/, complete before anybody can list it.
-
-    `base` are the folders that plug-in files are relative to, `parent` is the lineage of a fork. `copies` are those of
-    its plug-ins that were checked; without them they are copied now. `profile` is the one it is started with. `place`
-    is the folder to be, where that is decided: a sweep's trial, made by whoever holds the sweep's lock. `stretches` are
-    those that its settings change in.
-    """
-    import secrets
-
-    group = place.parent if place else atomic.absolute(root) / experiment.run_name
-    draft, number = (_clear(place), 0) if place else _claim(group)
-    try:
-        final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
-        _fill(draft, run_id(final), experiment, source_text, source_name, base, command, parent, copies, profile)
-        if schedule is not None:
-            schedule.write(draft)
-        atomic.sync_folder(draft)
-        draft.rename(final)
-        atomic.sync_folder(group)
-    except OSError as error:
-        raise TiltyardError(
-            f"the run folder could not be written in {group}: {error.strerror or error}",
-            "free some space and start again",
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return Run(final)
-
-
-def _claim(group: Path) -> tuple[Path, int]:
-    """An empty folder .new-NNNN that is ours alone, NNNN being above every number in use: mkdir decides races."""
-    try:
-        while True:
-            group.mkdir(parents=True, exist_ok=True)
-            number = max(_numbers(group), default=0) + 1
-            draft = group / f".new-{number:04d}"
-            try:
-                draft.mkdir()
-            except FileExistsError:
-                continue
-            except FileNotFoundError:  # `remove` took the group's last run, and the group with it
-                continue
-            # Between our look and our mkdir another run of this number may have been finished and renamed.
-            if not any(path.name.startswith(f"{number:04d}-") for path in group.iterdir()):
-                return draft, number
-            draft.rmdir()
-    except OSError as error:
-        raise UseError(
-            f"the runs folder {group.parent} cannot be written: {error.strerror or error}",
-            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours",
-        ) from error
-
-
-def _clear(place: Path) -> Path:
-    """An empty folder beside the place, without what a killed predecessor left there."""
-    draft = place.with_name(f".new-{place.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    return draft
-
-
-def _numbers(group: Path) -> list[int]:
-    found = (re.match(r"(?:\.new-)?(\d{4,})(?:-|$)", path.name) for path in group.iterdir())
-    return [int(match[1]) for match in found if match]
-
-
-def _fill(
-    draft: Path,
-    name: str,
-    experiment: Experiment,
-    source_text: str | None,
-    source_name: str | None,
-    base: Sequence[Path],
-    command: Sequence[str],
-    parent: dict[str, Any] | None,
-    copies: Copies | None,
-    profile: str | None,
-) -> None:
-    from tiltyard.config.load import resolved_yaml
-    from tiltyard.plugins.snapshot import copy_plugins
-    from tiltyard.run import provenance
-
-    if copies is None:
-        copies = copy_plugins(experiment, base, draft)
-    else:
-        copies.put_into(draft)
-    frozen = copies.named_in(experiment)
-    atomic.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
-    if source_text is not None:
-        atomic.write_text(draft / "source.yaml", source_text)
-    facts, diff = provenance.collect_with_diff(command, base)
-    facts["source"] = source_name
-    facts["seed"] = experiment.seed
-    facts["plugins"] = {
-        str(path.relative_to(draft)): provenance.sha256(path)
-        for place in ("plugins", "frozen")
-        for path in sorted((draft / place).rglob("*"))
-        if path.is_file()
-    }
-    atomic.write_json(draft / "provenance.json", facts)
-    if diff:
-        atomic.write_text(draft / "provenance.diff", diff)
-    (draft / "checkpoints").mkdir()
-    atomic.write_json(draft / STATUS, first_status(name, frozen, parent, profile))
-    log_event(Run(draft), "created", f"Run {name} was created.", **({"parent": parent} if parent else {}))
-    for note in copies.notes:
-        log_event(Run(draft), "warning", note)
 
 
 # ---------------------------------------------------------------------------------------------- finding
 
 
 def find(text: str | Path, root: Path | None = None, *, whole: bool = True, programs: bool = False) -> Run:
-    """The run that `text` means: a path to or into its folder, name/0007-brisk-otter, a unique end of that
+    """The run that `text` names: a path to or into its folder, name/0007-brisk-otter, a unique end of that
     (brisk-otter), name (its newest run) or last (the newest of all).
 
-    `root` is the site's runs folder when left out. With whole=False a folder that was deleted in part is found too,
-    so that it can be removed; with `programs` a trial of a sweep that is another program, which has no experiment.
+    `root` defaults to the site's runs folder. whole=False also finds a partly deleted folder, so that it can be
+    removed; `programs` also finds a trial of another program, which has no experiment.
     """
     root = runs_root() if root is None else root
     given = str(text)
     if "\0" in given or not given.strip():
-        raise UseError("the run's name is empty or holds a null byte", "list the runs with: tiltyard ls")
+        raise UseError("the run's name is empty or contains a null byte", "list the runs with: tiltyard ls")
     folder = _by_keyword(given, root) or _by_path(Path(given)) or _by_path(root / given) or _by_name(given, root)
     if whole:
         _check(folder, programs)
@@ -293,10 +160,10 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True, prog
 
 
 def run_of(path: Path) -> Run:
-    """The run that a path (a checkpoint, a video) lies in."""
+    """The run that contains a path (a checkpoint, a video)."""
     folder = _by_path(path)
     if folder is None:
-        raise UseError(f"{path} lies in no run folder", "name a run, or a folder inside one")
+        raise UseError(f"{path} is not in a run folder", "name a run, or a folder inside one")
     _check(folder)
     return Run(folder)
 
@@ -311,7 +178,7 @@ def _by_keyword(text: str, root: Path) -> Path | None:
 
 
 def _by_path(path: Path) -> Path | None:
-    """The run folder that the path is, or lies in."""
+    """The run folder that the path is or is in."""
     try:
         path = atomic.absolute(path)
         if not path.exists():
@@ -319,7 +186,7 @@ def _by_path(path: Path) -> Path | None:
         for folder in (path, *path.parents):
             if (folder / EXPERIMENT).is_file() or (folder / STATUS).is_file():
                 return folder
-    except OSError:  # a name too long, a loop of links: no path, perhaps a name
+    except OSError:  # name too long, loop of links: not a path
         pass
     return None
 
@@ -333,7 +200,7 @@ def _by_name(text: str, root: Path) -> Path:
     ends = [folder for folder in folders if _is_end(text, folder)]
     if len(ends) > 1:
         some = ", ".join(ids[folder] for folder in ends[:5])
-        raise UseError(f"{text!r} means {len(ends)} runs", f"write one of them in full: {some}")
+        raise UseError(f"{text!r} matches {len(ends)} runs", f"write the full name of one: {some}")
     if ends:
         return ends[0]
     known = list(ids.values())
@@ -355,16 +222,16 @@ def _check(folder: Path, programs: bool = False) -> None:
     if (folder / PROGRAM).is_file():
         if not programs:
             raise UseError(
-                f"{run_id(folder)} is a trial of another program, and no training of Tiltyard's",
-                f"look at it with: tiltyard show {run_id(folder)}, or tiltyard logs {run_id(folder)}",
+                f"{run_id(folder)} is a trial of another program, not a run of Tiltyard",
+                f"inspect it with: tiltyard show {run_id(folder)}, or tiltyard logs {run_id(folder)}",
             )
         _read_status(folder)
         return
     missing = [name for name in (EXPERIMENT, STATUS) if not (folder / name).is_file()]
     if missing:
         raise UseError(
-            f"{folder} is no whole run: {' and '.join(missing)} is missing",
-            "it was copied or deleted in part; copy it again, or remove it with: tiltyard rm",
+            f"{folder} is not a complete run: {' and '.join(missing)} is missing",
+            "it was partly copied or deleted; copy it again, or remove it with: tiltyard rm",
         )
     _read_status(folder)
 
@@ -374,7 +241,9 @@ def _read_status(folder: Path) -> dict[str, Any]:
     try:
         status = atomic.read_json(path)
     except FileNotFoundError as error:
-        raise UseError(f"{folder} is no whole run: {STATUS} is missing", "copy the run again, or remove it") from error
+        raise UseError(
+            f"{folder} is not a complete run: {STATUS} is missing", "copy the run again, or remove it"
+        ) from error
     except (OSError, ValueError) as error:
         raise UseError(f"{path} cannot be read: {error}", "restore the file, or remove the run") from error
     schema = status.get("schema")
@@ -382,7 +251,7 @@ def _read_status(folder: Path) -> dict[str, Any]:
         raise UseError(f"{path} has no schema number", "restore the file, or remove the run")
     if schema > SCHEMA:
         raise UseError(
-            f"{folder} was made by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})",
+            f"{folder} was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})",
             "update with: pip install -U tiltyard",
         )
     return status
@@ -392,24 +261,24 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 
 def remove(run: Run, root: Path) -> None:
-    """Delete for good: only a real run folder of this root, never through links, never a live one."""
+    """Delete a run permanently: only a run folder of this root, never through links, never a running one."""
     folder = atomic.absolute(run.folder)
     if not RUN_FOLDER.fullmatch(folder.name) or not any(_is_plain_file(folder / name) for name in (EXPERIMENT, STATUS)):
-        raise UseError(f"{folder} is no run folder", "nothing was removed; list the runs with: tiltyard ls")
+        raise UseError(f"{folder} is not a run folder", "nothing was removed; list the runs with: tiltyard ls")
     remove_folder(run, Path(os.path.realpath(root)) / run_id(folder))
 
 
 def remove_folder(run: Run, place: Path) -> None:
-    """Delete what lies at its real `place`, unless somebody is writing it: a run, or a sweep without its trials."""
+    """Delete a run, or a sweep without its trials, at its real path `place`, unless a process is writing it."""
     folder = atomic.absolute(run.folder)
     group = folder.parent
     if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != place:
         raise UseError(
             f"{folder} is not a run folder inside the runs folder",
-            "only its own runs are removed, and never through a link; name another runs folder with --root",
+            "runs are not removed through links; give another runs folder with --root",
         )
     trash = group / f".trash-{folder.name}-{atomic.unique()}"
-    with Lock.acquire(run):  # refuses a run that somebody is writing
+    with Lock.acquire(run):  # refuses a run that a process is writing
         try:
             folder.rename(trash)
         except OSError as error:
@@ -417,13 +286,13 @@ def remove_folder(run: Run, place: Path) -> None:
                 f"{folder} cannot be removed: {error.strerror}", "check the folder's owner and permissions"
             ) from error
     try:
-        shutil.rmtree(trash)  # removes links, never what they point to
+        shutil.rmtree(trash)  # removes links, not their targets
     except OSError as error:
         raise TiltyardError(
-            f"{trash} could not be deleted: {error}", "the run is gone from listings; delete the rest by hand"
+            f"{trash} could not be deleted: {error}", "the run is no longer listed; delete the rest by hand"
         ) from error
     with contextlib.suppress(OSError):
-        group.rmdir()  # only when that was its last run
+        group.rmdir()  # fails unless that was its last run
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -29,7 +29,8 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.plugins.snapshot import copy_plugins
-from tiltyard.run.folder import Run, create
+from tiltyard.run.create import Source, create
+from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
@@ -168,16 +169,9 @@ def new_run(
             from tiltyard.engines.policies.frozen import freeze
 
             copies = freeze(loaded.experiment, loaded.base, copies)
-        return create(
-            sweep.folder.parent.parent,
-            loaded.experiment,
-            base=[*map(Path, facts["base"]), *loaded.base],
-            command=command,
-            copies=copies,
-            profile=facts.get("profile"),
-            place=place,
-            schedule=schedule,
-        )
+        base = [*map(Path, facts["base"]), *loaded.base]
+        source = Source(base=base, command=command, copies=copies, profile=facts.get("profile"))
+        return create(sweep.folder.parent.parent, loaded.experiment, source, place=place, schedule=schedule)
 
 
 def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:

@@ -33,7 +33,7 @@ from tiltyard.plugins.resolve import short
 from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
 from tiltyard.processes import fork_server
 from tiltyard.processes.resources import free_cores
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metric_names
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import SettingsSchedule
@@ -262,8 +262,8 @@ def check_metric(experiment: Experiment) -> None:
 
 def require_metric(name: str, setting: str, *, also: Sequence[str] = ()) -> None:
     """UseError for an unknown metric, naming the `setting` that has it; `also` are further names to suggest."""
-    if metrics.describe(name) is None:
-        known = did_you_mean(name, [*(each.name for each in metrics.METRICS), *also])
+    if metric_names.describe(name) is None:
+        known = did_you_mean(name, [*(each.name for each in metric_names.METRICS), *also])
         raise UseError(f"{setting} is not a known metric", known or "docs/reference/metrics.md lists them")
 
 

@@ -1,0 +1,142 @@
+"""Create run folders: prepared as `.new-0007`, then renamed, so that no listing sees half of one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiltyard.config.load import resolved_yaml
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.plugins.snapshot import Copies, copy_plugins
+from tiltyard.run import atomic, provenance
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import EXPERIMENT, Run
+from tiltyard.run.names import ADJECTIVES, ANIMALS
+from tiltyard.run.status import STATUS, first_status, run_id
+
+if TYPE_CHECKING:
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.run.settings_schedule import SettingsSchedule
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a new run comes from, for its files provenance.json, source.yaml, status.json and plugins/."""
+
+    base: Sequence[Path] = ()
+    """folders that plug-in paths are relative to"""
+    command: Sequence[str] = ()
+    """the command line"""
+    text: str | None = None
+    """content of the user's experiment file"""
+    name: str | None = None
+    """name of that file"""
+    parent: dict[str, Any] | None = None
+    """lineage of a fork"""
+    copies: Copies | None = None
+    """plug-ins that were already copied and checked; else they are copied now"""
+    profile: str | None = None
+
+
+def create(
+    root: Path,
+    experiment: Experiment,
+    source: Source = Source(),  # noqa: B008 -- frozen
+    *,
+    place: Path | None = None,
+    schedule: SettingsSchedule | None = None,
+) -> Run:
+    """Create a run folder in root/<name>/, or at `place`: a sweep's trial, created under the sweep's lock.
+
+    `schedule` is for a run whose settings change on the way.
+    """
+    group = place.parent if place else atomic.absolute(root) / experiment.run_name
+    draft, number = (_empty_draft(place), 0) if place else _claim_number(group)
+    try:
+        final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
+        _fill(draft, run_id(final), experiment, source)
+        if schedule is not None:
+            schedule.write(draft)
+        atomic.sync_folder(draft)
+        draft.rename(final)
+        atomic.sync_folder(group)
+    except OSError as error:
+        raise TiltyardError(
+            f"the run folder could not be written in {group}: {error.strerror or error}",
+            "free some space and start again",
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Run(final)
+
+
+def _claim_number(group: Path) -> tuple[Path, int]:
+    """Create an empty folder .new-NNNN with the next free number; mkdir decides races between processes."""
+    try:
+        while True:
+            group.mkdir(parents=True, exist_ok=True)
+            number = max(_numbers(group), default=0) + 1
+            draft = group / f".new-{number:04d}"
+            try:
+                draft.mkdir()
+            except FileExistsError:
+                continue
+            except FileNotFoundError:  # `remove` deleted the group with its last run
+                continue
+            # Another process may have finished and renamed a run of this number before our mkdir.
+            if not any(path.name.startswith(f"{number:04d}-") for path in group.iterdir()):
+                return draft, number
+            draft.rmdir()
+    except OSError as error:
+        raise UseError(
+            f"the runs folder {group.parent} cannot be written: {error.strerror or error}",
+            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours",
+        ) from error
+
+
+def _empty_draft(place: Path) -> Path:
+    """Create an empty folder beside the place, without leftovers of a killed process."""
+    draft = place.with_name(f".new-{place.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    return draft
+
+
+def _numbers(group: Path) -> list[int]:
+    found = (re.match(r"(?:\.new-)?(\d{4,})(?:-|$)", path.name) for path in group.iterdir())
+    return [int(match[1]) for match in found if match]
+
+
+def _fill(draft: Path, name: str, experiment: Experiment, source: Source) -> None:
+    copies = source.copies
+    if copies is None:
+        copies = copy_plugins(experiment, source.base, draft)
+    else:
+        copies.put_into(draft)
+    frozen = copies.named_in(experiment)
+    atomic.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
+    if source.text is not None:
+        atomic.write_text(draft / "source.yaml", source.text)
+    facts, diff = provenance.collect_with_diff(source.command, source.base)
+    facts["source"] = source.name
+    facts["seed"] = experiment.seed
+    facts["plugins"] = {
+        str(path.relative_to(draft)): provenance.sha256(path)
+        for place in ("plugins", "frozen")
+        for path in sorted((draft / place).rglob("*"))
+        if path.is_file()
+    }
+    atomic.write_json(draft / "provenance.json", facts)
+    if diff:
+        atomic.write_text(draft / "provenance.diff", diff)
+    (draft / "checkpoints").mkdir()
+    atomic.write_json(draft / STATUS, first_status(name, frozen, source.parent, source.profile))
+    lineage = {"parent": source.parent} if source.parent else {}
+    log_event(Run(draft), "created", f"Run {name} was created.", **lineage)
+    for note in copies.notes:
+        log_event(Run(draft), "warning", note)
