@@ -17,7 +17,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=ROOT, env=clean, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("target", ["venv", "lint", "check", "test", "test-long", "docs", "demo", "clean"])
+@pytest.mark.parametrize("target", ["venv", "lint", "check", "test", "test-long", "docs", "dist", "demo", "clean"])
 def test_every_target_can_be_shown_without_running_it(target, tmp_path):
     shown = make("-n", target, f"VENV={tmp_path / 'env'}")
     assert shown.returncode == 0, shown.stderr
