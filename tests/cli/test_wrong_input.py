@@ -274,13 +274,13 @@ def test_the_numbers_above_are_all_there_are() -> None:
 def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, runs: Path) -> None:
     output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
     assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", output)
-    assert re.search(r"and [\d.]+ GiB are free", output)
+    assert re.search(r"but only [\d.]+ GiB are free", output)
     alone = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
     output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6", "engine.mode=async")
     shared = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
     assert shared / alone == pytest.approx(5 / 3, rel=0.01)  # two slots beside what the learner has anyway
     output = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
-    assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB to be trained, and", output)
+    assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB for training, but", output)
     assert not runs.exists()
 
 

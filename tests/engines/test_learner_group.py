@@ -87,7 +87,7 @@ def test_two_learners_learn_what_one_does_and_follow_what_is_loaded_and_adopted(
 def test_the_cores_are_divided_among_them() -> None:
     cores = usable_cores()
     engine: Any = build("CartPole-v1", "engine.workers=0", f"engine.learners={min(64, cores)}", "engine.threads=auto")
-    assert (engine.threads, engine.why) == (1, "no other core to use")
+    assert (engine.threads, engine.why) == (1, "no other core available")
     engine.close()  # which has started nobody: there was no update
 
 

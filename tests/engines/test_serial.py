@@ -117,7 +117,7 @@ def test_more_than_the_memory_holds_is_refused_with_the_numbers(tmp_path: Path) 
 
     loaded = load("CartPole-v1", ["engine.envs=100000", "algo.rollout=1000000"])
     spec = probe(loaded.experiment.env, base=())
-    with pytest.raises(UseError, match=r"needs about [\d.]+ GiB .* and [\d.]+ GiB are free"):
+    with pytest.raises(UseError, match=r"needs about [\d.]+ GiB .* but only [\d.]+ GiB are free"):
         check_engine(loaded.experiment, spec, ())
     check_engine(
         loaded.experiment.model_copy(update={"algo": loaded.experiment.algo.model_copy(update={"rollout": 1})}),

@@ -58,13 +58,13 @@ def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not
 @pytest.mark.parametrize(
     ("mode", "usable", "free", "workers", "why"),
     [
-        ("sync", 4, 4.0, 4, "4 cores to use"),
-        ("sync", 4, 3.0, 3, "4 cores to use, 1 of them busy"),
-        ("sync", 4, 2.4, 3, "4 cores to use, 1 of them busy"),  # 40 % of a core are worth a worker
-        ("sync", 2, 1.0, 0, "2 cores to use, 1 of them busy"),
-        ("sync", 1, 1.0, 0, "1 core to use"),
-        ("async", 4, 3.0, 2, "4 cores to use, 1 of them busy"),  # one is the learner's
-        ("async", 2, 1.0, 1, "2 cores to use, 1 of them busy"),
+        ("sync", 4, 4.0, 4, "4 cores available"),
+        ("sync", 4, 3.0, 3, "4 cores available, 1 of them busy"),
+        ("sync", 4, 2.4, 3, "4 cores available, 1 of them busy"),  # 40 % of a core are worth a worker
+        ("sync", 2, 1.0, 0, "2 cores available, 1 of them busy"),
+        ("sync", 1, 1.0, 0, "1 core available"),
+        ("async", 4, 3.0, 2, "4 cores available, 1 of them busy"),  # one is the learner's
+        ("async", 2, 1.0, 1, "2 cores available, 1 of them busy"),
     ],
 )
 def test_a_worker_for_each_core_that_is_free(
@@ -116,7 +116,7 @@ def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypa
     assert threads("engine.learners=2")[0] == 2
     assert threads("engine.mode=async", workers=1)[0] == 3
     assert threads("engine.mode=async", workers=1, free=3.0)[0] == 2, "one of the three is the worker's"
-    assert threads(usable=1, free=1.0) == (1, "no other core to use")
+    assert threads(usable=1, free=1.0) == (1, "no other core available")
     assert threads("engine.threads=2") == (2, "as set")
     assert threads(before=3, free=1.0) == (3, "as before")
     assert threads(before=3, usable=2, free=2.0)[0] == 2, "three are no longer there"

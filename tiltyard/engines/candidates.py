@@ -1,13 +1,13 @@
-"""What `tune` may try, as points around an experiment's own settings. Pure: builds no engine and asks no clock.
+"""The settings that `tune` may try, as points around the experiment's own. Builds no engine, measures nothing.
 
-A point must learn as the experiment itself would, only faster. The rule, in numbers of the experiment's own:
+A point must learn like the experiment itself, only faster. The limits, relative to the experiment's own values:
 
     batch       (engine.envs x algo.rollout, env steps per update)   at least half, at most twice
     minibatch   (env steps per gradient step)                        at least half, at most twice
     envs        half to eight times
-    rollout     at least 16 (or as short as it is): shorter ones leave hardly more than the critic to learn from
+    rollout     at least 16, or the experiment's own: in shorter ones returns are mostly the critic's estimates
 
-So gradient steps per env step, and with them what the learning rate means, change by a factor of two at most.
+So the number of gradient steps per env step changes by a factor of two at most.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tiltyard.config.cross_checks import cross_check
 from tiltyard.config.experiment import Experiment
 
 FACTOR = 2.0
-WIDEST = 8  # times the experiment's own envs
-SHORTEST = 16  # env steps of a rollout
-PER_CORE = 8  # workers, where envs wait for something else than a core
+MAX_ENVS_FACTOR = 8  # times the experiment's own envs
+MIN_ROLLOUT = 16  # env steps of a rollout
+PER_CORE = 8  # workers, for envs that mostly wait
 
 RULE = (
     "batch and minibatch stay within half to twice the experiment's own, rollouts at 16 or longer: "
@@ -32,43 +32,43 @@ RULE = (
 
 @dataclass(frozen=True)
 class Point:
-    """Values of the settings that are tuned."""
+    """Values of the tuned settings."""
 
     workers: int
     mode: Literal["sync", "async"]
     envs: int
     rollout: int
     minibatch: int | None
-    """None for algorithms that learn from the whole batch at once"""
+    """None for algorithms without minibatches"""
 
     def applied(self, experiment: Experiment) -> Experiment:
-        """The experiment with these values, and with nothing left to tune."""
+        """The experiment with these values and `engine.tune` off."""
         sizes = {"rollout": self.rollout, **({} if self.minibatch is None else {"minibatch": self.minibatch})}
         processes = {"workers": self.workers, "envs": self.envs, "mode": self.mode, "tune": False}
         algo, engine = experiment.algo.model_copy(update=sizes), experiment.engine.model_copy(update=processes)
         return experiment.model_copy(update={"algo": algo, "engine": engine})
 
     def words(self) -> list[str]:
-        """As one would type them."""
+        """The values as command-line overrides."""
         minibatch = [] if self.minibatch is None else [f"algo.minibatch={self.minibatch}"]
         processes = [f"engine.workers={self.workers}", f"engine.mode={self.mode}", f"engine.envs={self.envs}"]
         return [*processes, f"algo.rollout={self.rollout}", *minibatch]
 
 
 def own_point(experiment: Experiment, workers: int) -> Point:
-    """Where an experiment stands; `workers` is what engine.workers means here."""
+    """The point of an experiment; `workers` is the resolved engine.workers."""
     algo, engine = experiment.algo, experiment.engine
     return Point(workers, engine.mode, engine.envs, algo.rollout, getattr(algo, "minibatch", None))
 
 
 class Candidates:
-    """Points around an experiment's own. `kept` are settings that stay as they are, by their dotted names."""
+    """Points around an experiment's own. `kept` names settings that must not change."""
 
     def __init__(self, experiment: Experiment, own: Point, kept: Iterable[str], cores: int) -> None:
         self.experiment, self.own, self.kept, self.cores = experiment, own, frozenset(kept), cores
 
     def processes(self, point: Point) -> list[Point]:
-        """Other processes at the same sizes, those first that are likeliest to be faster."""
+        """Other workers and modes with the same sizes, the most promising first."""
         return self._allowed(replace(point, workers=w, mode=m) for w, m in self._topologies(point.envs))
 
     def _topologies(self, envs: int) -> Iterator[tuple[int, Literal["sync", "async"]]]:
@@ -82,7 +82,7 @@ class Candidates:
             yield from ((self.own.workers, "async"), (self.own.workers, "sync"))
 
     def more_workers(self, point: Point) -> list[Point]:
-        """Twice the workers with envs for all of them, in either mode: for envs that wait rather than compute."""
+        """Twice the workers, with an env for each, in either mode: for envs that wait rather than compute."""
         twice = 2 * point.workers
         if not 0 < twice <= PER_CORE * self.cores:
             return []
@@ -90,11 +90,11 @@ class Candidates:
         if twice > point.envs:
             batch = self.own.envs * self.own.rollout
             same, larger = batch // twice, FACTOR * batch // twice
-            wider = replace(wider, envs=twice, rollout=same if same >= SHORTEST else int(larger))
+            wider = replace(wider, envs=twice, rollout=same if same >= MIN_ROLLOUT else int(larger))
         return self._allowed([wider, replace(wider, mode="sync" if point.mode == "async" else "async")])
 
     def sizes(self, point: Point) -> list[Point]:
-        """Other numbers of envs and lengths of rollouts with the same processes, closest batch first."""
+        """Other numbers of envs and rollout lengths with the same processes, closest batch first."""
         own = self.own
         ratios = [(2.0, 1.0), (4.0, 1.0), (8.0, 1.0), (0.5, 1.0), (4.0, 2.0), (8.0, 2.0), (2.0, 2.0), (1.0, 2.0)]
         shapes = [(round(own.envs * envs), round(own.rollout * batch / envs)) for envs, batch in ratios]
@@ -109,7 +109,7 @@ class Candidates:
         return [point for point in dict.fromkeys(points) if point != self.own and self.allows(point)]
 
     def allows(self, point: Point) -> bool:
-        """Whether a point keeps to the rule, to what is kept, and is possible at all."""
+        """Whether a point is valid, within the limits, and leaves the kept settings alone."""
         own = self.own
         now = {
             "engine.workers": point.workers == own.workers,
@@ -121,8 +121,8 @@ class Candidates:
         return (
             all(same for name, same in now.items() if name in self.kept)
             and point.workers <= point.envs
-            and own.envs / FACTOR <= point.envs <= own.envs * WIDEST
-            and point.rollout >= min(SHORTEST, own.rollout)
+            and own.envs / FACTOR <= point.envs <= own.envs * MAX_ENVS_FACTOR
+            and point.rollout >= min(MIN_ROLLOUT, own.rollout)
             and _near(point.envs * point.rollout, own.envs * own.rollout)
             and _near(point.minibatch or 1, own.minibatch or 1)
             and not cross_check(point.applied(self.experiment))
@@ -130,7 +130,7 @@ class Candidates:
 
 
 def even_workers(envs: int, most: int) -> int:
-    """As many workers as can have equally many envs, up to `most`."""
+    """The largest number of workers up to `most` that share the envs evenly."""
     return next(count for count in range(max(1, min(most, envs)), 0, -1) if envs % count == 0)
 
 

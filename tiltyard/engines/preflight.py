@@ -7,51 +7,50 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from tiltyard.algos.ppo import Ppo
+from tiltyard.algos.tunables import parse_tunables
 from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
+from tiltyard.engines.learner import check_learners, device_named
+from tiltyard.engines.policies.frozen import frozen_nets
+from tiltyard.engines.policies.matchmaking import Match
+from tiltyard.engines.topology import slots_per_worker
 from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.models.policy import saved_policies
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
 from tiltyard.processes.platforms import is_linux, system_name
 from tiltyard.processes.resources import free_memory
+from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import Arrays, EnvSpec
 
-# For each learner:
-LEARNING_COPIES = 3  # the rollout, its float form on the learner's side, and a minibatch with its activations
-# Weights, gradients, two moments of Adam; weights and moments before an update; the evaluator's, those going to disk.
+LEARNING_COPIES = 3  # per learner: the rollout, the learner's float copy, a minibatch with its activations
+# Per learner: weights, gradients, two moments of Adam; weights and moments before an update; evaluator; going to disk.
 WEIGHT_COPIES = 9
-VERSION_COPIES = 4  # of each past version: the driver's, the shared one, a worker's and the evaluator's
+VERSION_COPIES = 4  # per past version: driver, shared memory, worker, evaluator
 
 
 def has_workers(experiment: Experiment) -> bool:
-    """Whether there will be processes beside the driver's, as far as that is known without looking at the env."""
+    """Whether there will be worker processes, as far as the settings alone show."""
     engine = experiment.engine
     return engine.kind == "local" and (engine.mode == "async" or engine.workers not in ("auto", 0))
 
 
 def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
-    """Everything about model and size that can be known before a run exists: options, shapes, device, memory.
-
-    `continues` is the checkpoint that training will go on from: its weights must fit.
-    """
+    """Check model options, shapes, device and memory. The weights of the checkpoint that it `continues` must fit."""
     if experiment.engine.kind == "rllib":
         from tiltyard.engines.rllib.engine import check_rllib
 
         check_rllib(experiment, spec)
-    from tiltyard.algos.ppo import Ppo
-    from tiltyard.algos.tunables import parse_tunables
-    from tiltyard.engines.learner import check_learners, device_named
-    from tiltyard.engines.policies.frozen import frozen_nets
-    from tiltyard.engines.policies.matchmaking import Match
-    from tiltyard.models.policy import saved_policies
-    from tiltyard.models.policy_net import PolicyNet
-    from tiltyard.run.checkpoint import read_tree
-
-    if experiment.engine.kind != "rllib":
+    else:
         check_learners(experiment.engine.learners, device_named(experiment.engine.device))
         _check_affinity(experiment)
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
-    Match(experiment, spec.agents)
+    if experiment.match or len(experiment.policy_settings) > 1:
+        Match(experiment, spec.agents)
     if experiment.population is not None:
         parse_tunables(experiment.population.space)
     frozen_nets(experiment, spec, base)
@@ -61,7 +60,7 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
     if continues is not None:
         for name in [name for name in saved_policies(continues) if name in experiment.learning]:
             net.load_arrays(read_tree(continues / "policies", name)["weights"])
-    elif experiment.model.init:  # what goes on from a checkpoint has no use for it, and it may be gone
+    elif experiment.model.init:  # not read when continuing: it may be gone by then
         source = Path(experiment.model.init)
         _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])
 
@@ -90,27 +89,21 @@ def check_platform(experiment: Experiment) -> None:
 
 def _check_affinity(experiment: Experiment) -> None:
     if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
-        raise UseError(
-            "engine.affinity = true: this system does not let processes be pinned to cores", "leave engine.affinity out"
-        )
+        raise UseError("engine.affinity = true: this system cannot pin processes to cores", "leave engine.affinity out")
 
 
 def _check_init(ours: Arrays, theirs: Arrays) -> None:
-    """Weights to start from are of use when at least one of them fits."""
+    """Refuse initial weights of which none fits."""
     if not any(name in theirs and theirs[name].shape == array.shape for name, array in ours.items()):
         there, here = (", ".join(f"{n} {a.shape}" for n, a in [*side.items()][:3]) for side in (theirs, ours))
         raise UseError(
-            f"model.init: no weight there fits this model (there {there}, ...; here {here}, ...)",
+            f"model.init: none of its weights fits this model (it has {there}, ...; the model has {here}, ...)",
             "start from a run with a similar env and model, or leave model.init out",
         )
 
 
 def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-    """A built-in model is first built without memory; a user's cannot be, and is theirs to size."""
-    import torch
-
-    from tiltyard.models.policy_net import PolicyNet
-
+    """Refuse a built-in model that does not fit into memory, measured on the meta device; plug-ins may not run there."""
     if any(resolve.kind_of(text) for _, _, text in resolve.model_plugins(experiment.model)):
         return
     with torch.device("meta"):
@@ -120,27 +113,25 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
     wanted, free = 4 * count * (WEIGHT_COPIES * learners + VERSION_COPIES * versions), free_memory()
     if free is not None and wanted > free:
         raise UseError(
-            f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB to be trained, "
-            f"and {free / 2**30:.1f} GiB are free",
+            f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB for training, "
+            f"but only {free / 2**30:.1f} GiB are free",
             "set smaller widths: model.hidden, model.memory.size, or the encoder's options",
         )
 
 
 def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
-    """The rollout is allocated whole: more of it than there is memory is refused with the numbers, not tried."""
-    from tiltyard.engines.local.engine import slots_each
-
+    """Refuse rollouts that do not fit into memory: they are allocated as a whole."""
     numbers = 4 * (8 + spec.action.columns) + spec.action.mask_size
     each = sum(math.prod(item.shape) * (4 if item.dtype != "uint8" else 1) for item in spec.obs.values()) + numbers
     envs, steps = experiment.envs, experiment.algo.rollout
     rows, copies = envs * len(spec.agents), envs + min(experiment.eval.envs, experiment.eval.episodes)
     engine = experiment.engine
-    times = LEARNING_COPIES * engine.learners + (slots_each(engine.mode) if has_workers(experiment) else 0)
+    times = LEARNING_COPIES * engine.learners + (slots_per_worker(engine.mode) if has_workers(experiment) else 0)
     wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
     if free is not None and wanted > free:
         raise UseError(
             f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
             f"with {copies:,} copies of the env, "
-            f"and {free / 2**30:.1f} GiB are free",
+            f"but only {free / 2**30:.1f} GiB are free",
             "use fewer envs or shorter rollouts",
         )

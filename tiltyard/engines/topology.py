@@ -1,9 +1,8 @@
 """How many processes and threads: what `engine.workers: auto` and `engine.threads: auto` mean on this machine.
 
-Few cores are best used by few processes. Envs that step all rows in one call, and envs that cost next to nothing, are
-stepped in the learner's process; others get a worker per core that is really free. Torch gets a second thread only when
-a measurement says that it helps: on shared cores it can cost tenfold. Where an actor decides for all workers there are
-two of them per core, so that one steps its envs while the other waits for its decisions.
+Native vector envs and very cheap envs are stepped in the learner's process; others get one worker per free core. Torch
+gets more threads only if that is measured to be faster: on shared cores it can be ten times slower. With an inference
+server there are two workers per core: one steps its envs while the other waits for actions.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores, usable_cores
 from tiltyard.types import EnvSpec
 
-CHEAP = 100e-6  # seconds: an env step that costs less than acting does is not worth a process
-SMALL = 3e-3  # seconds: a gradient step that is over sooner gains nothing from a second thread
-GAIN = 1.15  # how much faster two threads must be than one
-FREE = 0.3  # of a core: as much of it must be free for a worker, and all but as much for a thread
+CHEAP_STEP = 100e-6  # seconds of an env step that is not worth a process
+SHORT_UPDATE = 3e-3  # seconds of a gradient step that gains nothing from a second thread
+MIN_SPEEDUP = 1.15  # that more threads must reach
+FREE_SHARE = 0.3  # of a core that must be free for a worker; 1 - FREE_SHARE for a thread
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Processes that step envs (0: none but the learner's) and why, in words; whether an actor decides for all."""
+    """The number of workers (0: the learner steps the envs itself) and the reason; `batched`: with an inference server."""
 
     workers: int
     why: str
     batched: bool = False
     threads: int | None = None
-    """of the learner, where a checkpoint says so: results continue to the bit only with as many"""
+    """of the learner, from the checkpoint: only the same number continues bit for bit"""
 
 
 def topology(
@@ -50,16 +49,20 @@ def topology(
     usable: int | None = None,
     free: float | None = None,
 ) -> Topology:
-    """What engine.workers and engine.inference mean here. With as many `groups` of envs and `threads` as a checkpoint
-    has, its episodes can go on and nothing is rounded otherwise. Cores that are `usable` and `free` are looked for when
-    not said."""
+    """Resolve engine.workers and engine.inference. A checkpoint's `groups` and `threads` are kept if possible, so that
+    its episodes continue and results are rounded alike. `usable` and `free` cores are measured by default."""
     batched = is_batched(experiment, device_named(experiment.engine.device))
     found = _workers(experiment, spec, groups, 2 if batched else 1, usable, free)
     return replace(found, batched=batched and found.workers > 0, threads=threads)
 
 
+def slots_per_worker(mode: str) -> int:
+    """Rollouts in shared memory per worker. Asynchronous: one to fill while another waits for slower workers."""
+    return 2 if mode == "async" else 1
+
+
 def is_batched(experiment: Experiment, device: torch.device) -> bool:
-    """Whether workers, if there are any, leave their decisions to an actor on that device."""
+    """Whether workers, if any, get their actions from an inference server on that device."""
     engine = experiment.engine
     if engine.inference != "auto":
         return engine.inference == "batched"
@@ -70,7 +73,7 @@ def _workers(
     experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int, usable: int | None, free: float | None
 ) -> Topology:
     engine = experiment.engine
-    asked = engine.inference == "batched"  # which means workers, also where there would be none
+    asked = engine.inference == "batched"  # requires workers
     if engine.workers != "auto":
         return Topology(engine.workers, "as set")
     if engine.kind == "serial":
@@ -82,21 +85,21 @@ def _workers(
         return Topology(0 if alone else groups, "as before")
     if has_native(experiment.env) and not asked:
         return Topology(int(engine.mode == "async"), "the env steps all rows in one call")
-    if spec.step_seconds < CHEAP and engine.mode == "sync" and not asked:
+    if spec.step_seconds < CHEAP_STEP and engine.mode == "sync" and not asked:
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
     usable = usable or usable_cores()
-    cores = max(1, min(usable, int((free or free_cores()) + 1 - FREE)))
+    cores = max(1, min(usable, int((free or free_cores()) + 1 - FREE_SHARE)))
     most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
     workers = even_workers(engine.envs, most)
     if workers == 1 and engine.mode == "sync" and not asked:
-        return Topology(0, _in_words(usable, cores))
+        return Topology(0, _cores_text(usable, cores))
     more = f", {per_core} workers for each" if per_core > 1 else ""
-    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {_in_words(usable, cores)}{more}")
+    return Topology(workers, f"an env step takes {spec.step_seconds * 1e6:.0f} us, {_cores_text(usable, cores)}{more}")
 
 
-def _in_words(usable: int, free: int) -> str:
+def _cores_text(usable: int, free: int) -> str:
     busy = f", {usable - free} of them busy" if free < usable else ""
-    return f"{usable} core{'s' if usable > 1 else ''} to use{busy}"
+    return f"{usable} core{'s' if usable > 1 else ''} available{busy}"
 
 
 def learner_threads(
@@ -108,38 +111,37 @@ def learner_threads(
     usable: int | None = None,
     free: float | None = None,
 ) -> tuple[int, str]:
-    """Torch threads of each learner, for gradient steps and for acting in the driver's process, and why. Cores that are
-    `usable` and `free` are looked for when not said."""
+    """Torch threads of each learner, and the reason. `usable` and `free` cores are measured by default."""
     asked = experiment.engine.threads
     if asked != "auto":
         return asked, "as set"
     if experiment.engine.kind == "serial" or net.log_std.device.type != "cpu":
         return 1, "as always"
     busy = chosen.workers if experiment.engine.mode == "async" else 0
-    learners = experiment.engine.learners  # which all work at the same time
+    learners = experiment.engine.learners  # all busy at the same time
     most = ((usable or usable_cores()) - busy) // learners
     if chosen.threads is not None and chosen.threads <= max(1, most):
         return chosen.threads, "as before"
     if most < 2:
-        return 1, "no other core to use"
+        return 1, "no other core available"
     torch.set_num_threads(1)
-    net = copy.deepcopy(net)  # a layer may count its calls or keep statistics of what it sees
+    net = copy.deepcopy(net)  # a layer may count calls or keep statistics
     one = _gradient_step(experiment, spec, net)
-    if one < SMALL:
+    if one < SHORT_UPDATE:
         return 1, f"a gradient step takes {one * 1e3:.1f} ms"
-    threads = min(most, (int((free or free_cores()) + FREE) - busy) // learners)
+    threads = min(most, (int((free or free_cores()) + FREE_SHARE) - busy) // learners)
     if threads < 2:
         return 1, "the other cores are busy"
     torch.set_num_threads(threads)
     many = _gradient_step(experiment, spec, net)
     torch.set_num_threads(1)
-    if one / many < GAIN:
-        return 1, f"{threads} threads were measured {one / many:.2f} times as fast"
+    if one / many < MIN_SPEEDUP:
+        return 1, f"{threads} threads measured only {one / many:.2f} times as fast"
     return threads, f"measured {one / many:.2f} times as fast as one"
 
 
 def _gradient_step(experiment: Experiment, spec: EnvSpec, net: PolicyNet) -> float:
-    """Seconds that a forward and backward pass over a small minibatch takes; the best of three."""
+    """Seconds of a forward and backward pass over a small minibatch; the best of three."""
     bptt = experiment.model.memory.bptt if net.recurrent else 1
     chunks = max(1, min(getattr(experiment.algo, "minibatch", experiment.batch), 128) // bptt)
     obs = {
@@ -150,9 +152,9 @@ def _gradient_step(experiment: Experiment, spec: EnvSpec, net: PolicyNet) -> flo
     best = float("inf")
     with Generators(0).active():
         for _ in range(3):
-            began = time.perf_counter()
+            start = time.perf_counter()
             params, value = net.unroll(obs, net.initial_state(chunks), first)
             loss = params.sum() + value.sum()
             torch.autograd.grad(loss, [each for each in net.parameters() if each.requires_grad], allow_unused=True)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.perf_counter() - start)
     return best

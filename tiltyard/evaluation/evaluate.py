@@ -18,8 +18,9 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load, override_list, parse_override
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor, make_actor
-from tiltyard.engines.policies.opponent_pool import fill_version_pools, read_versions, version_pools
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
+from tiltyard.engines.policies.opponent_pool import VersionPool, fill_version_pools, read_versions
+from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.actors import scripted_actor, trained_actor
@@ -232,7 +233,7 @@ def _perform(task: Task) -> Answer:
         chooser = scripted_actor(task.policy, spec, (Path.cwd(), *run.base))
     else:
         nets = {name: policy.net for name, policy in policies.items()}
-        pools = version_pools(experiment, spec, run.base)
+        pools = {name: VersionPool(past, experiment, spec, run.base) for name, past in experiment.past.items()}
         fill_version_pools(pools, {name: read_versions(folder, name) for name in pools})
         actor = make_actor(experiment, spec, nets, frozen_nets(experiment, spec, run.base), pools, measured=True)
         several = actor if isinstance(actor, MultiPolicyActor) else None

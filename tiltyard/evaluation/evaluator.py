@@ -9,8 +9,9 @@ from pathlib import Path
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor, make_actor
-from tiltyard.engines.policies.opponent_pool import fill_version_pools, version_pools
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
+from tiltyard.engines.policies.opponent_pool import VersionPool, fill_version_pools
+from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.errors import UseError
 from tiltyard.evaluation.actors import trained_actor
 from tiltyard.evaluation.recording import VideoTarget
@@ -29,7 +30,7 @@ class Evaluator:
             name: PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed).eval()
             for name in experiment.learning
         }
-        self.version_pools = version_pools(experiment, spec, base)
+        self.version_pools = {name: VersionPool(past, experiment, spec, base) for name, past in experiment.past.items()}
         frozen = frozen_nets(experiment, spec, base)
         self.actor = make_actor(experiment, spec, self.nets, frozen, self.version_pools, measured=True)
 

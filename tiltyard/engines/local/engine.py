@@ -26,15 +26,10 @@ from tiltyard.engines.engine_state import dropped_groups, read_state
 from tiltyard.engines.local.shared_memory import FREE, LEARNING, SharedMemory, gather
 from tiltyard.engines.local.worker_pool import WorkerPool
 from tiltyard.engines.policies.policy_set import PolicySet
-from tiltyard.engines.topology import Topology, learner_threads
+from tiltyard.engines.topology import Topology, learner_threads, slots_per_worker
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.run.checkpoint import write_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
-
-
-def slots_each(mode: str) -> int:
-    """Slots of each worker. Asynchronous: one to fill while another waits for slower workers."""
-    return 2 if mode == "async" else 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class LocalEngine:
         self.learner = self.policies.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
-        slots = workers * slots_each(experiment.engine.mode)
+        slots = workers * slots_per_worker(experiment.engine.mode)
         self.shared = SharedMemory(experiment, spec, self.learner.net, workers, slots, batched=chosen.batched)
         self.rollout = empty_rollout(experiment, spec, self.learner.net, experiment.engine.envs)
         self.progress = Progress()

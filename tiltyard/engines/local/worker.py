@@ -27,9 +27,8 @@ from tiltyard.engines.collector import Collector, InWorker
 from tiltyard.engines.local.inference_client import InferenceClient, InferenceServerGone
 from tiltyard.engines.local.shared_memory import ACTING, FULL, SharedMemory
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import make_actor
-from tiltyard.engines.policies.opponent_pool import version_pools
-from tiltyard.engines.policies.policy_set import joined
+from tiltyard.engines.policies.opponent_pool import VersionPool
+from tiltyard.engines.policies.policy_set import joined, make_actor
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, TiltyardError
@@ -74,7 +73,7 @@ class _Worker:
         self.remote: InferenceClient | None = None
         if door is not None and self.shared.inference is not None:
             self.remote = InferenceClient(self.nets[0], self.shared.inference, self.number, door, self.beat)
-        self.version_pools = version_pools(experiment, spec, base)
+        self.version_pools = {name: VersionPool(past, experiment, spec, base) for name, past in experiment.past.items()}
         actor = self.remote or make_actor(
             experiment, spec, nets, frozen_nets(experiment, spec, base), self.version_pools
         )

@@ -52,10 +52,10 @@ def frozen_nets(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> 
     return found
 
 
-def origins(experiment: Experiment, base: Sequence[Path]) -> dict[str, str]:
-    """Describe the origin of each frozen policy."""
-    found = {name: source_of(text, base).origin for name, text in _named(experiment)}
-    return {name: f"{origin['run']} at env step {origin['env_steps']:,}" for name, origin in found.items()}
+def origin(experiment: Experiment, name: str, base: Sequence[Path]) -> str:
+    """Describe the origin of a frozen policy."""
+    found = source_of(dict(_named(experiment))[name], base).origin
+    return f"{found['run']} at env step {found['env_steps']:,}"
 
 
 def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copies:
@@ -63,22 +63,25 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
     ids, files = dict(copies.ids), list(copies.files)
     for name, text in _named(experiment):
         with _as_setting(name, text):
-            source = source_of(text, base)
-            model = load_policy(source.folder, base=(source.home,)).net.settings  # also checks that its code is trusted
             target = copies.folder / FOLDER / name
-            (target / "policies").mkdir(parents=True)
-            for path in (source.folder / "policies").glob(f"{saved_policies(source.folder)[0]}.*"):
-                shutil.copyfile(path, target / "policies" / path.name)
-            if any(own_ref(kind, plugin, (source.home,)) for _, kind, plugin in model_plugins(model)):
-                shutil.copytree(source.home / "plugins", target / "plugins")
-            atomic.write_json(target / ORIGIN, source.origin)
+            _copy(source_of(text, base), target)
             ids[f"policies.{name}.from"] = f"{FOLDER}/{name}"
             files += [path.relative_to(copies.folder) for path in sorted(target.rglob("*")) if path.is_file()]
     return replace(copies, ids=ids, files=tuple(files))
 
 
+def _copy(source: Source, target: Path) -> None:
+    model = load_policy(source.folder, base=(source.home,)).net.settings  # also checks that its code is trusted
+    (target / "policies").mkdir(parents=True)
+    for path in (source.folder / "policies").glob(f"{saved_policies(source.folder)[0]}.*"):
+        shutil.copyfile(path, target / "policies" / path.name)
+    if any(own_ref(kind, plugin, (source.home,)) for _, kind, plugin in model_plugins(model)):
+        shutil.copytree(source.home / "plugins", target / "plugins")
+    atomic.write_json(target / ORIGIN, source.origin)
+
+
 def _named(experiment: Experiment) -> list[tuple[str, str]]:
-    return [(name, member.from_) for name, member in experiment.policy_settings.items() if member.from_ is not None]
+    return [(name, policy.from_) for name, policy in experiment.policy_settings.items() if policy.from_ is not None]
 
 
 def source_of(text: str, base: Sequence[Path]) -> Source:

@@ -17,30 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.config.experiment import Experiment
 from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.opponent_pool import VersionPool, draw_version
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
-from tiltyard.types import Array, EnvSpec, EpisodeEnd, Tree
+from tiltyard.types import Array, EpisodeEnd, Tree
 
 Rows = NDArray[Any]
-
-
-def make_actor(
-    experiment: Experiment,
-    spec: EnvSpec,
-    learning: Mapping[str, PolicyNet],
-    frozen: Mapping[str, PolicyNet],
-    past: Mapping[str, VersionPool],
-    *,
-    measured: bool = False,
-) -> PolicyNet | MultiPolicyActor:
-    """The actor of a group of envs: the only policy itself, or all of them. `measured` as in Match."""
-    if len(experiment.policy_settings) == 1:
-        return learning[experiment.learning[0]]
-    match = Match(experiment, spec.agents, measured=measured)
-    return MultiPolicyActor({**learning, **frozen}, list(frozen), match, past)
 
 
 class MultiPolicyActor:

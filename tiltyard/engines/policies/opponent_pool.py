@@ -39,7 +39,7 @@ class VersionPool:
     """The versions of one pool, as nets that act and never learn."""
 
     def __init__(
-        self, past: Past, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device
+        self, past: Past, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device = CPU
     ) -> None:
         self.past, self.device, self.versions = past, device, Versions()
         self.marks: dict[int, int] = {}
@@ -78,13 +78,6 @@ class VersionPool:
     def arrays(self) -> dict[int, Arrays]:
         """A copy of the weights of each version."""
         return {env_steps: net.arrays() for env_steps, net in self.versions.items()}
-
-
-def version_pools(
-    experiment: Experiment, spec: EnvSpec, base: Sequence[Path], device: torch.device = CPU
-) -> dict[str, VersionPool]:
-    """An empty pool for each `past` policy of an experiment."""
-    return {name: VersionPool(past, experiment, spec, base, device) for name, past in experiment.past.items()}
 
 
 def fill_version_pools(pools: Mapping[str, VersionPool], versions: Mapping[str, Mapping[int, Arrays]]) -> None:

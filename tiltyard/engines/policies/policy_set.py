@@ -18,10 +18,15 @@ from typing import TypeVar
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import Learner
-from tiltyard.engines.policies.frozen import frozen_nets, origins
+from tiltyard.engines.policies.frozen import frozen_nets, origin
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor, make_actor
-from tiltyard.engines.policies.opponent_pool import fill_version_pools, read_versions, version_pools, write_versions
+from tiltyard.engines.policies.multi_policy import MultiPolicyActor
+from tiltyard.engines.policies.opponent_pool import (
+    VersionPool,
+    fill_version_pools,
+    read_versions,
+    write_versions,
+)
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy import saved_policies
 from tiltyard.models.policy_net import PolicyNet
@@ -36,16 +41,32 @@ def joined(parts: Sequence[Mapping[str, Item]]) -> dict[str, Item]:
     return {f"{at}/{key}" if at else key: item for at, part in enumerate(parts) for key, item in part.items()}
 
 
+def make_actor(
+    experiment: Experiment,
+    spec: EnvSpec,
+    learning: Mapping[str, PolicyNet],
+    frozen: Mapping[str, PolicyNet],
+    past: Mapping[str, VersionPool],
+    *,
+    measured: bool = False,
+) -> PolicyNet | MultiPolicyActor:
+    """The actor of a group of envs: the only policy itself, or all of them. `measured` as in Match."""
+    if len(experiment.policy_settings) == 1:
+        return learning[experiment.learning[0]]
+    match = Match(experiment, spec.agents, measured=measured)
+    return MultiPolicyActor({**learning, **frozen}, list(frozen), match, past)
+
+
 class PolicySet:
     """The policies of an experiment; evaluations measure the `first`."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-        self.experiment, self.spec = experiment, spec
+        self.experiment, self.spec, self.base = experiment, spec, base
         self.learners = {name: Learner(experiment, spec, base, name) for name in experiment.learning}
         self.first = next(iter(self.learners.values()))
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
-        self._origins = origins(experiment, base)
-        self.version_pools = version_pools(experiment, spec, base, self.first.device)
+        device, past = self.first.device, experiment.past.items()
+        self.version_pools = {name: VersionPool(of, experiment, spec, base, device) for name, of in past}
         for pool in self.version_pools.values():
             pool.add(0, self.learners[pool.past.of].net.arrays())
 
@@ -67,7 +88,7 @@ class PolicySet:
 
     def _describe_policy(self, name: str) -> str:
         if name in self.frozen:
-            return f"frozen, {self._origins[name]}"
+            return f"frozen, {origin(self.experiment, name, self.base)}"
         if name in self.version_pools:
             past = self.version_pools[name].past
             return f"{past.of} every {past.every:,} env steps, the last {past.keep}"

@@ -37,7 +37,7 @@ from ray.rllib.utils.metrics import (
 
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.multi_policy import make_actor
+from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.engines.rllib.episode_collector import Decided, Rows
 from tiltyard.engines.rllib.settings_map import epsilon
 from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
