@@ -102,8 +102,8 @@ def test_cores_are_looked_at_before_the_fork_server_makes_one_busy(slow: EnvSpec
 
 
 def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topologies, "SMALL", 0.0)  # every gradient step is worth a measurement,
-    monkeypatch.setattr(topologies, "GAIN", 0.0)  # and every measurement is in favour of threads
+    monkeypatch.setattr(topologies, "SHORT_UPDATE", 0.0)  # every gradient step is worth a measurement,
+    monkeypatch.setattr(topologies, "MIN_SPEEDUP", 0.0)  # and every measurement is in favour of threads
 
     def threads(*words: str, usable: int = 4, free: float = 4.0, workers: int = 0, before: int | None = None) -> Any:
         settings = experiment(*words)

@@ -103,7 +103,7 @@ def _check_init(ours: Arrays, theirs: Arrays) -> None:
 
 
 def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
-    """Refuse a built-in model that does not fit into memory, measured on the meta device; plug-ins may not run there."""
+    """Refuse a built-in model that does not fit into memory, measured on the meta device, where plug-ins may fail."""
     if any(resolve.kind_of(text) for _, _, text in resolve.model_plugins(experiment.model)):
         return
     with torch.device("meta"):

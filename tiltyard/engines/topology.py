@@ -31,7 +31,7 @@ FREE_SHARE = 0.3  # of a core that must be free for a worker; 1 - FREE_SHARE for
 
 @dataclass(frozen=True)
 class Topology:
-    """The number of workers (0: the learner steps the envs itself) and the reason; `batched`: with an inference server."""
+    """The number of workers (0: the learner steps the envs) and the reason; `batched`: with an inference server."""
 
     workers: int
     why: str
