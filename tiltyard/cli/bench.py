@@ -60,7 +60,7 @@ def run_bench(args: argparse.Namespace) -> int:
         data.write(_bench_json(found) if args.json else _bench_table(found))
         data.flush()
     best = found.best
-    _say(f"best    {best.env_steps_per_second:,.0f} env steps per second, kept in {found.kept}")
+    _say(f"best    {best.env_steps_per_second:,.0f} env steps per second, stored in {found.file}")
     _say("next    train and show tell their speed beside it")
     return EXIT_DONE
 

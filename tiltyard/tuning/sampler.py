@@ -1,11 +1,11 @@
-"""The sampler: how fast an env goes with random actions and no learning, in 1 .. k processes. No torch, no run folder.
+"""The sampler: the speed of an env with random actions and no learning, in 1 .. k processes. No torch, no run folder.
 
     bench                                  child: python -m tiltyard.tuning.sampler PARENT
-      its share of the envs  -> task  --------> builds the group that training would use -> ready
-      all are ready          -> go  ----------> steps its envs, and nothing else, until the seconds are over
+      its share of the envs  -> task  --------> builds the same group as training -> ready
+      all are ready          -> go  ----------> only steps its envs, for the given seconds
                              <- ticks --------- (monotonic time, env steps, frames, seconds in resets) so far
 
-What is measured is training's upper bound: `run.bounds` keeps the best figure, `train` and `show` compare with it.
+The best speed is an upper bound of training's: `run.measured` stores it, `train` and `show` compare with it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from tiltyard.types import Array, EnvSpec, Step
 if TYPE_CHECKING:
     from tiltyard.types import Array
 
-SECONDS = 12.0  # of stepping, over all numbers of processes
+SECONDS = 12.0  # of stepping, in total
 WINDOWS = (1, 10, 60)  # seconds
-TICKS = 100  # at most that many lines of a child: all of them fit into its pipe, so that it never waits for a reader
-SHORTEST_TICK = 0.1  # seconds
+MAX_TICKS = 100  # lines of a child: all fit into its pipe, so that it never waits for the reader
+MIN_TICK_SECONDS = 0.1  # seconds
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one number of processes did together."""
+    """The speed of one number of processes."""
 
     processes: int
     envs: int
@@ -56,21 +56,21 @@ class Throughput:
     env_steps_per_second: float
     frames_per_second: float
     windows: dict[str, float]
-    """env steps per second in the middle one of all windows of that many seconds, for those that fit"""
+    """median env steps per second over windows of that many seconds, where at least one fits"""
     reset_share: float
     """of the processes' time"""
     env_bytes: int
-    """memory of one env; 0 where the system does not tell"""
+    """memory of one env; 0 if unknown"""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """All that was measured of one env."""
+    """All measurements of one env."""
 
     env: str
     envs: int
     sampled: list[Throughput]
-    kept: Path
+    file: Path
 
     @property
     def best(self) -> Throughput:
@@ -83,13 +83,13 @@ def bench(
     *,
     workers: int | None = None,
     seconds: float = SECONDS,
-    say: Callable[[str], None] = lambda sentence: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Bench:
-    """Measure the env of an experiment in 1 .. `workers` processes (as many as cores are usable) and keep the best."""
+    """Measure an experiment's env in 1 .. `workers` processes (default: usable cores) and store the best speed."""
     root = runs_root()
     loaded = load(target, overrides)
     with tempfile.TemporaryDirectory(prefix="tiltyard-plugins-") as folder:
-        # Copies, as a run makes them: their names are what the figure is found by later.
+        # Copied as for a run: the stored speed is found by the copies' names.
         copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
         experiment = copies.named_in(loaded.experiment)
         base = (Path(folder),) if copies.ids else loaded.base
@@ -98,7 +98,9 @@ def bench(
             say(f"note    {note}")
         envs = experiment.engine.envs
         if workers is not None and workers > envs:
-            say(f"note    engine.envs={envs}: more processes would have none; engine.envs={workers} gives each one")
+            say(
+                f"note    engine.envs={envs} is fewer than {workers} processes; with engine.envs={workers} each has one"
+            )
         counts = process_counts(min(workers or usable_cores(), envs))
         sampled = []
         for count in counts:
@@ -111,17 +113,17 @@ def bench(
         "frames_per_second": best.frames_per_second,
         "processes": best.processes,
     }
-    kept = measured.remember(root, experiment, figures)
-    return Bench(loaded.experiment.env.id, experiment.engine.envs, sampled, kept)
+    file = measured.remember(root, experiment, figures)
+    return Bench(loaded.experiment.env.id, experiment.engine.envs, sampled, file)
 
 
 def process_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
+    """1, 2, 4, ... and `most`."""
     return sorted({min(most, 2**power) for power in range(most.bit_length() + 1)})
 
 
 def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processes: int, seconds: float) -> Throughput:
-    """Step all envs of the experiment, shared by that many processes, for some seconds."""
+    """Step all envs of the experiment in `processes` processes for some seconds."""
     envs = experiment.engine.envs
     first = [number * envs // processes for number in range(processes + 1)]
     task = {
@@ -135,20 +137,20 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
     }
     tasks = [{**task, "first": a, "envs": b - a} for a, b in pairwise(first)]
     with children("tiltyard.tuning.sampler", tasks, "sampling process", "run the env by itself to see why") as started:
-        weighed = [child.recv()["env_bytes"] for child in started]
+        env_bytes = [child.recv()["env_bytes"] for child in started]
         for child in started:
             child.send({"go": True})
         ticks = []
         for child in started:
-            heard = [child.recv()]
-            while "over" not in heard[-1]:
-                heard.append(child.recv())
-            ticks.append(np.array([each["tick"] for each in heard[:-1]]))
-    return summary(ticks, envs, weighed[0])  # of the first process, which looks at itself where it can
+            messages = [child.recv()]
+            while "over" not in messages[-1]:
+                messages.append(child.recv())
+            ticks.append(np.array([each["tick"] for each in messages[:-1]]))
+    return summary(ticks, envs, env_bytes[0])  # the first process measures its memory
 
 
 def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Throughput:
-    """Ticks [n, 4] of every process (time, env steps, frames, seconds in resets, all growing) as one set of figures."""
+    """Merge the ticks [n, 4] of all processes (time, env steps, frames, seconds in resets, all cumulative)."""
     begin, end = max(each[0, 0] for each in ticks), min(each[-1, 0] for each in ticks)
 
     def per_second(column: int, since: float, until: float) -> float:
@@ -157,7 +159,7 @@ def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Throughput:
 
     windows = {}
     for width in WINDOWS:
-        count = int((end - begin) / width + 0.05)  # processes that begin a moment apart still have a whole second
+        count = int((end - begin) / width + 0.05)  # tolerates processes that start a moment apart
         marks = [min(end, begin + number * width) for number in range(count + 1)]
         if count:
             windows[str(width)] = median(per_second(1, a, b) for a, b in pairwise(marks))
@@ -177,24 +179,24 @@ def summary(ticks: Sequence[Array], envs: int, env_bytes: int) -> Throughput:
 # ---------------------------------------------------------------------------------------------- in the child
 
 
-class _Timed:
-    """An env whose resets are timed. Who steps it keeps the bound step of the env itself, which is not slowed."""
+class _TimedResets:
+    """An env with timed resets. Its `step` is the env's own bound method and not slowed."""
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.seconds = made, 0.0
+    def __init__(self, env: Any) -> None:
+        self._env, self.seconds = env, 0.0
 
     def reset(self, *, seed: int | None) -> Any:
         began = time.perf_counter()
-        answer = self._made.reset(seed=seed)
+        answer = self._env.reset(seed=seed)
         self.seconds += time.perf_counter() - began
         return answer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._made, name)
+        return getattr(self._env, name)
 
 
 def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
-    """Build the group, say so, wait for the word to go, and step."""
+    """Build the group, report ready, wait for go, then step."""
     env, spec = Env.model_validate(task["env"]), spec_from_json(task["spec"])
 
     def build(envs: int) -> tuple[EnvGroup, Step]:
@@ -211,16 +213,16 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
         return group, group.reset()
 
     env_bytes = spec.env_bytes
-    grows = env.isolate != "process"  # else envs are no part of this process, and the probe has weighed one
+    grows = env.isolate != "process"  # else envs are in other processes, and the probe has measured one
     if grows and task["first"] == 0 and task["envs"] > 1:
-        alone, _ = build(1)  # before the others: what is imported with it is no env's memory
+        first_group, _ = build(1)  # first, so that imports do not count as memory of envs
         before = rss_bytes()
         group, now = build(task["envs"])
         env_bytes = max(0, rss_bytes() - before) // task["envs"]
-        alone.close()
+        first_group.close()
     else:
         group, now = build(task["envs"])
-    timed = [_Timed(made) for made in group.envs]
+    timed = [_TimedResets(env) for env in group.envs]
     group.envs[:] = timed
     parent.send({"ready": True, "env_bytes": env_bytes})
     parent.recv()
@@ -229,56 +231,56 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     return {"over": True}
 
 
-def _step(walk: EnvStepper, timed: Sequence[_Timed], seconds: float, parent: Parent) -> None:
-    """Walk until the time is over, telling how far it is now and then."""
-    interval = max(SHORTEST_TICK, seconds / TICKS)
+def _step(stepper: EnvStepper, timed: Sequence[_TimedResets], seconds: float, parent: Parent) -> None:
+    """Step for `seconds`, sending ticks."""
+    interval = max(MIN_TICK_SECONDS, seconds / MAX_TICKS)
     mark = began = time.monotonic()
     parent.send({"tick": [began, 0, 0, 0.0]})
     while mark < began + seconds:
         due = min(mark + interval, began + seconds)
         while mark < due:
-            walk.step()
+            stepper.step()
             mark = time.monotonic()
         resets = sum(each.seconds for each in timed)
-        parent.send({"tick": [mark, walk.env_steps, walk.frames, resets]})
+        parent.send({"tick": [mark, stepper.env_steps, stepper.frames, resets]})
 
 
-DRAWN = 256  # env steps whose actions are drawn beforehand
+ACTION_SETS = 256  # env steps with actions drawn in advance, used in a cycle
 
 
 class EnvStepper:
-    """A group on its way, from its first observations on."""
+    """Steps a group with random actions, in the fastest way that it allows."""
 
     def __init__(self, group: EnvGroup, now: Step) -> None:
         self.group, self.now = group, now
         self.env_steps = self.frames = 0
         self._rng = np.random.default_rng(0)
         self._limit = group.env.time_limit or group.spec.episode_limit or sys.maxsize
-        self._turn = 0
+        self._next = 0
         self._actions: list[Any] = []
-        self.step = self._way()
+        self.step = self._choose_step()
         """One env step of every row."""
 
-    def _way(self) -> Callable[[], None]:
+    def _choose_step(self) -> Callable[[], None]:
         group = self.group
         if group.spec.parallel or group.spec.masked or group.env.isolate != "none":
-            return self._as_training
-        self._actions = [group.codec.random_rows(self._rng, group.rows) for _ in range(DRAWN)]
+            return self._step_as_training
+        self._actions = [group.codec.random_rows(self._rng, group.rows) for _ in range(ACTION_SETS)]
         if isinstance(group.stepping, NativeStepping):
             self._actions = [np.asarray(group.codec.decode_rows(actions)) for actions in self._actions]
             self._lengths: Array = np.zeros(group.rows, np.int64)
-            return self._all_at_once
-        self._calls = [made.step for made in group.envs]
+            return self._step_native
+        self._calls = [env.step for env in group.envs]
         self._left = [self._limit] * group.rows
-        return self._one_by_one
+        return self._step_single
 
     def _next_actions(self) -> Any:
-        self._turn = (self._turn + 1) % DRAWN
-        return self._actions[self._turn]
+        self._next = (self._next + 1) % ACTION_SETS
+        return self._actions[self._next]
 
-    def _one_by_one(self) -> None:
+    def _step_single(self) -> None:
         calls, envs, left = self._calls, self.group.envs, self._left
-        actions = self.group.codec.decode_rows(self._next_actions())  # anew: an env may change what it is given
+        actions = self.group.codec.decode_rows(self._next_actions())  # decoded again: an env may modify its action
         skip, each, row, doing = self.group.env.frameskip, self.group.spec.frameskip, 0, "step"
         each //= skip
         try:
@@ -293,13 +295,13 @@ class EnvStepper:
                     doing, left[row] = "reset", self._limit
                     envs[row].reset(seed=None)
                     doing = "step"
-        except KeyboardInterrupt:  # the user's own
+        except KeyboardInterrupt:  # by the user
             raise
         except BaseException as error:
             raise self._env_error(error, row, doing) from error
         self.env_steps += len(calls)
 
-    def _all_at_once(self) -> None:
+    def _step_native(self) -> None:
         group = self.group
         assert isinstance(group.stepping, NativeStepping)
         lengths, doing, row = self._lengths, "step", 0
@@ -319,7 +321,7 @@ class EnvStepper:
         self.env_steps += group.rows
         self.frames += group.rows * group.spec.frameskip
 
-    def _as_training(self) -> None:
+    def _step_as_training(self) -> None:
         before = self.group.frames_taken
         self.now = self.group.step(self.group.codec.random_rows(self._rng, self.group.rows, self.now.mask))
         self.env_steps += int(self.now.valid.sum())

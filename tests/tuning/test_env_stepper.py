@@ -1,4 +1,4 @@
-"""Walks of the sampler: every env is stepped and begun anew as its episodes end, whatever way its rows are stepped."""
+"""The sampler's stepper: every env is stepped and reset when its episode ends, in each way of stepping."""
 
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError
-from tiltyard.tuning.sampler import DRAWN, EnvStepper
+from tiltyard.tuning.sampler import ACTION_SETS, EnvStepper
 
 BASE = [Path(__file__).parents[1] / "cli"]
 PAUSES = "pauses.py:Pauses"
 
 
-def walk_of(env: Env, rows: int = 3) -> tuple[EnvStepper, EnvGroup]:
+def stepper_of(env: Env, rows: int = 3) -> tuple[EnvStepper, EnvGroup]:
     group = make_group(GroupConfig(env, spec_from_json(examine(env, BASE, False)), rows, 0, BASE))
     return EnvStepper(group, group.reset()), group
 
 
 def counted(group: EnvGroup) -> list[int]:
-    """Resets of each env from now on, counted as they come."""
+    """Count the resets of each env from now on."""
     found = [0] * len(group.envs)
 
     def count(row: int, made: Any) -> Any:
@@ -52,49 +52,49 @@ def counted(group: EnvGroup) -> list[int]:
         ({"isolate": "thread"}, 4, 60),  # as in training
     ],
 )
-def test_rows_of_their_own(more: dict[str, Any], resets: int, frames: int) -> None:
-    walk, group = walk_of(Env(id=PAUSES, **more))
+def test_single_envs_are_stepped_and_reset(more: dict[str, Any], resets: int, frames: int) -> None:
+    stepper, group = stepper_of(Env(id=PAUSES, **more))
     found = counted(group)
     for _ in range(20):
-        walk.step()
-    assert (walk.env_steps, walk.frames, found) == (60, frames, [resets] * 3)
+        stepper.step()
+    assert (stepper.env_steps, stepper.frames, found) == (60, frames, [resets] * 3)
     group.close()
 
 
 @pytest.mark.parametrize(("limit", "resets"), [(None, 1), (5, 4)])
-def test_rows_in_one_call(limit: int | None, resets: int) -> None:
-    walk, group = walk_of(Env(id="CartPole-v1", time_limit=limit), rows=4)
+def test_native_rows_are_stepped_in_one_call(limit: int | None, resets: int) -> None:
+    stepper, group = stepper_of(Env(id="CartPole-v1", time_limit=limit), rows=4)
     assert isinstance(group.stepping, NativeStepping)
     found = counted(group)
     states = np.zeros((4, 4))
     for _ in range(20):
-        walk.step()
+        stepper.step()
         assert not (states == group.stepping.vector._all.state).all()  # type: ignore[attr-defined]
         states = group.stepping.vector._all.state.copy()  # type: ignore[attr-defined]
-    assert (walk.env_steps, walk.frames) == (80, 80)
+    assert (stepper.env_steps, stepper.frames) == (80, 80)
     assert sum(found) >= 4 * resets if limit else 0 < sum(found) < 8
     group.close()
 
 
-def test_agents_count_as_they_do_in_training() -> None:
-    walk, group = walk_of(Env(id="tiltyard.envs.toys.games:Pennies"), rows=4)
+def test_agents_count_as_in_training() -> None:
+    stepper, group = stepper_of(Env(id="tiltyard.envs.toys.games:Pennies"), rows=4)
     for _ in range(3):
-        walk.step()
-    assert (walk.env_steps, walk.frames) == (12, 3 * group.copies)
+        stepper.step()
+    assert (stepper.env_steps, stepper.frames) == (12, 3 * group.copies)
     group.close()
 
 
-def test_what_an_env_raises_is_told_as_its_own() -> None:
-    walk, group = walk_of(Env(id=PAUSES, options={"fails_at": 200}))
+def test_errors_of_an_env_name_row_and_step() -> None:
+    stepper, group = stepper_of(Env(id=PAUSES, options={"fails_at": 200}))
     for _ in range(199):
-        walk.step()
+        stepper.step()
     with pytest.raises(EnvError, match="row 0, env step 597: step\\(\\) raised RuntimeError: out of fuel"):
-        walk.step()
+        stepper.step()
     group.close()
 
 
 class Doubling(gymnasium.Env[Any, Any]):
-    """An env that changes the action it is given."""
+    """An env that modifies its action."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -109,9 +109,9 @@ class Doubling(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-def test_an_env_may_change_what_it_is_given() -> None:
-    walk, group = walk_of(Env(id=f"{__name__}:Doubling", time_limit=10))
-    for _ in range(2 * DRAWN):
-        walk.step()
-    assert walk.env_steps == 6 * DRAWN
+def test_an_env_may_modify_its_action() -> None:
+    stepper, group = stepper_of(Env(id=f"{__name__}:Doubling", time_limit=10))
+    for _ in range(2 * ACTION_SETS):
+        stepper.step()
+    assert stepper.env_steps == 6 * ACTION_SETS
     group.close()
