@@ -361,7 +361,7 @@ def test_half_deleted_runs_and_those_of_a_newer_tiltyard(refused: Refused, train
         (run.folder / name).write_text(text)
     (run.folder / "status.json").write_text(json.dumps({**json.loads(kept["status.json"]), "schema": 99}))
     for verb in ("resume", "eval", "fork", "show"):
-        assert "newer Tiltyard (schema 99, this one knows up to 1)" in refused(verb, "cart/0001")
+        assert "newer Tiltyard (schema 99, this one reads up to 1)" in refused(verb, "cart/0001")
     (run.folder / "status.json").write_text(kept["status.json"])
     run.experiment_file.write_text(kept["experiment.yaml"].replace("version: 1", "version: 99"))
     for verb in ("resume", "eval", "fork"):

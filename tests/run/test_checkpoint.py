@@ -75,8 +75,8 @@ def test_a_crash_between_the_renames_of_a_second_save_loses_nothing(bare_run):
     first.rename(bare_run.checkpoints / "000000000500.1")  # the new one is listed, the old one not yet gone
     assert checkpoint.newest_valid(bare_run)[0].score == 2.0
     (bare_run.checkpoints / "kept").rename(first)
-    found, complaints = checkpoint.newest_valid(bare_run)
-    assert complaints == [] and found.score == 2.0
+    found, warnings = checkpoint.newest_valid(bare_run)
+    assert warnings == [] and found.score == 2.0
     made = save(bare_run, 500, 9.0)
     assert names(bare_run) == ["000000000500"] and made.score == 9.0
 
@@ -104,7 +104,7 @@ def test_a_writer_that_fails_leaves_nothing(bare_run):
 
 def test_links_are_not_files_of_a_checkpoint(bare_run, tmp_path):
     (tmp_path / "elsewhere").write_text("x")
-    with pytest.raises(TiltyardError, match="no plain file"):
+    with pytest.raises(TiltyardError, match="not a regular file"):
         checkpoint.commit(
             bare_run,
             2,
@@ -223,8 +223,8 @@ def test_any_damage_to_the_newest_is_named_and_the_previous_one_used(bare_run):
         shutil.rmtree(newest)
         shutil.copytree(pristine, newest)
         done = damage(newest, random.Random(seed))
-        found, complaints = checkpoint.newest_valid(bare_run)
-        assert found.env_steps == 100 and len(complaints) == 1 and "000000000200" in complaints[0], (seed, done)
+        found, warnings = checkpoint.newest_valid(bare_run)
+        assert found.env_steps == 100 and len(warnings) == 1 and "000000000200" in warnings[0], (seed, done)
 
 
 def test_all_damaged_is_an_error_and_never_a_fresh_start(bare_run):
@@ -240,9 +240,9 @@ def test_an_empty_or_renamed_folder_is_not_believed(bare_run):
     save(bare_run, 100)
     (bare_run.checkpoints / "000000000300").mkdir()
     save(bare_run, 200).folder.rename(bare_run.checkpoints / "000000000400")
-    found, complaints = checkpoint.newest_valid(bare_run)
+    found, warnings = checkpoint.newest_valid(bare_run)
     assert found.env_steps == 100
-    assert "manifest.json is missing" in complaints[0] and "is of env step 200" in complaints[1]
+    assert "manifest.json is missing" in warnings[0] and "belongs to env step 200" in warnings[1]
 
 
 def test_select_passes_over_a_damaged_newest_only_when_it_can_complain(bare_run):
@@ -250,8 +250,8 @@ def test_select_passes_over_a_damaged_newest_only_when_it_can_complain(bare_run)
     (save(bare_run, 200, 2.0).folder / "loop.json").write_text("{}")
     with pytest.raises(TiltyardError, match=r"000000000200.*loop\.json has 2 bytes"):
         checkpoint.select(bare_run)
-    heard = []
-    assert checkpoint.select(bare_run, complain=heard.append).env_steps == 100 and len(heard) == 1
+    warned = []
+    assert checkpoint.select(bare_run, warn=warned.append).env_steps == 100 and len(warned) == 1
     for at in ("best", 200):
         with pytest.raises(UseError, match=r"000000000200 cannot be used"):
             checkpoint.select(bare_run, at, "max")
@@ -262,8 +262,8 @@ def test_a_newer_schema_is_named_and_not_deleted(bare_run):
     made = save(bare_run, 200)
     manifest = json.loads((made.folder / "manifest.json").read_text())
     atomic.write_json(made.folder / "manifest.json", {**manifest, "schema": 99})
-    found, complaints = checkpoint.newest_valid(bare_run)
-    assert found.env_steps == 100 and "newer Tiltyard (schema 99" in complaints[0]
+    found, warnings = checkpoint.newest_valid(bare_run)
+    assert found.env_steps == 100 and "newer Tiltyard (schema 99" in warnings[0]
     checkpoint.prune(bare_run, Save(last=1, best=0))
     assert made.folder.exists()
 
@@ -306,8 +306,8 @@ def test_a_disk_that_fills_at_any_byte(small_disk):
             checkpoint.prune(run, Save(last=1, best=0))
         except TiltyardError as error:
             outcomes.add("full" if "intact" in error.message else error.message)
-        found, complaints = checkpoint.newest_valid(run)
-        assert found is not None and complaints == []
+        found, warnings = checkpoint.newest_valid(run)
+        assert found is not None and warnings == []
         assert not [name for name in names(run) if name.startswith(".")]
     assert outcomes == {"saved", "full"}
 
@@ -394,8 +394,8 @@ def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, c
         assert nursery.stdout.readline() == "gone\n"
         leftovers += any(name.startswith(".tmp-") for name in names(bare_run)) if bare_run.checkpoints.exists() else 0
         confirmed = max([0, *confirmations(tmp_path)])
-        found, complaints = checkpoint.newest_valid(bare_run)
-        assert complaints == [], kill
+        found, warnings = checkpoint.newest_valid(bare_run)
+        assert warnings == [], kill
         # What was confirmed is there, or the next one, which was complete but not yet confirmed.
         reached = found.env_steps if found else 0
         assert confirmed <= reached <= max(confirmed, last) + 1

@@ -99,7 +99,7 @@ def test_other_jobs_and_equal_restarts_must_stand_still_first(bare_run, monkeypa
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     plant(bare_run, host="node9", **owner)
     with Lock.acquire(bare_run, period=0.05):
-        assert "stood still for 3 periods" in read_events(bare_run)[0]["sentence"]
+        assert "did not change for 3 periods" in read_events(bare_run)[0]["sentence"]
 
 
 def test_an_owner_elsewhere_whose_heart_beats_is_refused(bare_run):

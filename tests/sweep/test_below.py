@@ -67,4 +67,4 @@ def test_removal_never_goes_through_links(trial: Run, runs: Path, tmp_path: Path
 
 
 def test_no_run_is_called_like_a_sweeps_folder(tiltyard: Command) -> None:
-    assert "sweep's folder" in tiltyard("train", "CartPole-v1", "name=sweep-0001", expect=2).stderr
+    assert "folder of a sweep" in tiltyard("train", "CartPole-v1", "name=sweep-0001", expect=2).stderr

@@ -1,10 +1,10 @@
-"""How bytes reach the disk: whole files by rename, lines by one append, and JSON that is always JSON.
+"""Write files so that readers never see half of one: whole files by rename, lines by one append, and valid JSON.
 
-Owns no format and no layout. A reader sees the old file or the new one, never half of either; an appended line may
-be torn by a crash, and the next append then starts on a line of its own.
+A reader sees the old file or the new one. An appended line may be torn by a crash; the next append then starts a new
+line.
 
     write_text   temp file, fsync, rename       append_line   one write() at the end of the file
-    to_json      nan and inf as strings         read_lines    whole records, and the numbers of broken lines
+    to_json      nan and inf as strings         read_lines    complete records, and the numbers of broken lines
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import Any, cast
 
 from tiltyard.errors import TiltyardError
 
-# For people: what to do when the disk refuses.
-NO_ROOM = "free some space or check the folder's permissions, then go on with: tiltyard resume"
+DISK_HINT = "free some space or check the folder's permissions, then continue with: tiltyard resume"
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class DiskError(TiltyardError, OSError):
-    """A file could not be written. One sentence for people, and still an OSError for code that guards against disks."""
+    """A file could not be written: an error with a hint, and an OSError for code that handles those."""
 
     def __init__(self, path: Path, cause: OSError) -> None:
-        super().__init__(f"{path} could not be written: {cause.strerror or cause}", NO_ROOM)
+        super().__init__(f"{path} could not be written: {cause.strerror or cause}", DISK_HINT)
         self.errno, self.strerror = cause.errno, cause.strerror
 
     def __str__(self) -> str:
@@ -38,17 +37,17 @@ class DiskError(TiltyardError, OSError):
 
 
 def now() -> str:
-    """The time as status and events write it: UTC, to the millisecond."""
+    """The current time as written in status and events: UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def unique() -> str:
-    """Eight letters that no other process draws, for temporary names."""
+    """Eight random characters for temporary names."""
     return os.urandom(4).hex()
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: nan and inf become strings, an array's scalar becomes a plain number."""
+    """Convert a value for JSON: nan and inf become strings, array scalars become numbers."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, dict):
@@ -70,17 +69,17 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A number as `plain` wrote it, or None for anything else."""
+    """The number that `plain` wrote, or None for anything else."""
     if isinstance(value, str):
         return NOT_FINITE.get(value)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file as a whole. Costs one fsync."""
+    """Replace the file atomically. Costs one fsync."""
     temporary = path.with_name(f".{path.name}.{unique()}.tmp")
     try:
-        # Lone surrogates (file names in odd encodings) must not stop a status from being written.
+        # Lone surrogates (file names in odd encodings) must not be an error.
         with temporary.open("wb") as file:
             file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()
@@ -98,15 +97,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The file's JSON object. OSError when it cannot be read, ValueError when it is no object."""
+    """The file's JSON object. OSError if it cannot be read, ValueError if it is not an object."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("not a JSON object")
     return cast(dict[str, Any], value)
 
 
 def append_line(path: Path, text: str) -> None:
-    """One line at the end; after a line that a crash tore, a fresh one."""
+    """Append one line; if a crash has torn the last line, start a new one."""
     try:
         _append(path, text)
     except OSError as error:
@@ -126,7 +125,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The file's records, and the numbers (from 1) of lines that are none. A missing file has no records."""
+    """The file's records, and the numbers (from 1) of broken lines. A missing file has no records."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -149,12 +148,12 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def absolute(path: Path) -> Path:
-    """From the root and without `..`, but with links left as they are: whoever deletes must be able to see them."""
+    """An absolute path without `..`; links are not resolved, because deletion must see them."""
     return Path(os.path.normpath(path.absolute()))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's own entries (new names, renames) survive a power cut."""
+    """Sync a folder's entries (new names, renames) to disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

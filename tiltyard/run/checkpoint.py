@@ -1,11 +1,11 @@
-"""Checkpoints: written so that they are whole or absent, checked before they are believed, thinned out by the rules.
+"""Checkpoints: written atomically, verified before use, pruned by the settings of `save`.
 
     checkpoints/.tmp-...        being written or deleted; no listing pattern matches it
     checkpoints/000001000000    complete: every byte was synced before the rename
-    manifest.json               env steps, progress, score, order, and a checksum per file (and one of itself)
+    manifest.json               env steps, progress, score, order, and a checksum of each file and of itself
 
-Newest means committed last (`order`), not most env steps: a run that went back to an older one goes on from there.
-What is inside a checkpoint is the writer's business; trees of arrays are in tree.py.
+Newest means committed last (`order`), not most env steps: a run may have resumed from an older checkpoint.
+Engines decide what is in a checkpoint; state_file.py stores trees of arrays.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-# A second save at the same env step is NNN.1 until it has taken the first one's place.
+# A second save at the same env step is NNN.1 until it has replaced the first.
 FOLDER = re.compile(r"(\d{12,})(?:\.\d+)?")
 _ASIDE = "checkpoints.before-attempt-"
 
@@ -70,9 +70,9 @@ def commit(
     *,
     milestone: bool = False,
 ) -> Checkpoint:
-    """Have `writer` fill a folder, and make that the run's newest checkpoint; on any failure nothing has changed.
+    """Let `writer` fill a folder and make it the run's newest checkpoint; on failure nothing changes.
 
-    A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` sweeps away.
+    A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` deletes.
     """
     parent = run.checkpoints
     draft = parent / f".tmp-{env_steps:012d}-{atomic.unique()}"
@@ -87,7 +87,7 @@ def commit(
             "env_steps": env_steps,
             "progress": dataclasses.asdict(progress),
             "score": score,
-            # What was to be kept for good stays so when the same env step is saved again.
+            # A milestone stays one when the same env step is saved again.
             "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
             "order": order,
             "created": atomic.now(),
@@ -109,16 +109,16 @@ def commit(
 
 
 def link_files(source: Path, draft: Path, *, but: str) -> None:
-    """Fill a draft with the files of a checkpoint, except those of the tree `but`, without writing them again."""
+    """Link the files of a checkpoint into a draft, except those of the tree `but`."""
     ignore = shutil.ignore_patterns(MANIFEST, f"{but}.*")
-    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=_take, ignore=ignore)
+    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=_link_or_copy, ignore=ignore)
 
 
 def pin(source: Path, place: Path) -> None:
-    """The checkpoint once more at another place, whole or not at all: it stays when its run drops it."""
+    """Link or copy a checkpoint to another place, atomically: it stays when the run deletes its own."""
     draft = place.with_name(f".tmp-{place.name}-{atomic.unique()}")
     try:
-        shutil.copytree(source, draft, copy_function=_take)
+        shutil.copytree(source, draft, copy_function=_link_or_copy)
         atomic.sync_folder(draft)
         if place.exists():
             _delete(place)
@@ -128,7 +128,7 @@ def pin(source: Path, place: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _take(path: str, to: str) -> None:
+def _link_or_copy(path: str, to: str) -> None:
     try:
         os.link(path, to)
     except OSError:  # a file system without links
@@ -146,14 +146,14 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 
 
 def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
-    """Every file below the folder by its relative path, synced; folders synced too."""
+    """Sync all files and folders to disk; return size and checksum of each file by its relative path."""
     files: dict[str, dict[str, Any]] = {}
     for place, folders, names in os.walk(draft):
         folders.sort()
         for name in sorted(names):
             path = Path(place, name)
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise TiltyardError(f"{path} is no plain file", "a checkpoint holds plain files only")
+                raise TiltyardError(f"{path} is not a regular file", "write only regular files to a checkpoint")
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -163,7 +163,7 @@ def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
 
 
 def _publish(draft: Path, final: Path) -> Path:
-    """Rename to the final name. An older save of the same env step leaves only after the new one is listed."""
+    """Rename to the final name. An older save of the same env step is deleted only after the new one is listed."""
     older = [
         path
         for path in final.parent.iterdir()
@@ -184,7 +184,7 @@ def _publish(draft: Path, final: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Out of every listing at once, then off the disk."""
+    """Hide from listings by a rename, then delete."""
     shutil.rmtree(folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{atomic.unique()}")), ignore_errors=True)
 
 
@@ -199,7 +199,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | str:
-    """The manifest, or the reason why it cannot be believed."""
+    """The manifest, or the reason why it is invalid."""
     try:
         manifest = atomic.read_json(folder / MANIFEST)
     except FileNotFoundError:
@@ -208,12 +208,12 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
         return f"{MANIFEST} cannot be read ({error})"
     schema = manifest.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        return f"it was written by a newer Tiltyard (schema {schema}, this one knows up to {SCHEMA})"
+        return f"it was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})"
     if manifest.get("sha256") != _own_hash(manifest):
         return f"{MANIFEST} does not match its own checksum"
     match = FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest["env_steps"]:
-        return f"{MANIFEST} is of env step {manifest['env_steps']}"
+        return f"{MANIFEST} belongs to env step {manifest['env_steps']}"
     return manifest
 
 
@@ -227,12 +227,12 @@ def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
-    """Checkpoints whose manifest is sound, newest last. Cheap: the files themselves are not read."""
+    """Checkpoints with a valid manifest, newest last. Cheap: the files themselves are not read."""
     return [_checkpoint(*pair) for pair in sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])]
 
 
 def unreadable(run: Run) -> list[str]:
-    """A sentence for each checkpoint whose manifest is not sound. As cheap as the listing."""
+    """A sentence for each checkpoint with an invalid manifest. As cheap as the listing."""
     reasons = ((folder, _read_manifest(folder)) for folder in _folders(run.checkpoints))
     return [f"checkpoint {folder.name}: {reason}" for folder, reason in reasons if isinstance(reason, str)]
 
@@ -257,28 +257,28 @@ def verify(folder: Path) -> str | None:
 
 
 def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that can be believed, and a sentence for each newer one that cannot.
+    """The newest valid checkpoint, and a warning for each newer one that is invalid.
 
-    (None, []) when there is none at all; when there are some and none is sound, an error: never a fresh start.
+    (None, []) if there are no checkpoints; an error if there are some but none is valid: never start over silently.
     """
-    complaints: list[str] = []
-    sound: list[tuple[Path, dict[str, Any]]] = []
+    warnings: list[str] = []
+    valid: list[tuple[Path, dict[str, Any]]] = []
     for folder in _folders(run.checkpoints):
         manifest = _read_manifest(folder)
         if isinstance(manifest, str):
-            complaints.append(f"Checkpoint {folder} cannot be used: {manifest}.")
+            warnings.append(f"Checkpoint {folder} cannot be used: {manifest}.")
         else:
-            sound.append((folder, manifest))
-    for folder, manifest in sorted(sound, key=lambda pair: -pair[1]["order"]):
+            valid.append((folder, manifest))
+    for folder, manifest in sorted(valid, key=lambda pair: -pair[1]["order"]):
         reason = verify(folder)
         if reason is None:
-            return _checkpoint(folder, manifest), complaints
-        complaints.append(f"Checkpoint {folder} cannot be used: {reason}.")
-    if complaints:
+            return _checkpoint(folder, manifest), warnings
+        warnings.append(f"Checkpoint {folder} cannot be used: {reason}.")
+    if warnings:
         raise TiltyardError(
-            f"no checkpoint of run {run.id} can be used, and a run that has learned does not start over",
+            f"no checkpoint of run {run.id} can be used, and the run does not start over automatically",
             f"restore the files, or start a new run with: tiltyard train {shlex.quote(str(run.experiment_file))}",
-            details="\n".join(complaints),
+            details="\n".join(warnings),
         )
     return None, []
 
@@ -288,44 +288,43 @@ def select(
     at: int | str | None = None,
     mode: Literal["max", "min"] | None = None,
     *,
-    complain: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """One checkpoint of a run: the newest, the best by score, or the one at an env step; or the one at a path.
 
-    A damaged newest is passed over only when there is somebody to `complain` to. `mode` is the run's own save.mode
-    when left out.
+    A damaged newest one is skipped only if `warn` is given. `mode` defaults to the run's own save.mode.
     """
     from tiltyard.run.folder import Run
 
     if isinstance(where, Path) and ((where / MANIFEST).exists() or FOLDER.fullmatch(where.name)):
-        return _sound(atomic.absolute(where))
+        return _verified(atomic.absolute(where))
     run = Run(atomic.absolute(where)) if isinstance(where, Path) else where
     if at is None:
-        checkpoint, complaints = newest_valid(run)
+        checkpoint, warnings = newest_valid(run)
         if checkpoint is None:
             raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.typed}")
-        for sentence in complaints:
-            if complain is None:
+        for sentence in warnings:
+            if warn is None:
                 raise TiltyardError(
-                    sentence, f"name another one; the newest sound one is at env step {checkpoint.env_steps}"
+                    sentence, f"use another one; the newest valid one is at env step {checkpoint.env_steps}"
                 )
-            complain(sentence)
+            warn(sentence)
         return checkpoint
     if isinstance(at, bool) or not (isinstance(at, str) or hasattr(at, "__index__")):
-        raise UseError(f"{at!r} is no checkpoint of run {run.id}", "name an env step, or best")
+        raise UseError(f"run {run.id} has no checkpoint {at!r}", "give an env step or best")
     if at == "best":
-        return _sound(_best(run, mode))
+        return _verified(_best(run, mode))
     if isinstance(at, str) and not at.replace("_", "").isdecimal():
-        raise UseError(f"{at!r} is no checkpoint of run {run.id}", "name an env step, or best")
-    return _sound(_at(run, int(at)))
+        raise UseError(f"run {run.id} has no checkpoint {at!r}", "give an env step or best")
+    return _verified(_at(run, int(at)))
 
 
-def _sound(folder: Path) -> Checkpoint:
+def _verified(folder: Path) -> Checkpoint:
     manifest = _read_manifest(folder) if folder.is_dir() else "there is no such folder"
     reason = manifest if isinstance(manifest, str) else verify(folder)
     if reason is not None or isinstance(manifest, str):
         raise UseError(
-            f"checkpoint {folder} cannot be used: {reason}", "name another one; `tiltyard show RUN` lists them"
+            f"checkpoint {folder} cannot be used: {reason}", "use another one; `tiltyard show RUN` lists them"
         )
     return _checkpoint(folder, manifest)
 
@@ -351,7 +350,7 @@ def _best(run: Run, mode: Literal["max", "min"] | None) -> Path:
 
 
 def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> list[Checkpoint]:
-    """Those with a score (a score that is no number is none), best first; of equals the newer."""
+    """Checkpoints with a score that is not nan, best first; of equal ones the newer first."""
     scored = [(checkpoint.score, checkpoint) for checkpoint in reversed(checkpoints) if checkpoint.score is not None]
     sign = -1.0 if mode == "max" else 1.0
     numbered = [(sign * score, checkpoint) for score, checkpoint in scored if score == score]
@@ -362,10 +361,9 @@ def _ranked(checkpoints: Sequence[Checkpoint], mode: Literal["max", "min"]) -> l
 
 
 def copy_into(run: Run, source: Checkpoint, *, score: float | None, milestone: bool = True) -> Checkpoint:
-    """A copy of another run's checkpoint as this run's own; as a milestone for good: where a fork starts must stay
-    known.
+    """Copy another run's checkpoint into this run; as a milestone, because the start of a fork must be kept.
 
-    `score` is what it is worth there: the source's own, or nothing where another env or metric counts.
+    `score` is the source's own, or None if this run has another env or metric.
     """
 
     def write(folder: Path) -> None:
@@ -373,12 +371,14 @@ def copy_into(run: Run, source: Checkpoint, *, score: float | None, milestone: b
 
     reason = verify(source.folder)
     if reason is not None:
-        raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", "fork from another one with --at")
+        raise TiltyardError(
+            f"checkpoint {source.folder} cannot be used: {reason}", "fork from another checkpoint with --at"
+        )
     return commit(run, source.env_steps, source.progress, score, write, milestone=milestone)
 
 
 def set_aside(run: Run, attempt: int) -> list[str]:
-    """Move every checkpoint out of the way of a start from scratch (resume=never); a sentence if there were any."""
+    """Move all checkpoints aside for a start from scratch (resume=never); return a message if there were any."""
     kept = _folders(run.checkpoints)
     if not kept:
         return []
@@ -387,21 +387,22 @@ def set_aside(run: Run, attempt: int) -> list[str]:
         aside = aside.with_name(aside.name + "+")
     run.checkpoints.rename(aside)
     atomic.sync_folder(run.folder)
-    return [f"resume is never: {len(kept)} checkpoints of earlier attempts were moved to {aside}"]
+    return [f"resume=never: {len(kept)} checkpoints of earlier attempts were moved to {aside}"]
 
 
 def was_set_aside(run: Run) -> bool:
-    """Whether the run was started from scratch once: where it first came from no longer counts."""
+    """Whether the run was once restarted from scratch, so that its origin no longer matters."""
     return any(run.folder.glob(f"{_ASIDE}*"))
 
 
-# ---------------------------------------------------------------------------------------------- thinning out
+# ---------------------------------------------------------------------------------------------- pruning
 
 
 def prune(run: Run, save: Save) -> list[Checkpoint]:
-    """Delete what save.last, save.best and milestones do not keep, and what killed saves left; returns what stays.
+    """Delete checkpoints that save.last, save.best and milestones do not keep, and leftovers of killed saves; return
+    those that stay.
 
-    For the run's owner only, between saves. Checkpoints whose manifest cannot be read are left for people to look at.
+    Only for the process that holds the run's lock, between saves. Checkpoints with an invalid manifest are kept.
     """
     pairs = sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])
     every = [_checkpoint(*pair) for pair in pairs]

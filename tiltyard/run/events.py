@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, one sentence per line, append only. What it measured is in metrics.jsonl.
+"""events.jsonl: what happened to a run, one sentence per line, append only. Measurements are in metrics.jsonl.
 
 created  submitted  started  saved  evaluated  stopped  requeued  finished  failed  resumed  recovered  forked
 exploited  warning
@@ -32,7 +32,7 @@ KINDS = (
 
 
 def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
-    """One line {time, kind, sentence, ...facts}. `facts` are for programs, the sentence is for people."""
+    """Append a line {time, kind, sentence, ...facts}. The sentence is for people, `facts` are for programs."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(KINDS)}")
     record = {"time": atomic.now(), "kind": kind, "sentence": sentence, **facts}
@@ -40,5 +40,5 @@ def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:
-    """Every whole line, oldest first; lines torn by a crash are left out."""
+    """All complete events, oldest first."""
     return atomic.read_lines(run.events_file)[0]

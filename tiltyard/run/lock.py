@@ -1,12 +1,12 @@
-"""One writer per run: who holds lock.json, whether they still live, and how a dead owner's lock is taken over.
+"""One writer per run: which process holds lock.json, whether it is alive, and how a dead owner's lock is taken over.
 
     same job, higher restart count    at once
     same machine, process gone        at once
     same machine, process alive       refused, naming host and pid
-    another machine                   only after its heartbeat stood still for three periods on our own clock
+    another machine                   only after its heartbeat has not changed for three periods, by our own clock
 
-`.lock-guard` (flock) makes look-and-take one step; the owner's heartbeat goes through it too, so that an owner that
-was taken over while suspended learns of it and never overwrites its successor.
+`.lock-guard` (flock) makes check-and-take atomic. The owner's heartbeat uses it too, so that an owner that was taken
+over while suspended notices and never overwrites its successor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 LOCK = "lock.json"
 GUARD = ".lock-guard"
 STILL_PERIODS = 3
-# An owner that has not looked for this long may have been taken over, and looks again before it writes.
+# After this many periods without a check an owner may have been taken over, and checks again before it writes.
 UNSEEN_PERIODS = 2
-# For listings only, which cannot wait and watch: an owner elsewhere, silent for this many periods, is shown as lost.
+# For listings only, which cannot wait: an owner on another machine without a heartbeat for this long is shown as lost.
 SILENT_PERIODS = 60
 
 Owner = dict[str, Any]
@@ -47,12 +47,12 @@ def default_period() -> float:
         period = float(text)
     if period is None or not 0.01 <= period <= 3600:
         raise UseError(
-            f"TILTYARD_HEARTBEAT = {text} is no number of seconds", "set it between 0.01 and 3600, or unset it"
+            f"TILTYARD_HEARTBEAT = {text} must be a number of seconds", "set it between 0.01 and 3600, or unset it"
         )
     return period
 
 
-# ---------------------------------------------------------------------------------------------- who
+# ---------------------------------------------------------------------------------------------- owners
 
 
 def _first_line(path: str) -> str:
@@ -63,8 +63,8 @@ def _first_line(path: str) -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """When the process started, in clock ticks since boot; empty when there is no such process (or no /proc)."""
-    # The command name (field 2) may hold spaces and brackets: count from the last one.
+    """Start time of a process in clock ticks since boot; empty if there is no such process (or no /proc)."""
+    # The command name (field 2) may contain spaces and brackets: split after the last bracket.
     fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
@@ -96,26 +96,26 @@ def this_process() -> Owner:
 
 
 def liveness(owner: Owner) -> Literal["alive", "dead", "unknown"]:
-    """Whether the owner's process lives, as far as this machine can see; unknown for another machine's."""
+    """Whether the owner's process is alive; unknown for a process on another machine."""
     here = _machine()
     if owner.get("host") != here["host"]:
         return "unknown"
     if owner.get("boot") != here["boot"]:
         return "dead"
     if owner.get("pids") != here["pids"]:
-        # A container with our host name: its process numbers mean nothing to us.
+        # A container with our host name has its own process ids.
         return "unknown"
     pid = owner.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return "dead"
     if here["boot"]:
-        # A number can be given to another process; number and start time together cannot.
+        # A process id can be reused; together with the start time it is unique.
         return "alive" if _start_ticks(pid) == owner.get("started") != "" else "dead"
     return "alive" if in_use(pid) else "dead"
 
 
 def in_use(pid: int) -> bool:
-    """Whether this machine has a process of that number."""
+    """Whether this machine has a process with that id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -126,7 +126,7 @@ def in_use(pid: int) -> bool:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Who holds the run, or None. A lock file that cannot be understood is an owner of whom nothing is known."""
+    """The process that holds the run, or None. A broken lock file counts as an unknown owner."""
     try:
         return atomic.read_json(folder / LOCK)
     except (FileNotFoundError, NotADirectoryError):
@@ -136,7 +136,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def seems_alive(folder: Path) -> bool:
-    """For listings: whether somebody seems to be writing the run, judged at a glance."""
+    """For listings: whether a process seems to hold the run, by one quick check."""
     owner = read_owner(folder)
     if owner is None:
         return False
@@ -155,19 +155,19 @@ def _period_of(owner: Owner) -> float:
     return period if period is not None and 0 < period <= 3600 else 10.0
 
 
-def _whom(owner: Owner) -> str:
+def _describe(owner: Owner) -> str:
     return f"pid {owner.get('pid', '?')} on host {owner.get('host') or '?'}"
 
 
 def _busy(run: Run, owner: Owner) -> UseError:
     return UseError(
-        f"run {run.id} is being written by {_whom(owner)}",
-        f"wait for it, or stop it with: tiltyard stop {run.typed}",
+        f"run {run.id} is being written by {_describe(owner)}",
+        f"wait until it ends, or stop it with: tiltyard stop {run.typed}",
     )
 
 
 def refuse_if_running(run: Run) -> None:
-    """UseError when a live process of this machine holds the run, before checks that take long are made for nothing."""
+    """UseError if a running process on this machine holds the run: a quick check before slow ones."""
     owner = read_owner(run.folder)
     if owner is not None and liveness(owner) == "alive" and not _restarted(owner, this_process()):
         raise _busy(run, owner)
@@ -177,7 +177,7 @@ def refuse_if_running(run: Run) -> None:
 
 
 class Lock:
-    """Held from `acquire` (or `with`) to `release`; a thread moves its heartbeat in between."""
+    """A run's lock, held from `acquire` (or `with`) to `release`; a thread updates its heartbeat in between."""
 
     def __init__(self, run: Run, *, period: float | None = None) -> None:
         self.run = run
@@ -185,14 +185,14 @@ class Lock:
         self.held = False
         self._mark = os.urandom(8).hex()
         self._beat = 0
-        self._seen = time.monotonic()  # when lock.json was last seen to be ours
+        self._seen = time.monotonic()  # when lock.json was last checked to be ours
         self._successor: Owner | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     @classmethod
     def acquire(cls, run: Run, *, period: float | None = None) -> Lock:
-        """The run's lock, or UseError naming who has it. Use as a context manager, or call release."""
+        """Acquire the run's lock, or UseError naming the owner. Use as a context manager, or call release."""
         lock = cls(run, period=period)
         lock._take()
         return lock
@@ -209,32 +209,32 @@ class Lock:
 
     @property
     def taken_over(self) -> bool:
-        """Whether somebody else holds the run now.
+        """Whether another process holds the run now.
 
-        Costs nothing, unless this process stood still for so long that the heartbeat cannot have looked: then it looks.
+        Free, unless this process was suspended so long that the heartbeat thread did not run: then it reads the file.
         """
         if self._successor is None and time.monotonic() - self._seen > UNSEEN_PERIODS * self.period:
-            self._look()
+            self._check_owner()
         return self._successor is not None
 
     def check(self) -> None:
-        """Raise when somebody took the run over: whoever writes calls this before writing what lasts."""
+        """Raise if another process took the run over; called before writing anything permanent."""
         if self.taken_over:
             assert self._successor is not None
             raise TiltyardError(
-                f"run {self.run.id} was taken over by {_whom(self._successor)} while this process stood still",
-                f"nothing more is written here; follow the run with: tiltyard logs -f {self.run.typed}",
+                f"run {self.run.id} was taken over by {_describe(self._successor)} while this process was suspended",
+                f"this process stops writing; follow the run with: tiltyard logs -f {self.run.typed}",
             )
 
     def release(self) -> None:
-        """Give the run back. Harmless when it is not held (any more)."""
+        """Release the lock. Does nothing if it is not held."""
         if not self.held:
             return
         self.held = False
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        # The folder may have been moved to the trash by `remove`: then there is nothing to give back.
+        # `remove` may have moved the folder to the trash, and the lock with it.
         with contextlib.suppress(OSError, UseError), guard(self.run):
             if self._is_mine():
                 (self.run.folder / LOCK).unlink()
@@ -251,7 +251,7 @@ class Lock:
         self._thread.start()
 
     def _try(self, given_up: Owner | None = None) -> Owner | None:
-        """Take the lock, or return the owner elsewhere who must be watched first, or raise for one alive here."""
+        """Take the lock; or return an owner on another machine, to be watched first; or raise if one is alive here."""
         with guard(self.run):
             owner = read_owner(self.run.folder)
             if owner is not None and not self._may_take(owner, given_up):
@@ -260,7 +260,7 @@ class Lock:
                 raise _busy(self.run, owner)
             self._write()
         if owner is not None:
-            log_event(self.run, "recovered", f"The lock of {_whom(owner)} was taken over: {self._why(owner)}.")
+            log_event(self.run, "recovered", f"The lock of {_describe(owner)} was taken over: {self._why(owner)}.")
         return None
 
     def _may_take(self, owner: Owner, given_up: Owner | None) -> bool:
@@ -269,13 +269,17 @@ class Lock:
     def _why(self, owner: Owner) -> str:
         if _restarted(owner, this_process()):
             return f"job {owner['job']} was restarted"
-        return "it is gone" if liveness(owner) == "dead" else f"its heartbeat stood still for {STILL_PERIODS} periods"
+        return (
+            "the process is gone"
+            if liveness(owner) == "dead"
+            else f"its heartbeat did not change for {STILL_PERIODS} periods"
+        )
 
     def _watch(self, owner: Owner) -> None:
-        """Return once the owner's heartbeat stood still long enough by our own clock; raise as soon as it moves."""
-        patience = STILL_PERIODS * max(_period_of(owner), self.period)
+        """Return once the owner's heartbeat has not changed for long enough by our own clock; raise when it changes."""
+        timeout = STILL_PERIODS * max(_period_of(owner), self.period)
         start = time.monotonic()
-        while time.monotonic() - start < patience:
+        while time.monotonic() - start < timeout:
             time.sleep(min(0.5, self.period / 4))
             seen = read_owner(self.run.folder)
             if seen is None:
@@ -297,11 +301,11 @@ class Lock:
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(self.period) and self._successor is None:
-            self._look()
+            self._check_owner()
 
-    def _look(self) -> None:
-        """See whether the run is still ours; if so move the heartbeat, else remember whose it is."""
-        # A full or unreachable disk must not end the run: the next beat may succeed.
+    def _check_owner(self) -> None:
+        """Update the heartbeat if the run is still ours, else remember the new owner."""
+        # A full or unreachable disk must not end the run: the next attempt may succeed.
         with contextlib.suppress(OSError, UseError), guard(self.run):
             if self._ended.is_set():
                 return
@@ -315,7 +319,7 @@ class Lock:
 
 @contextlib.contextmanager
 def guard(run: Run) -> Iterator[None]:
-    """What is done under it is done by one process at a time, on any machine."""
+    """A mutex for all processes that use the run, on any machine."""
     path = run.folder / GUARD
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

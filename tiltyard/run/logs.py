@@ -1,4 +1,4 @@
-"""logs/attempt-N.log: what was said during each attempt, read on while it is written."""
+"""Read logs/attempt-N.log, the console output of each attempt, also while it is being written."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tiltyard.run.folder import Run
 
 
 def new_text(run: Run, read: dict[Path, int]) -> Iterator[str]:
-    """What came since the last look, oldest attempt first; `read` remembers how far each file was read."""
+    """New text since the last call, oldest attempt first; `read` has the bytes read so far of each file."""
     for path in sorted((run.folder / "logs").glob("*.log")):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(read.get(path, 0))
             data = file.read()
             if data:
-                # A character may be half written: keep its bytes for the next look.
+                # The last line may be incomplete: leave it for the next call.
                 whole = data if data.endswith(b"\n") else data[: data.rfind(b"\n") + 1] or data
                 read[path] = read.get(path, 0) + len(whole)
                 yield whole.decode("utf-8", "replace")
 
 
 def last_line(path: Path) -> str:
-    """The last line of a text file, cut to what fits into a sentence; empty when it says nothing."""
+    """The last line of a text file, at most 200 characters; empty if the file is blank."""
     text = _end_of(path, 2_000).strip()
     return text.splitlines()[-1][:200] if text else ""
 
 
 def last_error(path: Path, since: int = 0) -> str:
-    """What the last line that begins with `error:` says, of a command's output from a byte on; empty if none does."""
+    """The last `error: ...` line of a command's output, from byte `since` on; empty if there is none."""
     try:
         text = _end_of(path, 20_000, since)
     except OSError:
@@ -40,7 +40,7 @@ def last_error(path: Path, since: int = 0) -> str:
 
 
 def _end_of(path: Path, most: int, since: int = 0) -> str:
-    """The last bytes from one on, as text: a log may be larger than memory."""
+    """The last `most` bytes, not before byte `since`, as text: a log may be larger than memory."""
     with path.open("rb") as file:
         file.seek(max(since, file.seek(0, os.SEEK_END) - most))
         return file.read().decode("utf-8", "replace")

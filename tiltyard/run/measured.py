@@ -1,8 +1,8 @@
-"""bench.json below the runs root: how fast envs go with nobody learning, as `tiltyard bench` measured it last.
+"""bench.json in the runs root: the speed of envs without learning, as last measured by `tiltyard bench`.
 
     {"schema": 1, "bounds": {"<digest of the env> x 8 rows on HOST": {"env_steps_per_second": 51234.5, ...}}}
 
-It is what a training's own speed is told beside. Whoever reads it gets nothing when the file is not there or damaged.
+A run's speed is compared with it. A missing or damaged file is treated as empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "bench.json"
 
 
 def remember(root: Path, experiment: Experiment, figures: dict[str, Any]) -> Path:
-    """Keep what this env did on this host, over what was measured before; the file. Ids are those of a run's copies."""
+    """Store the speed of this env on this host; return the file. Ids of plug-ins are those of a run's copies."""
     root.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
     known = {**_read(root), _key(experiment, host): {"env": experiment.env.id, "measured": atomic.now(), **figures}}
@@ -29,7 +29,7 @@ def remember(root: Path, experiment: Experiment, figures: dict[str, Any]) -> Pat
 
 
 def recall(root: Path, experiment: Experiment, host: str) -> float | None:
-    """Env steps per second of the env alone on a host; None when that was never measured."""
+    """Env steps per second of the env alone on a host; None if it was not measured."""
     found = _read(root).get(_key(experiment, host))
     speed = atomic.number(found.get("env_steps_per_second")) if isinstance(found, dict) else None
     return speed if speed is not None and 0 < speed < float("inf") else None

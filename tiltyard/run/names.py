@@ -1,4 +1,4 @@
-"""The words that make a run easy to say and to remember: 0007-brisk-otter. No meaning, and no order that matters."""
+"""Words for run names that are easy to say and remember: 0007-brisk-otter."""
 
 # fmt: off
 ADJECTIVES = (

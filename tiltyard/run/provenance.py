@@ -1,9 +1,9 @@
-"""Where a run comes from: code, packages, machine and command. Everything is masked (masking.py) before it is kept.
+"""Where a run comes from: code, packages, machine and command. Secrets are masked (redact.py) before it is written.
 
     provenance.json   commit, branch, packages, python, machine, user, command, allow-listed environment variables
-    provenance.diff   what the working tree had that the commit does not, at most 1 MiB
+    provenance.diff   uncommitted changes of the working tree, at most 1 MiB
 
-Only facts: nothing here is needed to resume a run, and a fact that cannot be found out is null.
+For information only: resuming a run does not need it, and unknown facts are null.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES = (
     "box2d", "pettingzoo", "optuna",
 )
 # fmt: on
-# No other variable is ever written down, whatever it is called.
+# Environment variables that are recorded; all others never are.
 ALLOWED = re.compile(
     r"SLURM_\w+|TILTYARD_\w+|CUDA_VISIBLE_DEVICES|(?:OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MUJOCO_GL|PYOPENGL_PLATFORM"
     r"|CONDA_DEFAULT_ENV|CONDA_PREFIX|VIRTUAL_ENV|PYTHONHASHSEED|PYTHONPATH|LANG|LC_ALL|TZ|CUBLAS_WORKSPACE_CONFIG"
@@ -46,7 +46,7 @@ GIT_SECONDS = 20
 def collect_with_diff(
     command: Sequence[str], base: Sequence[Path] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The facts, and the text of provenance.diff (empty when the working tree is clean or there is no git)."""
+    """The facts, and the text of provenance.diff (empty if the working tree is clean or there is no git)."""
     environment = dict(os.environ) if environment is None else environment
     here = Path(base[0]) if base else Path.cwd()
     git, diff = _git(here)
@@ -87,29 +87,29 @@ def package_version(package: str) -> str | None:
 def _user() -> str | None:
     try:
         return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a number without a name, as in many containers
+    except (OSError, KeyError, ImportError):  # a user id without a name, as in many containers
         return None
 
 
 def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    commit = _ask(folder, "rev-parse", "HEAD")
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, ""
-    changed = _ask(folder, "status", "--porcelain", "--untracked-files=normal") or ""
+    changed = _run_git(folder, "status", "--porcelain", "--untracked-files=normal") or ""
     untracked = [line[3:] for line in changed.splitlines() if line.startswith("??")]
-    # No external diff or text conversion: those are programs that a repository's settings choose.
-    diff = _ask(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") if changed else ""
+    # No external diff or text conversion: a repository's settings could run any program.
+    diff = _run_git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") if changed else ""
     facts = {
         "commit": commit.strip(),
-        "branch": (_ask(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "branch": (_run_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
         "dirty": bool(changed.strip()),
         "untracked": untracked[:100],
     }
     return facts, diff or ""
 
 
-def _ask(folder: Path, *words: str) -> str | None:
-    """What git answers, or None. Reads little more than the diff's limit, however much there is."""
+def _run_git(folder: Path, *words: str) -> str | None:
+    """The output of git, or None. Reads little more than the diff's limit."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
     try:
         with subprocess.Popen(
@@ -129,7 +129,7 @@ def _read_limited(process: subprocess.Popen[bytes]) -> str | None:
     timer.start()
     try:
         assert process.stdout is not None
-        # Some spare beyond the limit, so that a secret that the limit cuts in two is still seen whole and masked.
+        # Read beyond the limit, so that a secret that crosses it is still complete and can be masked.
         data = process.stdout.read(DIFF_LIMIT + 65536)
         cut = len(data) == DIFF_LIMIT + 65536
         if cut:

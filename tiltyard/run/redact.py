@@ -1,8 +1,8 @@
-"""What looks like a secret, and how it is taken out of text before the text is kept. Errs on the side of masking.
+"""Mask everything that looks like a secret in text before it is written; prefers masking too much.
 
 shapes        ghp_..., hf_..., sk-..., AKIA..., xoxb-..., JWTs, private key blocks
 places        password=..., "api_key": "...", Authorization: ..., user:pass@ in addresses, --token VALUE
-environment   the value of every variable whose name says secret, wherever it turns up
+environment   the value of every variable with a name like a secret's, anywhere in the text
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
-# Shorter values are words like `yes` and `1`, which would be masked all over a text.
+# Shorter values are words like `yes` and `1`, which occur everywhere.
 SHORTEST = 6
-FOLDERS = ("PWD", "OLDPWD")  # the shell's: a working folder, not a password
+FOLDERS = ("PWD", "OLDPWD")  # the shell's working folder, not a password
 
-# Every repetition below has a bound: a diff is a megabyte that anybody may have written, and must be read in no time.
+# Every repetition below has a bound, so that a megabyte of any text is scanned fast.
 _SECRET_WORDS = (
     r"(?:passw(?:or)?d|passphrase|secret|token(?!i[sz])|(?:api|access|private|auth|license)[_-]?key|credential|jwt"
     r"|(?<![a-z])(?:pass|pwd)(?![a-z]))"
@@ -35,7 +35,7 @@ _KEY_BLOCK = re.compile(
     r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----|\Z)",
     re.S,
 )
-# The middle of a key block, of which a diff may show nothing else: a line of base64 and nothing more.
+# A line from the middle of a key block, which may be all that a diff shows: only base64.
 _KEY_LINE = re.compile(r"(?m)^([ +-]?)[A-Za-z0-9+/]{64}$")
 _USERINFO = re.compile(r"://[^/\s\"'<>]{1,300}@")
 _AUTHORIZATION = re.compile(
@@ -52,7 +52,7 @@ _NO_SECRET = re.compile(r"(?i)[\"']?(?:none|null|true|false|str|int|bool|float|b
 
 
 def looks_secret(name: str) -> bool:
-    """Whether the name of a variable or option says that its value is nobody's business."""
+    """Whether the name of a variable or option sounds like a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -72,24 +72,24 @@ def mask_secrets(text: str, environment: Mapping[str, str] | None = None) -> str
 
 
 def _mask_assigned(match: re.Match[str]) -> str:
-    """`token: None` and `password: str` hold no secret; anything else given to such a name does."""
+    """Mask the value of a name like a secret's, except for types and constants (`token: None`, `password: str`)."""
     value = match[2]
     return match[0] if _NO_SECRET.fullmatch(value) or MASK in value else match[1] + MASK
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Longest first, so that a value inside another does not leave the other's rest behind."""
+    """Secret values of the environment, longest first, because one may contain another."""
     found: set[str] = set()
     for name, value in environment.items():
         if looks_secret(name) and name not in FOLDERS:
-            # A value of several lines (a key) turns up line by line in a diff; an address holds it percent-encoded.
+            # A diff shows a key of several lines line by line; a URL has it percent-encoded.
             parts = {value, value.strip(), quote(value, safe=""), *(line.strip() for line in value.splitlines())}
             found |= {part for part in parts if len(part) >= SHORTEST}
     return sorted(found, key=lambda value: (-len(value), value))
 
 
 def mask_command(words: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """A command line, where a secret may be the word after its option."""
+    """Mask a command line, where a secret may be the word after its option."""
     masked: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         after_option = (
@@ -100,7 +100,7 @@ def mask_command(words: Sequence[str], environment: Mapping[str, str] | None = N
 
 
 def mask_all(value: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """The same for every string in a JSON-like value; a dictionary's value is also judged by its key."""
+    """Mask every string in a JSON-like value; in dictionaries also by the key."""
     if isinstance(value, str):
         return mask_secrets(value, environment)
     if isinstance(value, list):

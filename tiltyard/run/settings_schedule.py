@@ -1,11 +1,11 @@
-"""stretches.json: a run whose settings change at given env steps, or that pauses at one. Most runs have no such file.
+"""stretches.json: settings that change at given env steps of a run, or a pause at one. Most runs have no such file.
 
     {"stretches": [{"from": 0, "settings": {"algo.lr": 0.001}}, {"from": 50000, "settings": {...}}],
      "until": 100000, "period": 3}
 
-Which stretch a run is in follows from its newest checkpoint alone, so it goes on rightly whenever it was killed. At the
-end of one it saves and goes on in the next; at `until` it saves and ends as stopped. Stop conditions and schedules are
-those of the whole run. `period` counts those of a member of a population.
+The env steps of its newest checkpoint decide which segment a run is in, so it may be killed at any time. At the end of
+a segment the run saves and continues with the next; at `until` it saves and stops. Stop conditions and schedules refer
+to the whole run. `period` counts the periods of a member of a population.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tiltyard.errors import UseError
 from tiltyard.run import atomic
 
 FILE = "stretches.json"
-PAUSED = "paused at env step"  # how the reason begins of a run that ended where it was told to
+PAUSED = "paused at env step"  # start of the reason in the status of a run that stopped at `until`
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a run: with these settings, up to this env step."""
+    """A part of a run with constant settings, up to env step `end`."""
 
     settings: Mapping[str, Any]
     end: int | None = None
     last: bool = True
-    """whether nothing follows: at its end the run waits for whoever paused it"""
+    """whether no segment follows: at its end the run pauses"""
 
 
 WHOLE = Segment({})
@@ -37,20 +37,20 @@ WHOLE = Segment({})
 
 @dataclass(frozen=True)
 class SettingsSchedule:
-    """All of a run's, by the env step that each begins at."""
+    """The settings of all segments, by the env step at which each begins."""
 
     parts: Sequence[tuple[int, Mapping[str, Any]]]
     until: int | None = None
     period: int = 0
 
     def at(self, env_steps: int) -> Segment:
-        """The stretch that a run is in which has come so far."""
-        begun = [said for begins, said in self.parts if begins <= env_steps]
-        settings = begun[-1] if begun else {}
+        """The segment at an env step."""
+        begun = [settings for begins, settings in self.parts if begins <= env_steps]
+        current = begun[-1] if begun else {}
         later = [begins for begins, _ in self.parts if begins > env_steps]
         if later and (self.until is None or later[0] < self.until):
-            return Segment(settings, later[0], last=False)
-        return Segment(settings, self.until)
+            return Segment(current, later[0], last=False)
+        return Segment(current, self.until)
 
     def write(self, folder: Path) -> None:
         parts = [{"from": begins, "settings": dict(settings)} for begins, settings in self.parts]
@@ -58,12 +58,12 @@ class SettingsSchedule:
 
 
 def read(folder: Path) -> SettingsSchedule | None:
-    """What the folder says, or None where it says nothing."""
+    """The schedule in a run folder, or None."""
     try:
-        told = atomic.read_json(folder / FILE)
-        parts = [(int(part["from"]), dict(part["settings"])) for part in told["stretches"]]
-        until = told["until"]
-        return SettingsSchedule(parts, None if until is None else int(until), int(told["period"]))
+        content = atomic.read_json(folder / FILE)
+        parts = [(int(part["from"]), dict(part["settings"])) for part in content["stretches"]]
+        until = content["until"]
+        return SettingsSchedule(parts, None if until is None else int(until), int(content["period"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
 """A tree of arrays and plain values as two files: NAME.safetensors for the arrays, NAME.json for everything else.
 
-Nothing is pickled: a type that is not in this table is an error that names its place in the tree.
+Nothing is pickled: a type that is not in this table is an error that names its path in the tree.
 
     None, bool, str, finite float, small int   themselves            array             {"$array": "optimiser/step"}
     dict (string keys), list (tuple -> list)   themselves            nan, inf          {"$float": "nan"}
@@ -21,31 +21,31 @@ from tiltyard.run import atomic
 if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays, Tree
 
-# What safetensors can hold and numpy can name.
+# dtypes that both safetensors and numpy support
 # fmt: off
 DTYPES = frozenset((
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32",
     "float64",
 ))
 # fmt: on
-# JSON readers other than ours keep integers up to here exact.
+# Other JSON readers are exact for integers up to here.
 SAFE_BITS = 53
 
 
 def write_tree(folder: Path, name: str, tree: Tree) -> None:
-    """Write the two files, synced to the disk. Costs one copy of the arrays in memory."""
+    """Write the two files and sync them to disk. Costs one copy of the arrays in memory."""
     from safetensors.numpy import save
 
     arrays: Arrays = {}
     body = _encode(tree, "", arrays)
     folder.mkdir(parents=True, exist_ok=True)
-    # Dumped here and not by safetensors' own file writer, so that a full disk is an OSError like everywhere else.
+    # Not safetensors' own file writer, so that a full disk is an OSError like everywhere else.
     _write(folder / f"{name}.safetensors", save(arrays))
     _write(folder / f"{name}.json", json.dumps({"schema": 1, "tree": body}, allow_nan=False).encode())
 
 
 def read_tree(folder: Path, name: str) -> Tree:
-    """What `write_tree` was given: equal values, arrays equal in bits, dtype and shape, and writable."""
+    """The tree that `write_tree` wrote: equal values, arrays equal in bits, dtype and shape, and writable."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -58,14 +58,14 @@ def read_tree(folder: Path, name: str) -> Tree:
         raise TiltyardError(f"{here} cannot be read: {error}", "the checkpoint is damaged; use another one") from error
     if head.get("schema") != 1:
         raise TiltyardError(
-            f"{folder / name}.json has schema {head.get('schema')}, this Tiltyard knows 1",
+            f"{folder / name}.json has schema {head.get('schema')}, this Tiltyard reads 1",
             "update with: pip install -U tiltyard",
         )
     try:
         return _decode(head.get("tree"), arrays, folder / f"{name}.json")
     except (KeyError, TypeError, ValueError) as error:
         raise TiltyardError(
-            f"{folder / name}.json cannot be understood: {error!r}", "the checkpoint is damaged; use another one"
+            f"{folder / name}.json is invalid: {error!r}", "the checkpoint is damaged; use another one"
         ) from error
 
 
@@ -106,7 +106,7 @@ def _unknown(path: str, what: str, value: object) -> TiltyardError:
     kind = type(value)
     return TiltyardError(
         f"the state to save has {what} {kind.__module__}.{kind.__qualname__} at {path or '/'}",
-        "a checkpoint holds arrays, numbers, strings, booleans, None, and lists and dictionaries of them",
+        "use arrays, numbers, strings, booleans, None, and lists and dictionaries of them",
     )
 
 
@@ -115,10 +115,10 @@ def _store(array: Array, path: str, arrays: Arrays) -> str:
 
     if array.dtype.name not in DTYPES:
         raise TiltyardError(
-            f"the state to save has an array of {array.dtype} at {path or '/'}", "convert it to numbers"
+            f"the state to save has an array of dtype {array.dtype} at {path or '/'}", "convert it to numbers"
         )
     name = path.strip("/") or "array"
-    # Two places can have one name ({"a/b": x} and {"a": {"b": x}}), and safetensors keeps one for itself.
+    # Two paths can have the same name ({"a/b": x} and {"a": {"b": x}}), and safetensors reserves one name.
     while name in arrays or name == "__metadata__":
         name += "~"
     arrays[name] = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")

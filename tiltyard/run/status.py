@@ -1,7 +1,7 @@
-"""status.json: where a run stands, replaced as a whole on every change; and the listing made of nothing else.
+"""status.json: the state and progress of a run, replaced atomically on every change; and the listing of all runs.
 
-created -> queued -> running -> stopped | finished | failed     as its owner wrote it; queued: a job was submitted
-lost                                                            seen from outside: running, but nobody holds the lock
+created -> queued -> running -> stopped | finished | failed     as written by its owner; queued: a job was submitted
+lost                                                            seen by others: running, but no process holds the lock
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SWEEP_FOLDER = re.compile(r"sweep-\d{4,}")
 def first_status(
     run_id: str, experiment: Experiment, lineage: dict[str, Any] | None, profile: str | None
 ) -> dict[str, Any]:
-    """The status of a run that nobody has started yet."""
+    """The status of a run that has not been started."""
     made = atomic.now()
     return {
         "schema": SCHEMA,
@@ -67,7 +67,7 @@ FIELDS = frozenset((
 
 
 def write_status(run: Run, **changes: Any) -> dict[str, Any]:
-    """Change some fields (heartbeat and updated move by themselves); `progress` may be a Progress. Returns all."""
+    """Change some fields (heartbeat and updated change automatically); `progress` may be a Progress. Return all."""
     unknown = sorted(set(changes) - FIELDS)
     if unknown:
         raise ValueError(f"status.json has no field {', '.join(unknown)}")
@@ -85,7 +85,7 @@ def write_status(run: Run, **changes: Any) -> dict[str, Any]:
 
 
 def observed_state(folder: Path, status: dict[str, Any]) -> str:
-    """The state as anybody can see it: a running run that nobody holds is lost."""
+    """The state as seen by others: a running run whose lock no process holds is lost."""
     state = str(status.get("state"))
     return "lost" if state == "running" and not seems_alive(folder) else state
 
@@ -94,8 +94,7 @@ def observed_state(folder: Path, status: dict[str, Any]) -> str:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Every run folder below the root, by name and number, a sweep's trials too. Hidden names (half-made, trash) are
-    never matched."""
+    """All run folders below the root, sorted by name and number, including trials of sweeps; no hidden folders."""
     found: list[Path] = []
     for group in _folders(root):
         entries = _folders(group.path)
@@ -105,12 +104,12 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def run_id(folder: Path) -> str:
-    """cartpole/0007-brisk-otter; of a sweep's trial cartpole/sweep-0001/0003-calm-crow."""
+    """cartpole/0007-brisk-otter, or for a trial of a sweep cartpole/sweep-0001/0003-calm-crow."""
     return "/".join(folder.parts[-3 if SWEEP_FOLDER.fullmatch(folder.parent.name) else -2 :])
 
 
 def root_of(folder: Path) -> Path:
-    """The runs folder that a run's folder lies in."""
+    """The runs folder that contains a run's folder."""
     place = folder.absolute()
     return place.parents[2 if SWEEP_FOLDER.fullmatch(place.parent.name) else 1]
 
@@ -127,7 +126,7 @@ def _folders(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
-    """One dictionary per run, oldest first. Reads one small file per run, and the lock of those that say running."""
+    """One dictionary per run, oldest first. Reads one small file per run, and the locks of running ones."""
     return sorted((_row(folder) for folder in run_folders(root)), key=lambda row: (row["created"] or "", row["id"]))
 
 
