@@ -15,7 +15,8 @@ from gymnasium import spaces
 
 from tests.counts import count
 from tiltyard.data.episodes import MANIFEST, EpisodeWriter, read_episodes, read_manifest
-from tiltyard.envs.spaces import action_spec, observation_specs
+from tiltyard.envs.actions import action_spec
+from tiltyard.envs.spaces import observation_specs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.types import EnvSpec, Episode
 

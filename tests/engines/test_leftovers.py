@@ -149,7 +149,7 @@ def test_what_others_start_meanwhile_is_left_alone() -> None:
     code = (
         "import subprocess; from pathlib import Path\n"
         "from tiltyard.processes import reaper; from tiltyard.config.experiment import Env\n"
-        "from tiltyard.envs.isolation.pool import make_copies\n"
+        "from tiltyard.envs.make import make_copies\n"
         "def start():\n"
         "    return subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, start_new_session=True).pid\n"
         "made = make_copies(Env(id='Pendulum-v1'), [Path()], 1)\n"

@@ -19,8 +19,8 @@ from gymnasium import spaces
 
 from tests.counts import count
 from tiltyard.config.experiment import Env
-from tiltyard.envs.isolation.pool import make_copies
 from tiltyard.envs.isolation.wire import Connection, DropUnsendable, Unsendable, space_from_parts, space_parts
+from tiltyard.envs.make import make_copies
 from tiltyard.envs.native_vector import has_native
 from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.row_data import GroupConfig

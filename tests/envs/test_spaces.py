@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import (
     ObsEncoder,
-    action_spec,
     fill_stack,
     observation_specs,
     previous_specs,

@@ -11,7 +11,8 @@ from gymnasium import spaces
 from tests.models.specs import CATEGORICAL, env, observations, vector
 from tiltyard.config.experiment import Env, Experiment, Memory, Model, Normalise
 from tiltyard.config.load import resolved_yaml
-from tiltyard.envs.spaces import action_spec, observation_specs, previous_specs
+from tiltyard.envs.actions import action_spec
+from tiltyard.envs.spaces import observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.models.policy import Policy, load_policy, save_policy
 from tiltyard.models.policy_net import PolicyNet

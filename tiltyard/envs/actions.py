@@ -211,34 +211,3 @@ def flat_mask(spec: ActionSpec, value: Any) -> Array:
             f"the action mask has {mask.size} entries but the categorical actions have {spec.mask_size} options"
         )
     return mask
-
-
-# ---------------------------------------------------------------------------------------------- as JSON
-
-
-def action_spec_to_json(spec: ActionSpec) -> dict[str, Any]:
-    parts = [
-        {
-            "kind": part.kind,
-            "columns": part.columns,
-            "options": part.options,
-            "low": [x if math.isfinite(x) else str(x) for x in part.low],
-            "high": [x if math.isfinite(x) else str(x) for x in part.high],
-        }
-        for part in spec.parts
-    ]
-    return {"parts": parts, "tree": dict(spec.tree)}
-
-
-def action_spec_from_json(data: Mapping[str, Any]) -> ActionSpec:
-    parts = tuple(
-        ActionPart(
-            part["kind"],
-            part["columns"],
-            part["options"],
-            tuple(float(x) for x in part["low"]),
-            tuple(float(x) for x in part["high"]),
-        )
-        for part in data["parts"]
-    )
-    return ActionSpec(parts, data["tree"])

@@ -1,4 +1,4 @@
-"""The contract of an env: each check returns what is wrong with a value in one sentence, or None; and the errors.
+"""The contract of an env: each check returns what is wrong with a value in one sentence, or None.
 
 The probe (env_check.py) and groups of envs (vector.py) use them. `strict` refuses dtypes other than the declared ones.
 
@@ -16,20 +16,11 @@ import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.envs.spaces import MASK, Leaf
-from tiltyard.errors import DivergedError, EnvError, TiltyardError, raised
-from tiltyard.plugins import resolve
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
 
 _SHOWN = 200  # characters of a value in a message
-# Modules that call an env and unpack what it returns.
-_UNPACKING = (
-    "tiltyard.envs.single_agent_vector",
-    "tiltyard.tuning.sampler",
-    "tiltyard.envs.isolation.server",
-    "tiltyard.envs.actions",
-)
 
 
 def shown(value: Any) -> str:
@@ -154,47 +145,3 @@ def info_scalars(info: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and math.isfinite(value):
                 found[str(key)] = float(value)
     return found
-
-
-# ---------------------------------------------------------------------------------------------- errors
-
-
-class InvalidEnvData(Exception):
-    """An env returned data that break the contract. `key` is the name of the observation, `value` what it returned."""
-
-    def __init__(self, message: str, key: str, value: Any) -> None:
-        super().__init__(message)
-        self.key, self.value = key, value
-
-
-def env_error(error: BaseException, where: str, method: str) -> TiltyardError:
-    """Explain an exception that came out of an env's `method` to the user."""
-    if isinstance(error, TiltyardError):
-        return error
-    if isinstance(error, InvalidEnvData):
-        if "NaN" in str(error) or "infinity" in str(error):
-            return diverged(str(error), where, {f"obs.{error.key}": np.asarray(error.value)})
-        hint = "return what the env's spaces declare; env.strict=false converts dtypes"
-        return EnvError(f"{where}: {error}", hint)
-    if _raised_here(error):  # while unpacking or storing what the env returned
-        hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
-        return EnvError(f"{where}: {method}() returned a value of the wrong form: {error}", hint)
-    return EnvError(
-        f"{where}: {method}() {raised(error)}", "the traceback is the env's own", resolve.user_traceback(error)
-    )
-
-
-def diverged(what: str, where: str, batch: dict[str, object]) -> DivergedError:
-    """The error for NaN or infinity, with the arrays that hold it."""
-    hint = "find where the env divides by zero or overflows; the offending arrays are saved"
-    if what.startswith("the action"):
-        hint = "it comes from the policy: lower algo.lr or normalise observations; the offending arrays are saved"
-    return DivergedError(f"{where}: {what}", hint, batch)
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether this package's code raised it, not the env's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") in _UNPACKING

@@ -21,6 +21,7 @@ import numpy as np
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.checks import mask_fault, mask_in, obs_fault, reset_fault, step_fault, structure_fault
+from tiltyard.envs.env_errors import fault_hint
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.spaces import encode_leaf, observation_leaves, pick
 from tiltyard.errors import UseError, raised
@@ -32,16 +33,6 @@ if TYPE_CHECKING:
 
 Masks = dict[int, "Array | None"]
 """index of each agent that acts next -> its action mask; empty at the end of an episode"""
-
-_HINTS = (
-    ("dtype", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it converted"),
-    ("numpy array", "return np.asarray(obs, dtype=space.dtype), or set env.strict=false to have it converted"),
-    ("shape", "every observation must have the shape that observation_space declares"),
-    ("NaN", "find where the env divides by zero; observations and rewards must be finite"),
-    ("infinity", "find where the env overflows; observations and rewards must be finite"),
-    ("instead of (obs", "the env has an older interface: see gymnasium.farama.org on migrating"),
-    ("mask", "give one bool per option, at least one of them true, in every observation or every info"),
-)
 
 
 class _Agents(Protocol):
@@ -148,8 +139,7 @@ class EnvCheck:
     def refuse(self, fault: str | None, when: str) -> None:
         """Raise a UseError if there is a fault."""
         if fault:
-            hint = next((hint for word, hint in _HINTS if word in fault), "the env must return what its spaces declare")
-            raise UseError(f"env {self._env.id}, {when}: {fault}", hint)
+            raise UseError(f"env {self._env.id}, {when}: {fault}", fault_hint(fault))
 
 
 class _OneAgent:

@@ -1,4 +1,4 @@
-"""Make one env from its settings, with its wrappers.
+"""Make one env from its settings, with its wrappers, or copies of it.
 
 The id is Gymnasium's, built-in, `family:name`, `package.module:Class` or `path/file.py:Class`. Time limits registered
 with Gymnasium are not applied here but returned by `registered_limit`: the group (vector.py) truncates episodes.
@@ -13,22 +13,27 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec as Registered
 from gymnasium.envs.registration import load_env_creator
 
 from tiltyard.config.experiment import Env
-from tiltyard.config.load import is_folder
+from tiltyard.envs.env_errors import construction_error, unknown_env
 from tiltyard.envs.pettingzoo import Parallel, is_parallel
-from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, did_you_mean, raised
+from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
+from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
 from tiltyard.plugins import resolve
 from tiltyard.plugins.namespaces import is_own
+from tiltyard.processes import reaper
+
+if TYPE_CHECKING:
+    from tiltyard.types import Array
 
 BUILTIN_ENVS: Mapping[str, str] = {
     "identity": "tiltyard.envs.toys.single:Identity",
@@ -53,25 +58,6 @@ BUILTIN_WRAPPERS: Mapping[str, str] = {
 RENDER_MODE = "rgb_array"
 # Images are arrays here: SDL needs no sound or screen for that, and MuJoCo aborts the process without a screen.
 _WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
-_PIP = re.compile(r"pip install [^`;\n]+")
-# Packages with envs, by the missing module. Another name may be a typo, and a stranger may own it on PyPI.
-_PACKAGES = {
-    "Box2D": "'tiltyard[box2d]'",
-    "ale_py": "'tiltyard[atari]'",
-    "crafter": "crafter",
-    "cv2": "opencv-python-headless",
-    "envpool": "'tiltyard[envpool]'",
-    "gymnasium_robotics": "gymnasium-robotics",
-    "highway_env": "highway-env",
-    "minigrid": "minigrid",
-    "miniworld": "miniworld",
-    "mujoco": "mujoco",
-    "nle": "nle",
-    "pettingzoo": "'tiltyard[pettingzoo]'",
-    "pygame": "'tiltyard[classic]'",
-    "vizdoom": "'tiltyard[vizdoom]'",
-}
-_EXTRAS = {"box2d": "tiltyard[box2d]", "pygame": "tiltyard[classic]"}  # by a word in Gymnasium's own message
 
 _project_envs: dict[tuple[str, str], Registered] = {}  # by registering module and id: two projects may use one id
 
@@ -108,6 +94,37 @@ def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
                 f"{setting}.id = {plugin.id} returned a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"
             )
     return made if isinstance(made, gymnasium.Env) else Parallel(made, env.id)
+
+
+def make_copies(
+    env: Env,
+    base: Sequence[Path],
+    copies: int,
+    *,
+    render: bool = False,
+    seed: int = 0,
+    heartbeat: Array | None = None,
+) -> list[Any]:
+    """Make `copies` of an env as `env.isolate` says, the first of which can draw itself with `render`.
+
+    `heartbeat[0]` counts the finished ones. While the first copy lives, processes started here end with this one.
+    """
+    beat = PROCESS_HEARTBEAT if heartbeat is None else heartbeat
+    made: list[Any] = []
+    reaper.begin()
+    try:
+        if env.isolate != "none":
+            from tiltyard.envs.isolation.pool import make_isolated
+
+            made += make_isolated(env, base, copies, render, seed, beat)
+        while len(made) < copies:
+            made.append(make_any(env, base, render and not made))
+            beat[0] += 1
+    except BaseException:
+        reaper.end()
+        raise
+    weakref.finalize(made[0], reaper.end).atexit = False
+    return made
 
 
 def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
@@ -180,16 +197,7 @@ def _registered(name: str, base: Sequence[Path]) -> Registered:
             _register_atari(name)
         return gymnasium.spec(name)
     except (gymnasium.error.Error, ValueError) as error:
-        known = {*gymnasium.registry, *BUILTIN_ENVS}
-        stem = name.rsplit("-v", 1)[0]
-        versions = sorted(id_ for id_ in known if id_.rsplit("-v", 1)[0].lower() == stem.lower())
-        hint = f"did you mean {versions[-1]!r}?" if versions else did_you_mean(name, known)
-        fallback = "give a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class"
-        shown = name if name.isprintable() else repr(name)
-        if is_folder(Path(name)):
-            message = f"{shown} is a folder, and there is no env of that name"
-            raise UseError(message, hint or "give a YAML file or path/file.py:Class inside it") from error
-        raise UseError(f"env.id = {shown} is not a known env", hint or fallback) from error
+        raise unknown_env(name, BUILTIN_ENVS) from error
 
 
 def _registered_by_own(ref: resolve.Ref, folder: Path) -> Registered:
@@ -264,31 +272,10 @@ def _refuse(problems: list[Problem]) -> None:
 
 
 def _construct(build: Callable[[], Any], what: str) -> Any:
-    """Run a constructor; what it raises becomes one sentence, with the install command for a missing package."""
+    """Run a constructor; what it raises becomes a UseError."""
     try:
         return build()
-    except TiltyardError:
-        raise
-    except gymnasium.error.DependencyNotInstalled as error:
-        commands = [command.strip() for command in _PIP.findall(str(error))]
-        extras = [f"pip install '{extra}'" for word, extra in _EXTRAS.items() if word in str(error).lower()]
-        hint = (extras or [" && ".join(commands) or "install the package it names"])[0]
-        raise UseError(f"{what} needs a package that is not installed: {_first_line(error)}", hint) from error
-    except ModuleNotFoundError as error:
-        known = _PACKAGES.get((error.name or "").partition(".")[0])
-        hint = f"pip install {known}" if known else "it is neither next to your code nor among the installed packages"
-        raise UseError(f"{what} needs the package {error.name!r}, which is not installed", hint) from error
-    except KeyboardInterrupt:
+    except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise UseError(
-            f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}",
-            "the traceback is the env's own; check env.options",
-            resolve.user_traceback(error),
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
+        raise construction_error(error, what) from error

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiltyard.envs.actions import ActionCodec
-from tiltyard.envs.checks import InvalidEnvData, info_scalars
+from tiltyard.envs.checks import info_scalars
+from tiltyard.envs.env_errors import InvalidEnvData
 from tiltyard.envs.row_data import RowData
 from tiltyard.envs.single_agent_vector import close_envs
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD

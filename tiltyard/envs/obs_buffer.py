@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
-from tiltyard.envs.checks import InvalidEnvData, obs_fault, structure_fault
+from tiltyard.envs.checks import obs_fault, structure_fault
+from tiltyard.envs.env_errors import InvalidEnvData
 from tiltyard.envs.spaces import (
     Leaf,
     encode_leaf,

@@ -134,8 +134,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     from tiltyard.envs.actions import action_spec
     from tiltyard.envs.env_check import EnvCheck
     from tiltyard.envs.episode_state import state_keeper
-    from tiltyard.envs.isolation.pool import make_copies
-    from tiltyard.envs.make import can_render, frames_per_step, registered_limit
+    from tiltyard.envs.make import can_render, frames_per_step, make_copies, registered_limit
     from tiltyard.envs.pettingzoo import Parallel
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
 
@@ -192,7 +191,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
 
 def _measure_memory(env: Env, base: Sequence[Path]) -> int:
     """Bytes by which a second copy of the env grows this process, or of its own process if it has one; 0 if unknown."""
-    from tiltyard.envs.isolation.pool import make_copies
+    from tiltyard.envs.make import make_copies
     from tiltyard.envs.pettingzoo import Parallel
 
     before = rss_bytes()

@@ -18,7 +18,8 @@ import numpy as np
 
 from tiltyard.config.experiment import Env
 from tiltyard.envs.actions import flat_mask
-from tiltyard.envs.checks import InvalidEnvData, diverged, env_error, mask_fault, mask_in
+from tiltyard.envs.checks import mask_fault, mask_in
+from tiltyard.envs.env_errors import InvalidEnvData, diverged, env_error
 from tiltyard.envs.episode_state import History
 from tiltyard.envs.episode_stats import EpisodeStats, Seeds, episode_seed, first_limits
 from tiltyard.envs.obs_buffer import ObsBuffer
@@ -39,23 +40,15 @@ class GroupConfig:
 
     env: Env
     spec: EnvSpec
-    rows: int
-    """one row per agent of each copy of the env"""
+    rows: int  # one per agent of each copy of the env
     seed: int
-    base: Sequence[Path] = ()
-    """folders in which plug-in files are looked up"""
-    role: str = "train"
-    """name of the random stream that episode seeds come from"""
-    render: bool = False
-    """whether row 0 can draw itself"""
-    previous: bool = False
-    """whether observations include the previous action and reward"""
-    first_row: int = 0
-    """number of row 0 among all rows of the run"""
-    seeds: Seeds | None = None
-    """seeds of episodes; by default drawn from seed, role and row"""
-    heartbeat: Array | None = None
-    """int64: [0] counts env calls, [1] is the phase; by default that of this process"""
+    base: Sequence[Path] = ()  # folders of plug-in files
+    role: str = "train"  # name of the random stream that episode seeds come from
+    render: bool = False  # whether row 0 can draw itself
+    previous: bool = False  # whether observations include the previous action and reward
+    first_row: int = 0  # number of row 0 among all rows of the run
+    seeds: Seeds | None = None  # seeds of episodes; by default drawn from seed, role and row
+    heartbeat: Array | None = None  # [0] counts env calls, [1] is the phase; by default that of this process
 
     @property
     def agents(self) -> int:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiltyard.envs.actions import ActionCodec
-from tiltyard.envs.checks import InvalidEnvData, info_scalars, reset_fault, reward_fault
+from tiltyard.envs.checks import info_scalars, reset_fault, reward_fault
+from tiltyard.envs.env_errors import InvalidEnvData
 from tiltyard.envs.row_data import RowData
 from tiltyard.envs.watchdog import RESETTING
 from tiltyard.types import EpisodeEnd, Tree

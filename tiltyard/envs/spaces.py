@@ -10,42 +10,21 @@ Owns names, shapes and dtypes. The arrays are in obs_buffer.py, action spaces in
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
-from tiltyard.envs.actions import (
-    ActionCodec,
-    action_spec,
-    action_spec_from_json,
-    action_spec_to_json,
-    random_action,
-)
 from tiltyard.errors import UseError
-from tiltyard.types import ActionSpec, ArraySpec, EnvSpec
+from tiltyard.types import ActionPart, ActionSpec, ArraySpec, EnvSpec
 
 if TYPE_CHECKING:
     from tiltyard.types import Array, Arrays
-
-__all__ = [
-    "MASK",
-    "ActionCodec",
-    "Leaf",
-    "ObsEncoder",
-    "action_spec",
-    "observation_leaves",
-    "observation_specs",
-    "previous_specs",
-    "random_action",
-    "spec_from_json",
-    "spec_to_json",
-    "stack_axis",
-]
 
 MASK = "action_mask"
 BARE = "obs"
@@ -217,47 +196,33 @@ def fill_stack(frame: Array, shape: tuple[int, ...]) -> Array:
 
 
 def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
-    """An EnvSpec as plain JSON values; infinite bounds as the words "inf" and "-inf"."""
-    obs = {
-        name: {"kind": a.kind, "shape": list(a.shape), "dtype": a.dtype, "options": list(a.options), "image": a.image}
-        for name, a in spec.obs.items()
-    }
-    return {
-        "obs": obs,
-        "action": action_spec_to_json(spec.action),
-        "agents": list(spec.agents),
-        "parallel": spec.parallel,
-        "masked": spec.masked,
-        "frameskip": spec.frameskip,
-        "episode_limit": spec.episode_limit,
-        "restore_mode": spec.restore_mode,
-        "renders": spec.renders,
-        "env_bytes": spec.env_bytes,
-        "step_seconds": spec.step_seconds,
-        "notes": list(spec.notes),
-    }
+    """An EnvSpec as JSON values; infinite bounds as the strings "inf" and "-inf"."""
+    data: dict[str, Any] = _json_values(asdict(spec))
+    return data
+
+
+def _json_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_values(inner) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_json_values(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
-    """The inverse of spec_to_json."""
+    """The inverse of spec_to_json; older data may lack the newer fields."""
     obs = {
         name: ArraySpec(a["kind"], tuple(a["shape"]), a["dtype"], tuple(a["options"]), a["image"])
         for name, a in data["obs"].items()
     }
-    return EnvSpec(
-        obs=obs,
-        action=action_spec_from_json(data["action"]),
-        agents=tuple(data["agents"]),
-        parallel=data.get("parallel", False),
-        masked=data["masked"],
-        frameskip=data["frameskip"],
-        episode_limit=data["episode_limit"],
-        restore_mode=restore_mode_in(data),
-        renders=data["renders"],
-        env_bytes=data.get("env_bytes", 0),
-        step_seconds=data.get("step_seconds", 0.0),
-        notes=tuple(data["notes"]),
-    )
+    bounds = [tuple(tuple(map(float, part[end])) for end in ("low", "high")) for part in data["action"]["parts"]]
+    parts = [
+        ActionPart(part["kind"], part["columns"], part["options"], low, high)
+        for part, (low, high) in zip(data["action"]["parts"], bounds, strict=True)
+    ]
+    known = {item.name: data[item.name] for item in fields(EnvSpec) if item.name in data}
+    known |= {"agents": tuple(data["agents"]), "notes": tuple(data["notes"]), "restore_mode": restore_mode_in(data)}
+    return EnvSpec(**{**known, "obs": obs, "action": ActionSpec(tuple(parts), data["action"]["tree"])})
 
 
 def restore_mode_in(data: Mapping[str, Any]) -> Any:

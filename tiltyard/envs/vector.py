@@ -21,8 +21,7 @@ from tiltyard.envs import episode_state
 from tiltyard.envs.actions import ActionCodec
 from tiltyard.envs.checks import shown
 from tiltyard.envs.episode_stats import episode_seed
-from tiltyard.envs.isolation.pool import make_copies
-from tiltyard.envs.make import require_agents
+from tiltyard.envs.make import make_copies, require_agents
 from tiltyard.envs.multi_agent_vector import MultiAgentStepping
 from tiltyard.envs.native_vector import EXACT, NativeStepping, make_native
 from tiltyard.envs.obs_buffer import all_finite

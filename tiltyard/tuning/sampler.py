@@ -25,7 +25,7 @@ import numpy as np
 from tiltyard.config.experiment import Env, Experiment
 from tiltyard.config.load import load
 from tiltyard.config.site_file import runs_root
-from tiltyard.envs.checks import env_error
+from tiltyard.envs.env_errors import env_error
 from tiltyard.envs.native_vector import NativeStepping
 from tiltyard.envs.probe import probe
 from tiltyard.envs.row_data import GroupConfig

@@ -1,7 +1,7 @@
-"""Copies of an env, each isolated as `env.isolate` says: not at all, in a thread or in a process of its own.
+"""Copies of an env, each in a thread or a process of its own, as `env.isolate` says.
 
     process of the group                                           processes of the envs
-      make_copies ── EnvProcessPool ── starts ───────────────────> fork server (server.py: main)
+      make_isolated ── EnvProcessPool ── starts ─────────────────> fork server (server.py: main)
          │                 ^ {"env": 2, "status": -9} at an exit ──    │ forks one process per env
          │                                                             v
       EnvProxy (proxy.py) ── Channel: send/recv ── socket (wire.py) ── EnvServer (server.py) ── the env
@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,12 +29,9 @@ from tiltyard.envs.episode_stats import episode_seed
 from tiltyard.envs.isolation.proxy import Channel, EnvProxy
 from tiltyard.envs.isolation.server import EnvServer
 from tiltyard.envs.isolation.wire import Connection
-from tiltyard.envs.make import make_any
 from tiltyard.envs.pettingzoo import Parallel
-from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
-from tiltyard.processes import reaper
 from tiltyard.processes.child import killed_by
 from tiltyard.processes.platforms import require_linux
 
@@ -50,39 +46,10 @@ _CLOSE_SECONDS = 5.0  # that an env may take to close
 _ERRORS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 
 
-def make_copies(
-    env: Env,
-    base: Sequence[Path],
-    copies: int,
-    *,
-    render: bool = False,
-    seed: int = 0,
-    heartbeat: Array | None = None,
-) -> list[Any]:
-    """Make `copies` of an env, the first of which can draw itself with `render`; isolated ones are `EnvProxy`.
-
-    `heartbeat[0]` counts the finished ones. While the first copy lives, processes started here end with this one.
-    """
-    beat = PROCESS_HEARTBEAT if heartbeat is None else heartbeat
-    made: list[Any] = []
-    reaper.begin()
-    try:
-        if env.isolate != "none":
-            made += _make_isolated(env, base, copies, render, seed, beat)
-        else:
-            for copy in range(copies):
-                made.append(make_any(env, base, render and copy == 0))
-                beat[0] += 1
-    except BaseException:
-        reaper.end()
-        raise
-    weakref.finalize(made[0], reaper.end).atexit = False
-    return made
-
-
-def _make_isolated(
+def make_isolated(
     env: Env, base: Sequence[Path], copies: int, render: bool, seed: int, heartbeat: Array
 ) -> list[EnvProxy | Parallel]:
+    """Make copies of an env in threads or processes of their own, see `make_copies`."""
     made: list[EnvProxy | Parallel] = []
     channels: Sequence[Channel] = (
         [_ThreadChannel(n) for n in range(copies)] if env.isolate == "thread" else EnvProcessPool(copies).channels
