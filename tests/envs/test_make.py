@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tiltyard.config.experiment import Env
-from tiltyard.envs.make import BUILTIN_ENVS, BUILTIN_WRAPPERS, make_any, make_env
+from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
+from tiltyard.envs.make import make_any, make_env
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.wrappers import FlattenMultiDiscrete, GreyImage, ResizeImage
 from tiltyard.errors import ConfigError, UseError

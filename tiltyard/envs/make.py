@@ -24,6 +24,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 from gymnasium.envs.registration import load_env_creator
 
 from tiltyard.config.experiment import Env
+from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
 from tiltyard.envs.env_errors import construction_error, unknown_env
 from tiltyard.envs.pettingzoo import Parallel, is_parallel
 from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
@@ -34,26 +35,6 @@ from tiltyard.processes import reaper
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
-
-BUILTIN_ENVS: Mapping[str, str] = {
-    "identity": "tiltyard.envs.toys.single:Identity",
-    "basic": "tiltyard.envs.toys.single:Basic",
-    "memory": "tiltyard.envs.toys.single:Memory",
-    "delay": "tiltyard.envs.toys.single:Delay",
-    "timeout": "tiltyard.envs.toys.single:Timeout",
-    "masked": "tiltyard.envs.toys.spaces:Masked",
-    "kitchen_sink": "tiltyard.envs.toys.spaces:KitchenSink",
-    "pennies": "tiltyard.envs.toys.games:Pennies",
-    "visitors": "tiltyard.envs.toys.games:Visitors",
-    "CarPass-v0": "tiltyard.envs.toys.car_pass:CarPass",
-}
-
-BUILTIN_WRAPPERS: Mapping[str, str] = {
-    "flatten_multi_discrete": "tiltyard.envs.wrappers:FlattenMultiDiscrete",
-    "discrete_steps": "tiltyard.envs.wrappers:DiscreteSteps",
-    "grey_image": "tiltyard.envs.wrappers:GreyImage",
-    "resize_image": "tiltyard.envs.wrappers:ResizeImage",
-}
 
 RENDER_MODE = "rgb_array"
 # Images are arrays here: SDL needs no sound or screen for that, and MuJoCo aborts the process without a screen.

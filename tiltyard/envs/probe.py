@@ -51,10 +51,8 @@ def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
             answer = json.loads((folder / "answer.json").read_text())
         except (OSError, ValueError):
             raise _crashed(env, code, "\n".join(text for text in (stdout, stderr) if text)) from None
-    if "problems" in answer:
-        raise ConfigError([Problem(**problem) for problem in answer["problems"]], answer["source"])
-    if "message" in answer:
-        raise UseError(answer["message"], answer["hint"], answer["details"])
+    if "obs" not in answer:
+        raise _error_from(answer)
     if stdout:
         first = stdout.splitlines()[0]
         answer["notes"].append(f"env {env.id} prints to stdout, which is for data: {first[:80]!r} goes to stderr")
@@ -114,19 +112,32 @@ def main(folder: str) -> None:
     env = Env.model_validate(job["env"])
     try:
         answer = examine(env, [Path(p) for p in job["base"]], job["previous"])
-    except ConfigError as error:
-        problems = [problem.__dict__ for problem in error.problems]
-        answer = {"problems": problems, "source": error.message.partition(" in ")[2]}
-    except UseError as error:
-        answer = {"message": error.message, "hint": error.hint, "details": error.details}
-    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # the env's: this process gets no signals
-        message = f"env {env.id} {raised(error)} while it was probed"
-        answer = {"message": message, "hint": "the traceback is the env's own", "details": user_traceback(error)}
+    except (UseError, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+        answer = _error_answer(env, error)
     temporary = Path(folder) / "answer.tmp"
     temporary.write_text(json.dumps(answer))
     temporary.replace(Path(folder) / "answer.json")
     sys.stdout.flush()
     os._exit(0)  # skip threads and exit handlers of the simulator
+
+
+def _error_answer(env: Env, error: BaseException) -> dict[str, Any]:
+    """What answer.json holds instead of a spec."""
+    if isinstance(error, ConfigError):
+        problems = [problem.__dict__ for problem in error.problems]
+        return {"problems": problems, "source": error.message.partition(" in ")[2]}
+    if isinstance(error, UseError):
+        return {"message": error.message, "hint": error.hint, "details": error.details}
+    # KeyboardInterrupt and the like come from the env: this process gets no signals.
+    message = f"env {env.id} {raised(error)} while it was probed"
+    return {"message": message, "hint": "the traceback is the env's own", "details": user_traceback(error)}
+
+
+def _error_from(answer: dict[str, Any]) -> UseError:
+    """The inverse of _error_answer, in the parent."""
+    if "problems" in answer:
+        return ConfigError([Problem(**problem) for problem in answer["problems"]], answer["source"])
+    return UseError(answer["message"], answer["hint"], answer["details"])
 
 
 def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Built-in wrappers (make.py has their names). None has state, so episodes can still be re-run exactly.
+"""Built-in wrappers (builtin.py has their names). None has state, so episodes can still be re-run exactly.
 
 flatten_multi_discrete   MultiDiscrete [3, 4] actions as one Discrete(12), the last element counting fastest
 discrete_steps           a bounded Box of actions as `steps` evenly spaced values per element, ends included
