@@ -117,7 +117,7 @@ def test_fill_stack_repeats() -> None:
     ("space", "output"),
     [
         (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
-        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), "is empty"),
+        (spaces.Dict({"action_mask": spaces.MultiBinary(2)}), "contains no observations"),
         (spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "a.b": spaces.Discrete(2)}), "'a.b'"),
     ],
 )

@@ -55,7 +55,9 @@ def observation_leaves(space: gym_spaces.Space[Any]) -> list[Leaf]:
     found: list[Leaf] = []
     _add_leaves(space, (), found)
     if not found:
-        raise UseError(f"the observation space {space} is empty", "give it at least one Box or Discrete")
+        raise UseError(
+            f"the observation space {space} contains no observations", "give it at least one Box or Discrete"
+        )
     names = [leaf.name for leaf in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
