@@ -60,7 +60,7 @@ def test_schema_and_reference(tmp_path):
         (["show", "none.yaml"], "error: none.yaml does not exist"),
         (["show"], "error: config show needs a YAML file or an env id"),
         (["shwo", "x"], "hint: did you mean 'show'?"),
-        (["schema", "x"], "error: config schema takes no 'x'"),
+        (["schema", "x"], "error: config schema does not take 'x'"),
         (["show", "CartPole-v1", "--on", "cluster"], "error: there is no profile 'cluster'"),
         (["show", "CartPole-v1", "algo.lrr=1"], "1. algo.lrr = 1: unknown setting"),
     ],

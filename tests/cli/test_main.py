@@ -1,4 +1,4 @@
-"""stdout that cannot take what is written to it: told as such, never as a defect."""
+"""A failed write to stdout is reported as such, never as an internal error."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_letters_that_a_terminal_lacks_and_a_full_disk(tiltyard: Command, runs: 
     for words, unbuffered in (("ls", ""), ("ls", "1"), ("--help", ""), ("resume last --plain", "")):
         done = typed(*words.split(), stdout=full, unbuffered=unbuffered)
         assert done.returncode == 1 and "error: stdout cannot be written: No space left on device" in done.stderr
-        assert "defect" not in done.stderr and "Exception ignored" not in done.stderr
+        assert "internal error" not in done.stderr and "Exception ignored" not in done.stderr
     os.close(full)
 
 

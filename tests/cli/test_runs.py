@@ -122,7 +122,7 @@ def test_ls_of_nothing_and_of_a_wrong_root(root, tiltyard, tmp_path):
     done = tiltyard("ls")
     assert done.stdout == "" and "tiltyard train" in done.stderr
     assert json.loads(tiltyard("ls", "--json").stdout) == []
-    assert "is no folder" in tiltyard("ls", "--root", tmp_path / "missing", code=2).stderr
+    assert "is not a folder" in tiltyard("ls", "--root", tmp_path / "missing", code=2).stderr
 
 
 def test_control_characters_in_notes_do_not_reach_the_terminal(root, tiltyard):
@@ -299,7 +299,7 @@ def test_stop_names_another_host_and_never_signals_a_stranger(root, tiltyard):
         owner = {"host": "node9", "pid": stranger.pid, "boot": "", "pids": "", "started": "1", "mark": "x"}
         (run.folder / "lock.json").write_text(json.dumps(owner))
         done = tiltyard("stop", run.id, code=2)
-        assert f"pid {stranger.pid} on host node9" in done.stderr and "stop it there" in done.stderr
+        assert f"pid {stranger.pid} on host node9" in done.stderr and "on that host: tiltyard stop" in done.stderr
         from tiltyard.run.lock import this_process
 
         # This machine, this number, but another start time: the number was given to somebody else since.
@@ -368,7 +368,7 @@ def test_rm_asks_at_a_terminal(root, tmp_path):
         os.write(ours, answer)
         _, err = process.communicate(timeout=30)
         os.close(ours)
-        assert b"for good? [y/N]" in err and run.folder.exists() is left, (answer, err)
+        assert b"permanently? [y/N]" in err and run.folder.exists() is left, (answer, err)
 
 
 # ---------------------------------------------------------------------------------------------- diff

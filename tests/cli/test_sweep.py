@@ -54,7 +54,7 @@ def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> No
     write_status(trial, state="running", reason="")
     atomic.write_json(trial.folder / "lock.json", {"host": "elsewhere", "pid": 1, "period": 10.0})
     told = tiltyard("sweep", "stop", "--wait", "1", expect=1).stderr
-    assert "trial 1 can only be asked to end on host elsewhere" in told and "they will save" not in told
+    assert "trial 1 can only be stopped on host elsewhere" in told and "they will save" not in told
 
 
 def test_an_extension_is_checked_before_anything_is_written(tiltyard: Command) -> None:

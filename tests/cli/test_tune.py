@@ -57,8 +57,8 @@ def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
 def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: str) -> None:
     fast = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "algo.epochs=20")
     output = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()
-    assert output[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "turns"]
-    assert [line for line in output if line.endswith("chosen, as it is")]  # everything was set on the command line
+    assert output[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "rounds"]
+    assert [line for line in output if line.endswith("chosen, current")]  # everything was set on the command line
     assert any(line.startswith("kept    as set: engine.workers") for line in output)
     assert any(line.startswith("bound   learner-bound") for line in output)
     tiltyard("train", file, "env.options.step=0", *output[-1].split())

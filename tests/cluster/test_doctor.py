@@ -78,7 +78,7 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
 
     script = tiltyard("train", "CartPole-v1", "engine.kind=rllib", "--on", "both", "--dry-run")
     assert "#SBATCH --exclude=node2\n" in script.stdout
-    assert "left out    node2 (bad since " in script.stderr and "--on both --nodes node2" in script.stderr
+    assert "excluded    node2 (bad since " in script.stderr and "--on both --nodes node2" in script.stderr
 
     on_node2(":")
     output = tiltyard("doctor", "--on", "both", "--nodes", "node2")
@@ -93,9 +93,9 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
     (runs / ".doctor" / "nodes.json").write_text('{"node1": "2026-03-01: shm: 3 MiB free"}')
     small = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=64", "algo.epochs=1", "eval.at_end=false"]
     output = tiltyard("train", "CartPole-v1", *small, "stop.env_steps=256", "--on", "cluster", "--json")
-    assert "left out    node1 (bad since 2026-03-01: shm: 3 MiB free)" in output.stderr
+    assert "excluded    node1 (bad since 2026-03-01: shm: 3 MiB free)" in output.stderr
     assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(output.stdout)["job"], "-o", "%N") == "node2"
-    assert "left out     node1\n" in tiltyard("show", "last").stdout
+    assert "excluded     node1\n" in tiltyard("show", "last").stdout
     assert (
         "excluding node1 (found bad by tiltyard doctor)"
         in (runs / "CartPole-v1").glob("*/events.jsonl").__next__().read_text()
@@ -154,5 +154,5 @@ def test_a_profile_that_is_wrong_blames_no_node(tiltyard: Command, cluster: Clus
     Path("tiltyard.yaml").write_text("profiles:\n  wrong: {launcher: slurm, slurm: {partition: nowhere}}\n  here:\n")
     output = tiltyard("doctor", "--on", "wrong", expect=1)
     assert "Slurm refused the job: invalid partition specified: nowhere" in output.stderr
-    assert "starts no jobs" in tiltyard("doctor", "--on", "here", expect=2).stderr
+    assert "submits no jobs" in tiltyard("doctor", "--on", "here", expect=2).stderr
     nothing_left(cluster, runs)

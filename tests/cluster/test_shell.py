@@ -122,8 +122,8 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
 
     site.ask("scancel", job)
     wait_for(lambda: site.state(job) not in ("RUNNING", "COMPLETING"), "the job's end")
-    assert "does not run now: job" in tiltyard("top", "last", expect=2).stderr
-    assert "does not run now: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
+    assert "is not running: job" in tiltyard("top", "last", expect=2).stderr
+    assert "is not running: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
 
 
 def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:

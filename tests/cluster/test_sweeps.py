@@ -81,7 +81,7 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     sweep = find_sweep("toy")
     job = number(sweep)
     assert f"6 trials (1, 2, 3, 4, 5, 6) were submitted as job {job}, at most 2 at once" in out.stderr
-    assert "carried out by jobs of profile cluster" in out.stdout and "sweep watch" in out.stdout
+    assert "running (jobs of profile cluster)" in out.stdout and "sweep watch" in out.stdout
     wait_for(lambda: len(output("began")) == 2, "two programs")
     states = Counter(row["state"] for row in json.loads(tiltyard("ls", "--json").stdout))
     assert states == {"running": 2, "queued": 4} == summarize(sweep).counts
@@ -268,7 +268,7 @@ with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a", buffering=1) as 
 def test_who_falls_behind_is_ended_by_the_others(
     cluster: Cluster, tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "JUDGE", 1.0)
+    monkeypatch.setattr(jobs, "EARLY_STOP_SECONDS", 1.0)
     write_plan(space={"x": [5, 1, 2]}, max_parallel=3, stop={"rule": "asha", "after": 30})
     Path("program.py").write_text(LEARNER)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import atomic
-from tiltyard.sweep.folder import Sweep, Trial, make, wanted
+from tiltyard.sweep.folder import Sweep, Trial, make, planned_pairs
 from tiltyard.sweep.space import dimensions, draws
 
 SPACE = {
@@ -24,7 +24,7 @@ def fake_sweep(root: Path, points: int, seeds: int, *, records: int = 20, **more
     values = {"name": "fake", "space": SPACE, "search": "random", "trials": points, "seeds": seeds, **more}
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, **values})
     found = list(itertools.islice(draws(dimensions(plan), 0), points))
-    pairs = wanted(plan, points, ())
+    pairs = planned_pairs(plan, points, ())
     trials = [Trial(number, point, seed, found[point - 1]) for number, (point, seed) in enumerate(pairs, start=1)]
     sweep = make(root, "fake", plan, trials)
     for trial in trials:

@@ -1,4 +1,4 @@
-"""Populations whose scores are known in advance, trained in the test's own process: torch is imported once."""
+"""Populations whose scores are known in advance, trained in the test process: torch is imported once."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,18 +8,18 @@ from unittest.mock import patch
 from tiltyard import api
 from tiltyard.config.experiment import Env
 from tiltyard.config.load import dump_yaml
+from tiltyard.config.sweep_plan import Plan
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import Run
 from tiltyard.sweep import controller
 from tiltyard.sweep import preflight as sweep_preflight
-from tiltyard.sweep.backends.local import Local
 from tiltyard.sweep.folder import Sweep
 from tiltyard.training import preflight, resume
 from tiltyard.types import Arrays, EnvSpec
 
-# Each step brings `level`, whatever is done; what it is really worth is another thing.
+# Each step gives reward `level` for any action; the true objective is its negative.
 ENV = """
 import gymnasium, numpy
 
@@ -60,7 +60,7 @@ RULES = {"period": 64, "start": 64, "replace": 0.34, "rate": 1.0}
 
 
 def plan(levels: list[float], **more: Any) -> dict[str, Any]:
-    """A population whose members begin at these levels, with learning rates of their own."""
+    """A population whose members begin at these levels, each with another learning rate."""
     Path("steady.py").write_text(ENV)
     points = [{"env.options.level": level, "algo.lr": 0.001 * (i + 1)} for i, level in enumerate(levels)]
     made: dict[str, Any] = {"experiment": EXPERIMENT, "search": "population", "trials": len(levels), "points": points}
@@ -69,31 +69,47 @@ def plan(levels: list[float], **more: Any) -> dict[str, Any]:
     return made
 
 
-class Here(Local):
-    """Each trial is trained at once, in this process."""
+class InProcess:
+    """A backend that trains each trial at once, in this process."""
 
-    def __init__(self, *about: Any) -> None:
-        super().__init__(*about)
+    queues = False
+
+    def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.ended: dict[int, str] = {}
-
-    def submit(self, number: int, folder: Path, *more: Any, **others: Any) -> bool:
-        train(folder)
-        self.ended[number] = "its training ended"
-        return True
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         return set(self.ended)
 
+    def gone(self) -> dict[int, str]:
+        return {}
+
+    def job(self, number: int) -> str:
+        return ""
+
+    def has_capacity(self, number: int | None) -> bool:
+        return True
+
+    def submit(self, number: int, folder: Path, wait: float) -> bool:
+        train(folder)
+        self.ended[number] = "its training ended"
+        return True
+
+    def send(self) -> list[str]:
+        return []
+
     def poll(self) -> dict[int, str]:
         ended, self.ended = self.ended, {}
         return ended
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        assert not list(numbers)
 
 
 _probed: dict[str, EnvSpec] = {}
 
 
 def probe_once(env: Env, **more: Any) -> EnvSpec:
-    """An env has one look at its spaces, in a process of its own; members have the same."""
+    """Probe the spaces of an env once, in its own process; all members have the same."""
     if env.id not in _probed:
         _probed[env.id] = probe(env, **more)
     return _probed[env.id]
@@ -108,8 +124,8 @@ def train(folder: Path) -> None:
         print(f"{error.message}\n{error.details}")
 
 
-def carry_out(sweep: Sweep) -> int:
-    return controller.carry_out(sweep, Here, print)
+def run_sweep(sweep: Sweep) -> int:
+    return controller.run_controller(sweep, InProcess, print)
 
 
 def begun() -> Sweep:
@@ -119,13 +135,13 @@ def begun() -> Sweep:
 
 
 def started() -> Sweep:
-    """The same, carried out to its end."""
+    """The same, run to its end."""
     sweep = begun()
-    assert carry_out(sweep) == 0
+    assert run_sweep(sweep) == 0
     return sweep
 
 
 def weights(run: Run | Path, env_steps: int | None = None) -> Arrays:
-    """Those of a checkpoint: the newest, or the one at an env step."""
+    """The weights of a checkpoint: the newest, or the one at an env step."""
     found = checkpoint.select(run if isinstance(run, Run) else Run(run), env_steps)
     return dict(checkpoint.read_tree(found.folder / "policies", "main")["weights"])

@@ -100,7 +100,7 @@ def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
     assert {line["threads"] for line in done} == {str(len(share)) for share in shares}
     assert not Path("x").exists()
     # started again there is nothing left to do, and a second sweep is only made when asked for
-    assert "goes on" in tiltyard("sweep", "start", "plan.yaml").stderr
+    assert "continuing sweep" in tiltyard("sweep", "start", "plan.yaml").stderr
     assert len(output("done")) == 8
     tiltyard("sweep", "start", "plan.yaml", "--new")
     assert len(output("done")) == 16
@@ -182,7 +182,7 @@ def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs:
     write_plan(space={"x": list(range(200)), "y": list(range(200))})
     assert "40,000 trials" in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
     write_plan(program=["no-such-program-anywhere"])
-    assert "no such program" in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
+    assert "command not found" in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
     assert not runs.exists()
     assert "no sweep" in tiltyard("sweep", "status", expect=2).stderr
     assert "did you mean 'status'" in tiltyard("sweep", "statsu", expect=2).stderr
@@ -194,7 +194,7 @@ def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3, 4], "sleep": [20.0]}, max_parallel=2)
     child = controller("start", "plan.yaml")
     wait_until(lambda: len(output("began")) == 2)
-    assert "is carried out by" in tiltyard("sweep", "start", "last", expect=2).stderr
+    assert "is already running" in tiltyard("sweep", "start", "last", expect=2).stderr
     if way == "SIGTERM":
         child.terminate()
     else:
@@ -223,8 +223,8 @@ def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
     wait_until(lambda: summarize(find_sweep("last")).failed if list(Path("runs").glob("*/sweep-*")) else False)
     assert summarize(find_sweep("last")).state == "running", "a trial that failed is not the end"
     Path("bad").write_text("")
-    assert "hears of it" in tiltyard("sweep", "retry", "--failed").stderr
-    assert "hears of it" in tiltyard("sweep", "extend", "--seeds", "1").stderr
+    assert "its controller takes this up" in tiltyard("sweep", "retry", "--failed").stderr
+    assert "its controller takes this up" in tiltyard("sweep", "extend", "--seeds", "1").stderr
     wait_until(lambda: len(output("done")) == 2)
     Path("go").touch()
     _, errors = child.communicate(timeout=60)
@@ -312,7 +312,9 @@ class Desk:
         raise AssertionError("nobody asked for that")
 
     def end(self, sweep: Sweep, number: int, state: str) -> None:
-        write_status(Run(sweep.place(number)), state=state, reason="said so", attempt=self.started.count(number))
+        write_status(
+            Run(sweep.place(number)), state=state, reason="reported by the program", attempt=self.started.count(number)
+        )
         self.work.discard(number)
         self.ended[number] = "exit code 1"
 
@@ -366,11 +368,11 @@ def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Pa
     place.end(sweep, 1, "failed")
     one.step(stop=False)
     told = [event["sentence"] for event in read_events(Run(sweep.folder)) if event["kind"] == "failed"]
-    assert told == ["Trial 1 failed: said so; it is started again in 60 s"]
+    assert told == ["Trial 1 failed: reported by the program; it restarts in 60 s"]
     now = summarize(sweep)
     assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
     asked = tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
-    assert "to be started again: trial 1" in asked
+    assert "to be retried: trial 1" in asked
     sweep.decide("failed", trial=1, attempt=2, reason="again")
     assert summarize(sweep).counts["failed"] == 1
 
@@ -411,8 +413,10 @@ def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -
 def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> None:
     write_plan(space={"x": {"range": [1, 3]}}, search="tpe", trials=5, metric="scores")
     said_ = tiltyard("sweep", "start", "plan.yaml")
-    assert said_.stderr.count("None of 3 finished trials has recorded scores: nothing is learned.") == 1
-    assert "warning  none of 5 that are over has recorded scores" in said_.stdout
+    assert (
+        said_.stderr.count("None of the 3 finished trials recorded scores: the search has nothing to learn from.") == 1
+    )
+    assert "warning  none of the 5 trials that are over recorded scores" in said_.stdout
 
 
 def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> None:
@@ -422,7 +426,7 @@ def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> 
     wait_until(lambda: len(output("began")) == 2)
     child.kill()
     child.wait()
-    assert "state    stopped, while 2 trials go on by themselves" in tiltyard("sweep", "status").stdout
+    assert "state    stopped, but 2 trials are still running without a controller" in tiltyard("sweep", "status").stdout
     watching = controller("watch", "--every", "0.1")
     time.sleep(1.0)
     assert watching.poll() is None
@@ -559,14 +563,14 @@ def test_who_falls_behind_is_ended_and_stays_so(runs: Path, monkeypatch: pytest.
     from tiltyard.sweep import preflight
     from tiltyard.sweep.backends.local import Local
 
-    monkeypatch.setattr(controlling, "JUDGE_PERIOD", 0.2)
+    monkeypatch.setattr(controlling, "EARLY_STOP_SECONDS", 0.2)
     sweep = preflight.begin(preflight.prepare("plan.yaml"))
-    assert controlling.carry_out(sweep, Local, print) == 0
+    assert controlling.run_controller(sweep, Local, print) == 0
     states = {row.trial.settings["x"]: row.state for row in summarize(sweep).rows}
     assert states == {5: "finished", 1: "ended", 2: "ended"}
     reasons = [row.reason for row in summarize(sweep).rows if row.state == "ended"]
     assert all("at 30 env steps" in reason for reason in reasons)
     before = [row.updated for row in summarize(sweep).rows]
-    assert controlling.carry_out(sweep, Local, print) == 0
+    assert controlling.run_controller(sweep, Local, print) == 0
     assert [row.updated for row in summarize(sweep).rows] == before, "nobody is started again"
     assert summarize(sweep).groups[0].value == 50

@@ -204,7 +204,7 @@ def test_the_last_job_waits_for_a_queue_that_is_down_for_a_while(tiltyard: Comma
     (queue / "down").touch()
     Path("wait").unlink()
     events = sweep.folder / "events.jsonl"
-    wait_until(lambda: "A turn could not be taken: trial 2 was refused" in events.read_text())
+    wait_until(lambda: "A tick failed: trial 2 was refused" in events.read_text())
     (queue / "down").unlink()
     wait_until(lambda: over(sweep))
     assert summarize(sweep).counts == {"finished": 2} and len(output("began")) == 2
@@ -336,7 +336,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     assert "set template.gone" in tiltyard("sweep", "start", "toy", expect=1).stderr
     write_site({**documented(), "template": {**documented()["template"], "gone": "unknown job"}})
     (queue / "down").touch()
-    assert "gives no answer: the queue is down" in tiltyard("sweep", "start", "toy", expect=1).stderr
+    assert "failed: the queue is down" in tiltyard("sweep", "start", "toy", expect=1).stderr
     assert not [each for each in sweep.decisions() if each["kind"] == "failed"]
     (queue / "down").unlink()
     Path("wait").unlink()

@@ -74,7 +74,7 @@ def test_asha_on_paper() -> None:
     curves[6].append((30, 0.0))
     assert 6 not in asha(rule, curves, {6}), "alone at its rung, whatever it shows"
     output = asha(rule, curves, {2})[2]
-    assert output == "place 6 of 6 at 10 env steps, and the first 2 go on"
+    assert output == "rank 6 of 6 at 10 env steps; the best 2 continue"
 
 
 @pytest.mark.parametrize(("goal", "out"), [("maximise", {1}), ("minimise", {7})])
@@ -88,7 +88,7 @@ def test_less_can_be_better(goal: str, out: set[int]) -> None:
 def test_numbers_are_told_with_their_sign(goal: str, one: float) -> None:
     plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
     curves: dict[int, Curve] = {n: [(10, -1000.0)] for n in range(1, 8)} | {8: [(10, one)]}
-    assert behind(plan, curves, {8})[8].endswith(f"{one:g}, where half of 7 others have -1000")
+    assert behind(plan, curves, {8})[8].endswith(f"{one:g}, and the median of 7 others is -1000")
 
 
 def test_no_rule_no_end() -> None:

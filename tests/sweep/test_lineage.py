@@ -9,7 +9,7 @@ from tiltyard.algos.pb2 import Gain
 from tiltyard.algos.pbt import Member
 from tiltyard.algos.tunables import latin_hypercube
 from tiltyard.config.sweep_plan import Plan, load_plan
-from tiltyard.sweep.folder import Trial, wanted
+from tiltyard.sweep.folder import Trial, planned_pairs
 from tiltyard.sweep.pbt.lineage import Lineage
 from tiltyard.sweep.pbt.members import first_settings, tunables
 from tiltyard.sweep.report import describe_copy
@@ -100,7 +100,7 @@ def test_members_begin_spread_over_the_space() -> None:
     assert first == first_settings(plan, 8)
     other = population(space=plan.space, seed=1)
     assert first != first_settings(other, 8)
-    assert wanted(plan, 8, ()) == [(member, 4 + member) for member in range(1, 9)], "a seed each"
+    assert planned_pairs(plan, 8, ()) == [(member, 4 + member) for member in range(1, 9)], "a seed each"
     assert plan.metric.of == "last"
     assert population(space=plan.space, metric={"name": "x", "of": "best"}).metric.of == "best"
 

@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import Command
 from tests.counts import only_when_long
 from tests.sweep import pbt_sweep
-from tests.sweep.pbt_sweep import EXPERIMENT, RULES, begun, carry_out, plan, started, weights
+from tests.sweep.pbt_sweep import EXPERIMENT, RULES, begun, plan, run_sweep, started, weights
 from tests.sweep.test_controller import kill_trials
 from tiltyard import api
 from tiltyard.algos.schedules import ScheduledValue
@@ -171,12 +171,10 @@ def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, m
 
 KILLED = """
 import os, signal, sys
-from tests.sweep.pbt_sweep import carry_out
+from tests.sweep.pbt_sweep import run_sweep
 from tiltyard.run import checkpoint
-from tiltyard.sweep.pbt import controller as population
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.sweep.folder import Sweep
-from tiltyard.sweep.pbt.controller import Population
-from tests.sweep.pbt_sweep import Here
 
 point, before = sys.argv[2], {}
 
@@ -197,12 +195,12 @@ if point == "decided":
     end_after(Sweep, "decide", lambda self, kind, **facts: kind == "exploit")
 if point == "copied":
     end_after(checkpoint, "copy_into")
-if point == "told":
-    end_after(population.SettingsSchedule, "write", lambda self, folder: self.period == 2 and "0002-" in folder.name)
-sys.exit(carry_out(Sweep(__import__("pathlib").Path(sys.argv[1]))))
+if point == "set up":
+    end_after(SettingsSchedule, "write", lambda self, folder: self.period == 2 and "0002-" in folder.name)
+sys.exit(run_sweep(Sweep(__import__("pathlib").Path(sys.argv[1]))))
 """
 
-POINTS = ("pinned", "noted", "decided", "copied", "told")
+POINTS = ("pinned", "noted", "decided", "copied", "set up")
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +234,7 @@ def test_kill_9_at_every_point_of_an_exploit(point: str, runs: Path, undisturbed
         timeout=200,
     )
     assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
-    assert carry_out(sweep) == 0
+    assert run_sweep(sweep) == 0
     decisions, found = _outcome(sweep)
     assert decisions == undisturbed[0]
     assert any(line["kind"] == "exploit" for line in decisions)
@@ -262,7 +260,7 @@ def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
         child.wait()
         if rng.random() < 0.5:
             kill_trials(sweep)
-    assert carry_out_alone(sweep) == 0
+    assert run_locally(sweep) == 0
     assert summarize(sweep).counts == {"finished": 4}
     story = lineage.read(sweep)
     for kind in ("period", "exploit", "stays"):
@@ -278,11 +276,11 @@ def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
         assert events == [copy.period for copy in story.copies if copy.exploit.member == member]
 
 
-def carry_out_alone(sweep: Sweep) -> int:
+def run_locally(sweep: Sweep) -> int:
     from tiltyard.sweep import controller
     from tiltyard.sweep.backends.local import Local
 
-    return controller.carry_out(sweep, Local, print)
+    return controller.run_controller(sweep, Local, print)
 
 
 # ------------------------------------------------------------------------------------------------ slots, processes
@@ -323,12 +321,12 @@ def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None
     bad = sweep.folder / "plugins" / "steady.py"
     text = bad.read_text()
     bad.write_text(text.replace("self.steps += 1", "self.steps += 1\n        assert self.level != 2.0"))
-    assert carry_out(sweep) == 1
+    assert run_sweep(sweep) == 1
     assert summarize(sweep).counts == {"finished": 2, "failed": 1}
     assert [line["trial"] for line in exploits(sweep)] == [3]
     (sweep.place(2) / "plugins" / "steady.py").write_text(text)
     sweep.decide("retry", trial=2)
-    assert carry_out(sweep) == 0
+    assert run_sweep(sweep) == 0
     assert summarize(sweep).counts == {"finished": 3}
 
 
@@ -476,7 +474,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
         folder = preflight.make_trial(sweep, sweep.plan(), sweep.trials()[number - 1])
         SettingsSchedule([(0, sweep.trials()[number - 1].settings)], until, 1).write(folder)
         pbt_sweep.train(folder)
-    assert carry_out(sweep) == 0
+    assert run_sweep(sweep) == 0
     found = exploits(sweep)[0]
     assert (found["trial"], found["counts_from"] - found["env_steps"]) == (2, ahead)
     steps = [each["env_steps"] for each in metrics.read(sweep.place(2))]
@@ -492,15 +490,15 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "output"),
     [
-        ({"space": {"model.hidden": [[8], [16]]}, "points": []}, "cannot change in a run that goes on"),
+        ({"space": {"model.hidden": [[8], [16]]}, "points": []}, "cannot change during a run"),
         ({"space": {"algo.gamma": {"range": [0.5, 1.0]}}, "points": []}, "reaches 1"),
-        ({"space": {"algo.lr": {"range": [0.1, 0.5], "step": 0.1}}, "points": []}, "moves numbers by factors"),
+        ({"space": {"algo.lr": {"range": [0.1, 0.5], "step": 0.1}}, "points": []}, "multiplies numbers by factors"),
         ({"space": {"env.options.rewards": {"weights": True}}, "points": []}, "no numbers there"),
         ({"population": {}}, "first decision would be at env step 20,000,000"),
         ({"metric": "eval/return"}, "needs evaluations"),
         ({"seeds": 2}, "one seed for a population"),
         ({"trials": 1, "points": []}, "at least 2 for a population"),
-        ({"points": [{"algo.lr": 0.1}] * 2}, "say nothing of env.options.level"),
+        ({"points": [{"algo.lr": 0.1}] * 2}, "env.options.level is in the space but not in every point"),
         ({"stop": {"rule": "asha", "after": 10}}, "cannot be combined with search = population"),
         ({"search": "random", "points": []}, "set search: population"),
         ({"experiment": {**EXPERIMENT, "eval": {"every": 100}}, "metric": "eval/return"}, "eval.every = 100"),
@@ -552,11 +550,11 @@ def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
     members = Population(sweep, whole)
     members.set_up(1, [1])
     pbt_sweep.train(folder)
-    assert members.note([1]) == {1}
+    assert members.record_periods([1]) == {1}
     members.set_up(1, [1])
-    assert members.note([1]) == {1}
+    assert members.record_periods([1]) == {1}
     write_status(Run(folder), reason="job 7 was cancelled")
-    assert members.note([1]) == set()
+    assert members.record_periods([1]) == set()
 
 
 def test_others_have_no_lineage(tiltyard: Command) -> None:

@@ -10,7 +10,7 @@ from tiltyard.config.load import dump_yaml
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.processes import fork_server
 from tiltyard.sweep import preflight
-from tiltyard.sweep.backends.local import environment, least_busy, shares, visible_gpus
+from tiltyard.sweep.backends.shares import environment, least_busy, shares, visible_gpus
 from tiltyard.sweep.folder import find_sweep
 
 EXPERIMENT = {
@@ -55,7 +55,7 @@ def test_ends_of_a_space_are_checked_before_a_search_begins(runs: Path) -> None:
 def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
     with pytest.raises(UseError, match="NoSuchEnv"):
         preflight.prepare(plan({"env.id": ["CartPole-v1", "NoSuchEnv-v7"]}))
-    with pytest.raises(UseError, match="no metric"):
+    with pytest.raises(UseError, match="not a known metric"):
         preflight.prepare(plan({"algo.lr": [1e-3]}, metric="eval/retrun"))
     with pytest.raises(UseError, match="needs evaluations"):
         preflight.prepare(plan({"eval.at_end": [True, False]}))
@@ -66,7 +66,7 @@ def test_a_rule_that_could_never_end_a_trial_is_refused(runs: Path) -> None:
     stop = {"rule": "asha", "after": 16}
     with pytest.raises(ConfigError) as error:
         preflight.prepare(plan({"algo.lr": [1e-3, 1e-4]}, stop=stop))
-    assert "stop.after = 16: no trial goes on after that: stop.env_steps = 16" in error.value.details
+    assert "stop.after = 16: no trial trains that long: stop.env_steps = 16" in error.value.details
     assert not runs.exists()
     preflight.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # one that is longer can be ended
 
@@ -120,10 +120,13 @@ def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
     assert sweep.launcher == "local"
     there = preflight.begin(preflight.prepare(plan({"algo.lr": [1e-3]}), profile="there"))
     assert (there.launcher, there.facts()["profile"]) == ("slurm", "there")
-    for name, words in (("wide", "requests several nodes"), ("mixed", "heterogeneous job, which Slurm has no arrays")):
+    for name, words in (
+        ("wide", "requests several nodes"),
+        ("mixed", "heterogeneous jobs, which Slurm cannot run as job arrays"),
+    ):
         with pytest.raises(UseError, match=words):
             preflight.prepare(plan({"algo.lr": [1e-3]}), profile=name)
-    with pytest.raises(UseError, match="trials_per_gpu divides the GPUs of this machine"):
+    with pytest.raises(UseError, match="trials_per_gpu is for trials on this machine"):
         preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2), profile="there")
 
 
@@ -184,7 +187,7 @@ def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_
         with pytest.raises(ConfigError) as error:
             preflight.prepare(plan({"algo.lr": [1e-3]}, environment={name: "x"}))
         assert "is not a valid name of an environment variable" in error.value.details
-    with pytest.raises(UseError, match="shows no GPU"):
+    with pytest.raises(UseError, match="no visible GPU"):
         preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2))
     assert not runs.exists()
 

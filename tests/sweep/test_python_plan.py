@@ -73,7 +73,7 @@ def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
         "RUN_DESCRIPTION = RunDescription('s', [Experiment('e', 'python \"x.py')])\n"
     )
     told = tiltyard("sweep", "start", "study.py", expect=2).stderr
-    assert "is no command: No closing quotation" in told and "defect" not in told
+    assert "cannot parse the command" in told and "No closing quotation" in told and "internal error" not in told
 
 
 DESCRIPTION = """
@@ -181,7 +181,7 @@ def test_what_is_no_description(tiltyard: Command) -> None:
 def test_what_is_wrong_with_a_description_is_its_authors(text: str, output: str, tiltyard: Command) -> None:
     Path("study.py").write_text(text)
     told = tiltyard("sweep", "start", "study.py", expect=2).stderr
-    assert output in told and "defect" not in told
+    assert output in told and "internal error" not in told
     assert 'study.py", line' in told, "where it is wrong"
 
 
@@ -206,7 +206,7 @@ def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tilt
     Path("study.py").write_text(SEVERAL)
     output = tiltyard("sweep", "start", "study.py", "--detach")
     assert output.stdout.split() == ["s-a/sweep-0001", "s-b/sweep-0001"]
-    assert len(set(re.findall(r"carried out by pid (\d+), one after another", output.stderr))) == 1
+    assert len(set(re.findall(r"in the background \(pid (\d+), one after another", output.stderr))) == 1
     until = time.monotonic() + 120
     while not (summarize(find_sweep("s-b")).state == "finished" and not find_sweep("s-b").controlled):
         assert time.monotonic() < until
@@ -220,7 +220,7 @@ def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: P
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
     output = tiltyard("sweep", "start", "study.py").stdout
-    assert "none of 2 that are over has recorded scor; did you mean 'score'?" in output
+    assert "none of the 2 trials that are over recorded scor; did you mean 'score'?" in output
     assert "did you mean 'score'?" in tiltyard("sweep", "best", "s-a", expect=2).stderr
     shown = tiltyard("show", "s-a/sweep-0001/2").stdout
     for line in (

@@ -110,7 +110,7 @@ def test_no_draw_comes_twice_while_there_are_others() -> None:
         ({"algo.lr": [1, 1]}, "twice"),
         ({"algo.lr, algo.clip": [[1]]}, "a value for each"),
         ({"algo.lr, algo.clip": {"range": [0, 1]}}, "need a list"),
-        ({"algo.lr": [1], "algo.clip, algo.lr": [[1, 2]]}, "varied by 'algo.lr' too"),
+        ({"algo.lr": [1], "algo.clip, algo.lr": [[1, 2]]}, "also varied by 'algo.lr'"),
         ({"seed": [1, 2]}, "seeds: 5"),
         ({"use": ["classic"]}, "presets"),
     ],

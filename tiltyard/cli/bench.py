@@ -1,36 +1,22 @@
-"""`bench` and `tune`: how fast an env goes by itself, and which settings make training go fastest on this machine."""
+"""`bench` and `tune`: the speed of an env without learning, and the settings that train fastest on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tiltyard.cli import formatting
-from tiltyard.cli.evaluate import positive
-from tiltyard.cli.train import data_stdout
+from tiltyard.cli.arguments import positive, seconds
+from tiltyard.cli.output import data_stdout
 from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from tiltyard.tuning.autotune import Measurement, Tuned
     from tiltyard.tuning.sampler import Bench, Throughput
-
-MOST_SECONDS = 86_400
-
-
-def seconds(word: str) -> float:
-    """A time on the command line."""
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds from 0 to {MOST_SECONDS:,}")
-    return number
 
 
 def _target(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +33,8 @@ def _say(sentence: str) -> None:
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
     _target(parser)
-    parser.add_argument("--workers", type=positive, metavar="K", help="at most this many processes (usable cores)")
-    parser.add_argument("--seconds", type=seconds, metavar="N", help="of stepping, in total (12)")
+    parser.add_argument("--workers", type=positive, metavar="K", help="at most K processes (default: usable cores)")
+    parser.add_argument("--seconds", type=seconds, metavar="N", help="seconds of stepping in total (default: 12)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout")
 
 
@@ -61,7 +47,7 @@ def run_bench(args: argparse.Namespace) -> int:
         data.flush()
     best = found.best
     _say(f"best    {best.env_steps_per_second:,.0f} env steps per second, stored in {found.file}")
-    _say("next    train and show tell their speed beside it")
+    _say("next    train and show compare their speed with it")
     return EXIT_DONE
 
 
@@ -94,9 +80,9 @@ def _bench_table(found: Bench) -> str:
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     _target(parser)
     parser.add_argument(
-        "--seconds", type=seconds, metavar="N", help="time to measure in (60); starting envs comes on top"
+        "--seconds", type=seconds, metavar="N", help="seconds of measuring, without starting envs (default: 60)"
     )
-    parser.add_argument("--json", action="store_true", help="print what was tried and chosen as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print all measurements and the choice as JSON on stdout")
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -117,24 +103,29 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def _tuned_json(found: Tuned) -> str:
-    def told(trial: Measurement) -> dict[str, object]:
+    def as_data(trial: Measurement) -> dict[str, object]:
         figures = {"env_steps_per_second": trial.speed, "turns": trial.rounds, "bound": trial.bound}
         return {**asdict(trial.point), **figures, "failed": trial.failed}
 
-    whole = {"words": found.overrides, "chosen": told(found.chosen), "own": told(found.own), "seconds": found.seconds}
-    return json.dumps({**whole, "tried": [told(trial) for trial in found.measurements]}) + "\n"
+    whole = {
+        "words": found.overrides,
+        "chosen": as_data(found.chosen),
+        "own": as_data(found.own),
+        "seconds": found.seconds,
+    }
+    return json.dumps({**whole, "tried": [as_data(trial) for trial in found.measurements]}) + "\n"
 
 
 def _tuned_text(found: Tuned) -> str:
-    head = ("workers", "mode", "envs", "rollout", "minibatch", "env steps/s", "turns", "")
+    head = ("workers", "mode", "envs", "rollout", "minibatch", "env steps/s", "rounds", "")
     rows = []
     for trial in found.measurements:
         point = trial.point
-        remark = "as it is" if trial is found.own else ""
-        remark = "chosen" + (", as it is" if remark else "") if trial is found.chosen else remark
+        remark = "current" if trial is found.own else ""
+        remark = "chosen" + (", current" if remark else "") if trial is found.chosen else remark
         numbers = [point.envs, point.rollout, "-" if point.minibatch is None else point.minibatch]
         speed = f"{trial.speed:,.0f}" if trial.rounds else "-"
-        told = f"failed: {trial.failed}" if trial.failed else remark
-        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.rounds), told])
+        remark = f"failed: {trial.failed}" if trial.failed else remark
+        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.rounds), remark])
     table = formatting.table(head, rows, right=(0, 2, 3, 4, 5, 6))
     return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.overrides)))

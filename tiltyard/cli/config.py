@@ -1,4 +1,4 @@
-"""`tiltyard config`: the settings that an experiment ends up with, their schema and their reference page.
+"""`config`: the resolved settings of an experiment, the JSON schema and the reference page.
 
 show TARGET [key=value ...] [--origin] [--json] [--on PROFILE]     reads files, imports no plug-in
 schema                                                             JSON schema for editors
@@ -20,23 +20,23 @@ VERBS = ("show", "schema", "reference")
 def configure_config(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tiltyard config`."""
     parser.add_argument("what", metavar="show|schema|reference", help="what to print")
-    parser.add_argument("target", nargs="?", help="YAML file or env id (show)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's")
-    parser.add_argument("--origin", action="store_true", help="say where each value came from")
-    parser.add_argument("--json", action="store_true", help="JSON instead of YAML or a table")
-    parser.add_argument("--on", metavar="PROFILE", help="apply a profile of the site file")
+    parser.add_argument("target", nargs="?", help="show: experiment file (YAML) or env id")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="show: changed settings, e.g. algo.lr=3e-4")
+    parser.add_argument("--origin", action="store_true", help="show: print where each value comes from")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of YAML or a table")
+    parser.add_argument("--on", metavar="PROFILE", help="show: apply a profile of the site file")
 
 
 def run_config(args: argparse.Namespace) -> int:
-    """Run one of the three verbs."""
+    """Run `show`, `schema` or `reference`."""
     if args.what not in VERBS:
-        raise UseError(f"config has no {args.what!r}", did_you_mean(args.what, VERBS))
+        raise UseError(f"unknown action {args.what!r} of `tiltyard config`", did_you_mean(args.what, VERBS))
     if args.what == "show":
         return _show(args)
     extra = [flag for flag, given in (("--origin", args.origin), ("--on", args.on)) if given]
     if args.target or args.overrides or extra:
         unwanted = args.target or (args.overrides or extra)[0]
-        raise UseError(f"config {args.what} takes no {unwanted!r}", f"tiltyard config {args.what}")
+        raise UseError(f"config {args.what} does not take {unwanted!r}", f"tiltyard config {args.what}")
     from tiltyard.config.reference import describe, reference_page, schema
 
     if args.what == "schema":
@@ -74,7 +74,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _origin_table(values: dict[str, Any], origins: dict[str, str]) -> str:
-    """One line per value: name, value, origin, in columns."""
+    """A table with one line per value: name, value, origin."""
     from tiltyard.config.reference import flat, inline
 
     rows = [(".".join(path), inline(value), origins[".".join(path)]) for path, value in flat(values)]

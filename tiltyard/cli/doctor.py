@@ -1,4 +1,4 @@
-"""`doctor` and `version`: what this machine, or the nodes of a profile, have and lack, and what to type about it."""
+"""`doctor` and `version`: check this machine or the nodes of a profile, with a hint for everything that is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def configure_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="with Python and the main packages, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with the versions of Python and the main packages"
+    )
 
 
 def run_version(args: argparse.Namespace) -> int:
@@ -34,17 +36,19 @@ def run_version(args: argparse.Namespace) -> int:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--on", metavar="PROFILE", help="a short job that checks every node it gets")
-    parser.add_argument("--nodes", metavar="NODES", help="with --on: these nodes, as Slurm writes them: node[3,7-9]")
-    parser.add_argument("--clean", action="store_true", help="first remove what processes that are gone left here")
+    parser.add_argument("--on", metavar="PROFILE", help="check the nodes of this profile, by a short job")
+    parser.add_argument("--nodes", metavar="NODES", help="with --on: only these nodes, in Slurm's form: node[3,7-9]")
+    parser.add_argument(
+        "--clean", action="store_true", help="first remove files that dead processes left on this machine"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
     if args.nodes and not args.on:
-        raise UseError("--nodes is for the nodes of a profile", "name the profile by --on")
+        raise UseError("--nodes selects nodes of a profile", "name the profile with --on")
     if args.on and args.clean:
-        raise UseError("--clean is for this machine", "leave out --on")
+        raise UseError("--clean works on this machine only", "remove --on")
     if args.on:
         return _visit(args)
     from tiltyard.doctor.checkup import run_checks
@@ -70,7 +74,7 @@ def _visit(args: argparse.Namespace) -> int:
 
     profile = job_profile(args.on)
     if profile is None:
-        raise UseError(f"profile {args.on} starts no jobs: launcher is local", "without --on this machine is checked")
+        raise UseError(f"profile {args.on} submits no jobs (launcher: local)", "without --on, this machine is checked")
     root = runs_root()
     findings = check_nodes(profile, root, args.nodes, lambda sentence: sys.stderr.write(f"{sentence}\n"))
     for change in bad_nodes.record_findings(root, findings):

@@ -1,86 +1,70 @@
-"""`eval`: measure the policy of a run or checkpoint, and keep what was asked for: numbers, a video, rollout files."""
+"""`eval` and `match`: evaluate a policy (numbers, video, rollout files), or play policies against each other."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from tiltyard.cli.train import data_stdout, parse_at
+from tiltyard.cli import formatting
+from tiltyard.cli.arguments import parse_at, positive
+from tiltyard.cli.output import data_stdout
 from tiltyard.errors import EXIT_DONE, UseError
 from tiltyard.processes.resources import usable_cores
 
 if TYPE_CHECKING:
-    from tiltyard.types import Evaluation
-import csv
-from dataclasses import asdict
-from typing import TYPE_CHECKING
-
-from tiltyard.cli import formatting
-
-if TYPE_CHECKING:
     from tiltyard.evaluation.tournament import Table
+    from tiltyard.types import Evaluation
 
-
-MOST = 1_000_000  # episodes, and env steps within which they are begun: as many as eval.episodes may be
 WORKERS_PER_CORE = 4
 
 
-def positive(text: str) -> int:
-    """A count on the command line: 20, 1e6, 1_000_000."""
-    try:
-        number = float(text.replace("_", ""))
-    except ValueError:
-        number = 0.0
-    if not (1 <= number <= MOST and number.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST:,}")
-    return int(number)
-
-
 def configure_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run (id, folder, `last`) or folder of a checkpoint")
+    parser.add_argument("run", help="a run (id, folder, `last`) or the folder of a checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.time_limit=200")
-    parser.add_argument("--episodes", type=positive, help="whole episodes to play (default: eval.episodes)")
-    parser.add_argument("--steps", type=positive, help="env steps within which episodes are begun")
-    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
-    parser.add_argument("--at", metavar="STEP", help="the checkpoint at this env step")
-    parser.add_argument("--workers", type=positive, default=1, help="processes to share the episodes")
+    parser.add_argument("--episodes", type=positive, help="number of episodes (default: eval.episodes)")
+    parser.add_argument("--steps", type=positive, help="no new episode begins after this many env steps")
+    parser.add_argument("--best", action="store_true", help="evaluate the best checkpoint instead of the newest")
+    parser.add_argument("--at", metavar="STEP", help="evaluate the checkpoint at this env step")
+    parser.add_argument("--workers", type=positive, default=1, help="processes that share the episodes (default: 1)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--greedy", action="store_true", help="take the likeliest action (default: as eval.greedy says)")
-    how.add_argument("--sample", action="store_true", help="draw actions as in training")
+    how.add_argument("--greedy", action="store_true", help="take the most likely action (default: eval.greedy)")
+    how.add_argument("--sample", action="store_true", help="sample actions as in training")
     how.add_argument("--random", action="store_true", help="a baseline: random actions instead of the policy's")
-    how.add_argument("--policy", metavar="FILE.py:NAME", help="a policy of yours in the same episodes")
-    parser.add_argument("--video", action="store_true", help="film the first episode")
-    parser.add_argument("--save-rollouts", metavar="DIR", help="keep every episode as a Parquet file")
-    parser.add_argument("--save-info", action="store_true", help="keep the env's info with the rollouts")
-    parser.add_argument("--out", metavar="DIR", help="folder for CSV, JSON and video (default: the run's own)")
+    how.add_argument("--policy", metavar="FILE.py:NAME", help="your own policy, in the same episodes")
+    parser.add_argument("--video", action="store_true", help="record a video of the first episode")
+    parser.add_argument("--save-rollouts", metavar="DIR", help="save every episode as a Parquet file")
+    parser.add_argument("--save-info", action="store_true", help="save the env's info with the rollouts")
+    parser.add_argument("--out", metavar="DIR", help="folder for CSV, JSON and video (default: the run's folder)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
 
 
 def run_eval(args: argparse.Namespace) -> int:
     if args.best and args.at:
-        raise UseError("--best and --at both choose a checkpoint", "give one of them")
+        raise UseError("--best and --at both select a checkpoint", "use one of them")
     if args.save_info and not args.save_rollouts:
-        raise UseError("--save-info needs rollout files to put it in", "add --save-rollouts DIR")
+        raise UseError("--save-info needs --save-rollouts", "add --save-rollouts DIR")
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         with data_stdout() as data:
             return _evaluate(args, data)
     except Terminated:
-        return 128 + signal.SIGTERM  # as a shell tells it
+        return 128 + signal.SIGTERM  # as in a shell
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM ends an evaluation as ^C does: workers end, and no half film or episode is left."""
+    """SIGTERM ends an evaluation as ^C does: workers end, and no partial video or episode file is left."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -116,7 +100,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
             save_info=args.save_info,
             trust_code=args.trust_code,
         )
-    except VideoError as error:  # told after the numbers, which took longer
+    except VideoError as error:  # reported after the numbers, which took longer
         result, unfilmed = error.result, error
     facts = {"run": run.id, "checkpoint": str(chosen.folder), "env_steps": chosen.env_steps, "mode": mode}
     facts |= {"overrides": mask_command(args.overrides)}
@@ -137,11 +121,11 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
 
 
 def summary(what: str, mode: str, result: Evaluation, files: dict[str, str]) -> str:
-    """The result as a person reads it."""
+    """The result as text."""
     interval = f" [{result.low:.6g}, {result.high:.6g}]" if math.isfinite(result.low) else " (one episode: no interval)"
     actions = {
         "random": "random actions",
-        "policy": "a policy written by hand",
+        "policy": "your own policy",
         "eval": "greedy" if result.greedy else "sampled",
     }.get(mode, mode)
     lines = [
@@ -156,33 +140,37 @@ def summary(what: str, mode: str, result: Evaluation, files: dict[str, str]) -> 
 
 
 def _workers(asked: int) -> int:
-    """Each worker is a process with a torch of its own: more than the cores can feed are not started."""
+    """The number of workers to start: each is a process that imports torch, so it is limited by the cores."""
     cores = usable_cores()
     most = cores * WORKERS_PER_CORE
     if asked > most:
-        sys.stderr.write(f"--workers {asked:,} is more than {cores} cores can feed: {most} are started\n")
+        sys.stderr.write(f"--workers {asked:,} is too many for {cores} cores; starting {most}\n")
     return min(asked, most)
 
 
 def _must_be_writable(folder: Path) -> None:
-    """Found out before the episodes are played, not after, and without making the folder: they may be refused yet."""
+    """Check before any episode is played, without making the folder: the evaluation may still be refused."""
     try:
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
         probe = there / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UseError(f"{folder} cannot be written: {error.strerror}", "give another folder with --out DIR") from error
+        raise UseError(
+            f"{folder} cannot be written: {error.strerror}", "choose another folder with --out DIR"
+        ) from error
 
 
 def configure_match(parser: argparse.ArgumentParser) -> None:
-    what = "a run (RUN, RUN@STEP, RUN@best) or a checkpoint's folder; with :NAME another than its first policy"
+    what = "a run (RUN, RUN@STEP, RUN@best) or the folder of a checkpoint; add :NAME for another policy than the first"
     parser.add_argument("policies", nargs="+", metavar="POLICY", help=what)
-    parser.add_argument("--episodes", type=positive, default=100, help="episodes of each pair in each seating (100)")
-    parser.add_argument("--seed", type=int, help="root of the episodes' seeds (default: eval.seed of the first)")
+    parser.add_argument(
+        "--episodes", type=positive, default=100, help="episodes of each pair in each seating (default: 100)"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the episodes (default: eval.seed of the first policy)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--greedy", action="store_true", help="take the likeliest action (default: as eval.greedy says)")
-    how.add_argument("--sample", action="store_true", help="draw actions as in training")
+    how.add_argument("--greedy", action="store_true", help="take the most likely action (default: eval.greedy)")
+    how.add_argument("--sample", action="store_true", help="sample actions as in training")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print everything as JSON on stdout")
     form.add_argument("--csv", action="store_true", help="print a line for each pair and seating")
@@ -210,7 +198,7 @@ def run_match(args: argparse.Namespace) -> int:
 
 
 def write_csv(found: Table, data: TextIO) -> None:
-    """A line for each pair and seating."""
+    """Write a line for each pair and seating."""
     agents = list(found.bouts[0].seats)
     writer = csv.writer(data, lineterminator="\n")
     writer.writerow(["one", "other", "wins", "draws", "losses", "return_one", "return_other", *agents])
@@ -220,7 +208,7 @@ def write_csv(found: Table, data: TextIO) -> None:
 
 
 def match_summary(found: Table) -> str:
-    """Who won how often in which seats, and the ratings."""
+    """The result as text: wins in each seating, and the ratings."""
     how = "greedy" if found.greedy else "sampled"
     agents = list(found.bouts[0].seats)
     bouts = [

@@ -1,7 +1,6 @@
-"""Numbers, times and tables as people read them in a terminal. Knows nothing of runs.
+"""Numbers, times and tables for a terminal. Knows nothing about runs.
 
-Text that came from files (notes, reasons, env ids) passes `clean` before it reaches a terminal: control characters
-could move the cursor or worse.
+Text from files (notes, reasons, env ids) passes through `clean` first: control characters could move the cursor.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ def clean(text: str) -> str:
 
 
 def count(value: Any) -> str:
-    """1,234,567, or a dash for what is not there."""
+    """1,234,567, or a dash for None."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-"
 
 
 def number(value: float | None) -> str:
-    """Four digits that matter: 475, 22.5, 0.001234."""
+    """Four significant digits: 475, 22.5, 0.001234."""
     if value is None:
         return "-"
     if math.isfinite(value) and value == round(value) and abs(value) < 1e6:
@@ -35,7 +34,7 @@ def number(value: float | None) -> str:
 
 
 def percent(part: Any, whole: Any) -> str:
-    """How much of the whole, or nothing when that cannot be said. Only all of it is 100 %, and more of it is too."""
+    """A share of the whole, or empty if unknown. 100 % only if all of it is reached."""
     if not isinstance(part, int | float) or not isinstance(whole, int | float) or not whole:
         return ""
     return "100 %" if part >= whole else f"{min(99, round(100 * part / whole))} %"
@@ -55,7 +54,7 @@ def duration(seconds: Any) -> str:
 
 
 def ago(moment: Any) -> str:
-    """How long ago a time as written in status.json was."""
+    """How long ago a time from status.json was."""
     try:
         then = datetime.fromisoformat(str(moment))
     except ValueError:
@@ -68,7 +67,7 @@ def ago(moment: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Aligned columns, two spaces apart; `right` are columns of numbers. Cut to the terminal's width, if it is one."""
+    """Aligned columns; `right` are columns of numbers. Lines are cut to the width of a terminal."""
     lines = [list(head), *([clean(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -84,7 +83,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping under dotted names. An empty mapping is a value of its own."""
+    """A nested mapping flattened to dotted names. An empty mapping is a value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -95,5 +94,5 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value(inner: Any) -> str:
-    """A setting's value in one line."""
+    """A setting's value on one line."""
     return inner if isinstance(inner, str) and inner else json.dumps(inner, ensure_ascii=False)

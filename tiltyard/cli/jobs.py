@@ -1,4 +1,4 @@
-"""Runs that are jobs of Slurm: `train --on PROFILE` and its kin submit and follow; `ls`, `show`, `stop` ask Slurm."""
+"""Runs that are Slurm jobs: `train`, `resume` and `fork` submit and follow them; `ls`, `show` and `stop` ask Slurm."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tiltyard.slurm import FOLDER, STOP, job_state
 from tiltyard.slurm.commands import cancel
 
 if TYPE_CHECKING:
-    from tiltyard.cli.train import Expectation
+    from tiltyard.cli.expectation import Expectation
     from tiltyard.config.experiment import Experiment
     from tiltyard.config.site import Profile
     from tiltyard.training.preflight import CheckedExperiment
 
 EXIT = {"finished": EXIT_DONE, "stopped": EXIT_RESUMABLE}
-POLL_SECONDS = 0.5  # seconds between questions while a job is being stopped
+POLL_SECONDS = 0.5  # while a job is being stopped
 
 
 # ------------------------------------------------------------------------------------------------ submitting
 
 
 def job_profile(name: str | None) -> Profile | None:
-    """The profile called `name` if runs with it are jobs."""
+    """The profile called `name` if it submits jobs, else None."""
     from tiltyard.config.site import load_site, pick_profile
 
     if name is None:
@@ -42,32 +42,22 @@ def job_profile(name: str | None) -> Profile | None:
     site, path = load_site()
     profile = pick_profile(site, name, path)
     if profile.launcher == "template":
-        hint = "start a sweep of one trial with it, or add --here to go on with a trial on this machine"
-        raise UseError(f"profile {name} submits trials of sweeps, and this is no sweep: launcher is template", hint)
+        hint = "start a sweep of one trial with it, or add --here to continue a trial on this machine"
+        raise UseError(f"profile {name} only submits trials of sweeps (launcher: template)", hint)
     return profile if profile.launcher == "slurm" else None
 
 
 def profile_of(run: Run) -> Profile | None:
-    """The profile that the run goes on with if it is a job."""
+    """The profile that the run continues with if it is a job, else None."""
     status = run.status()
     try:
         return job_profile(status.get("profile"))
     except UseError as error:
-        if status.get("job") is None:  # it never was one; that its profile is gone is told later
+        if status.get("job") is None:  # it was never a job; a missing profile is reported later
             return None
-        raise UseError(f"run {run.id} was a job: {error.message}", "write the profile again, or add --here") from error
-
-
-def check_words(args: argparse.Namespace, profile: Profile | None, expectation: Expectation | None) -> None:
-    """UseError for options that do not go with where the run is executed."""
-    if profile is None:
-        for word in ("detach", "dry_run"):
-            if getattr(args, word, False):
-                raise UseError(f"--{word.replace('_', '-')} is for jobs", "name a profile with launcher: slurm by --on")
-    elif args.pdb:
-        raise UseError("--pdb needs a terminal, and a job has none", "leave it out, or train here")
-    elif expectation is not None and args.detach:
-        raise UseError("--expect waits for the end, and --detach does not", "leave one of them out")
+        raise UseError(
+            f"run {run.id} was a job: {error.message}", "restore the profile, or add --here to run on this machine"
+        ) from error
 
 
 def train(
@@ -78,13 +68,13 @@ def train(
     expectation: Expectation | None,
     data: TextIO,
 ) -> int:
-    """One job per seed: all submitted, then followed one after another."""
+    """Submit one job per seed, then follow them one after another."""
     from tiltyard import api
     from tiltyard.slurm import submit
     from tiltyard.slurm.script import Job, script
 
     submit.check(profile, prepared.experiment)
-    _leave_nothing()
+    _end_standby()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
         name, excluded = f"{folder.parent.name}/{folder.name}", tuple(_excluded(profile, prepared.root))
@@ -99,14 +89,14 @@ def train(
         except TiltyardError as error:
             if len(seeds) == 1:
                 raise
-            report(error)  # one that is refused does not take the others with it
+            report(error)  # the other seeds are still submitted
             code = error.exit_code
     for run in runs:
         code = _follow(run, args, expectation, data) or code
     return code
 
 
-def hand_over(
+def resume(
     run: Run,
     profile: Profile,
     settings: Experiment,
@@ -114,17 +104,17 @@ def hand_over(
     expectation: Expectation | None,
     data: TextIO,
 ) -> int:
-    """A run that was checked here goes on as a job, with the settings that `resume` was given."""
+    """Submit a run that was checked here, with the settings that `resume` was given."""
     from tiltyard.slurm import submit
 
     submit.check(profile, settings)
-    _leave_nothing()
+    _end_standby()
     _submit(run, profile, args.overrides, args)
     return _follow(run, args, expectation, data)
 
 
-def _leave_nothing() -> None:
-    """End what the checks started for a training in this process."""
+def _end_standby() -> None:
+    """End the fork server that the checks started for training in this process."""
     from tiltyard.processes import fork_server
 
     fork_server.standby.end()
@@ -149,12 +139,12 @@ def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse
 
 
 def _excluded(profile: Profile, root: Path) -> list[str]:
-    """Nodes that the doctor found bad, if the profile wants them left out; said on stderr."""
+    """Nodes that the doctor found bad, if the profile excludes them; printed on stderr."""
     from tiltyard.doctor.bad_nodes import excluded_nodes
 
     bad = excluded_nodes(profile, root)
     for node, why in bad.items():
-        sys.stderr.write(f"left out    {node} (bad since {why})\n")
+        sys.stderr.write(f"excluded    {node} (bad since {why})\n")
     if bad:
         names = ",".join(bad)
         sys.stderr.write(f"            check again with: tiltyard doctor --on {profile.name} --nodes {names}\n")
@@ -162,14 +152,14 @@ def _excluded(profile: Profile, root: Path) -> list[str]:
 
 
 def _follow(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
-    """Follow the job unless told not to; returns the exit code."""
+    """Follow the job, unless --detach was given; returns the exit code."""
     if args.detach:
         _print_outcome(run, run.state, args, data)
         return EXIT_DONE
     try:
         state = follow(run, sys.stderr)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nthe job goes on; follow it again with: tiltyard logs -f {run.typed}\n")
+        sys.stderr.write(f"\nthe job continues; follow it again with: tiltyard logs -f {run.typed}\n")
         return EXIT_INTERRUPTED
     _print_outcome(run, state, args, data)
     missed = expectation.missed(run, {}) if expectation and state == "finished" else None
@@ -196,11 +186,11 @@ def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO)
     data.flush()
 
 
-# ------------------------------------------------------------------------------------------------ looking
+# ------------------------------------------------------------------------------------------------ watching
 
 
 def follow(run: Run, output: TextIO) -> str:
-    """Write the run's log, and on stderr what becomes of its job, until it has ended; returns its state."""
+    """Write the run's log, and on stderr the state of its job, until it has ended; returns the run's state."""
     from tiltyard.slurm.follow import Follower, last_output
 
     def write(text: str) -> None:
@@ -212,19 +202,19 @@ def follow(run: Run, output: TextIO) -> str:
         reason = run.status()["reason"] or job_state.poll_job(run)[1]
         sys.stderr.write(f"run {run.id} is {state}: {reason}\n")
     if state == "lost" and (output_of_job := last_output(run)):
-        sys.stderr.write(f"the job's own output ends with:\n{output_of_job}\n")
+        sys.stderr.write(f"the job's output ends with:\n{output_of_job}\n")
     return state
 
 
 def overlay(rows: list[dict[str, Any]]) -> bool:
-    """Correct the states of listed runs by what Slurm says of their jobs; False when it has no answer."""
+    """Update the states of listed runs by the states of their jobs; False if Slurm does not answer."""
     open_rows = [(row, job) for row in rows if (job := _open_job(row)) is not None]
     answers = job_state.query_jobs(job for _, job in open_rows)
     if answers is None:
         return False
     for row, job in open_rows:
         state = job_state.combined_state(row["state"], answers[job])
-        # It may have written its end after it was listed and before Slurm was asked.
+        # The run may have ended after it was listed and before Slurm was asked.
         row["state"] = (
             job_state.combined_state(Run(Path(row["folder"])).state, answers[job]) if state == "lost" else state
         )
@@ -241,22 +231,22 @@ def _open_job(row: dict[str, Any]) -> str | None:
 
 
 def stop(run: Run, wait: float) -> int:
-    """Take the run's job out of the queue, or ask it to save and end, and wait until it has."""
+    """Remove the run's job from the queue, or ask it to save and stop; wait until it has."""
     job = job_state.job_of(run)
     if job is None:
-        return _leave_word(run)
-    told = (job_state.query_jobs([job]) or {}).get(job)
-    if told is None:
-        raise UseError(f"Slurm gives no answer about job {job} of run {run.id} here", "stop it where Slurm answers")
-    if not (told.pending or told.running):
+        return _request_stop(run)
+    answer = (job_state.query_jobs([job]) or {}).get(job)
+    if answer is None:
+        raise UseError(f"Slurm does not answer about job {job} of run {run.id} here", "type this where Slurm answers")
+    if not (answer.pending or answer.running):
         raise UseError(
-            f"run {run.id} is not running ({told.describe(job)})", f"go on with: tiltyard resume {run.typed}"
+            f"run {run.id} is not running ({answer.describe(job)})", f"continue it with: tiltyard resume {run.typed}"
         )
     (run.folder / FOLDER / STOP).touch()
-    if told.pending:
+    if answer.pending:
         cancel(job)
     else:
-        cancel(job, signal="USR2")  # which Ray's processes do not mind: SIGTERM would end them before the last save
+        cancel(job, signal="USR2")  # Ray ignores it; SIGTERM would end its processes before the last save
         sys.stderr.write(f"asked job {job} to save run {run.id} and stop\n")
     deadline = time.monotonic() + wait
     while (now := (job_state.query_jobs([job]) or {}).get(job)) is not None and (now.pending or now.running):
@@ -266,16 +256,16 @@ def stop(run: Run, wait: float) -> int:
         time.sleep(POLL_SECONDS)
     if run.status()["state"] in ("created", "queued"):
         with Lock.acquire(run):
-            write_status(run, state="stopped", reason=f"job {job} was taken out of the queue")
-            log_event(run, "stopped", f"job {job} was taken out of the queue before it ran")
+            write_status(run, state="stopped", reason=f"job {job} was removed from the queue")
+            log_event(run, "stopped", f"job {job} was removed from the queue before it ran")
     reason = run.status()["reason"]
     sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
     sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
     return EXIT_DONE
 
 
-def _leave_word(run: Run) -> int:
-    """Of a job that is not Slurm's only its agent can be asked, by a file that it looks for."""
+def _request_stop(run: Run) -> int:
+    """Ask the agent of a job that is not Slurm's, by a file that it polls."""
     (run.folder / FOLDER / STOP).touch()
-    sys.stderr.write(f"asked the job of run {run.id} to save and stop, as soon as it sees that\n")
+    sys.stderr.write(f"asked the job of run {run.id} to save and stop\n")
     return EXIT_DONE

@@ -1,4 +1,4 @@
-"""`shell` and `top`: into the nodes, by a terminal or a command, and by a table of what a run's processes use there."""
+"""`shell` and `top`: a terminal or a command on a node, and a table of what a run's processes use."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ from tiltyard.run.status import root_of
 if TYPE_CHECKING:
     from tiltyard.config.site import Profile
 
-EVERY = 2.0  # seconds between looks
+POLL_SECONDS = 2.0
 
 
 # ------------------------------------------------------------------------------------------------ shell
 
 
 def configure_shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", metavar="RUN", help="a run whose job is running: a terminal beside it")
-    parser.add_argument("--on", metavar="PROFILE", help="a terminal on a node of its own, as this profile asks for one")
-    parser.add_argument("--node", help="with RUN: which of the job's nodes; the first when left out")
-    parser.add_argument("--time", help="with --on: for how long, like 0:30:00")
-    parser.add_argument("--cpus", help="with --on: how many CPUs")
-    parser.add_argument("--gpus", help="with --on: how many GPUs")
-    parser.add_argument("--memory", help="with --on: how much memory, like 8G")
-    parser.set_defaults(command=[])  # what follows --: run in place of a shell
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run whose job is running: open the terminal on its node"
+    )
+    parser.add_argument(
+        "--on", metavar="PROFILE", help="open the terminal on a new node, with this profile's resources"
+    )
+    parser.add_argument("--node", help="with RUN: one of the job's nodes (default: the first)")
+    parser.add_argument("--time", help="with --on: time limit, e.g. 0:30:00")
+    parser.add_argument("--cpus", help="with --on: number of CPUs")
+    parser.add_argument("--gpus", help="with --on: number of GPUs")
+    parser.add_argument("--memory", help="with --on: memory, e.g. 8G")
+    parser.epilog = "-- COMMAND runs a command instead of a shell."
+    parser.set_defaults(command=[])  # after --
 
 
 def run_shell(args: argparse.Namespace) -> int:
@@ -45,7 +50,7 @@ def run_shell(args: argparse.Namespace) -> int:
     terminal = sys.stdin.isatty()
     if not terminal and not args.command:
         raise UseError(
-            "a shell needs a terminal, and stdin is none", "or name a command: tiltyard shell ... -- COMMAND"
+            "a shell needs a terminal, but stdin is not one", "give a command: tiltyard shell ... -- COMMAND"
         )
     if args.on is not None:
         profile = _resized(_job_profile(args.on), args)
@@ -66,12 +71,12 @@ def _job_profile(name: str) -> Profile:
 
     profile = job_profile(name)
     if profile is None:
-        raise UseError(f"profile {name} starts no jobs: launcher is local", "open a terminal of your own")
+        raise UseError(f"profile {name} submits no jobs (launcher: local)", "use a profile with launcher: slurm")
     return profile
 
 
 def _resized(profile: Profile, args: argparse.Namespace) -> Profile:
-    """The profile with what the command line says of resources."""
+    """The profile with the resources of the command line."""
     from tiltyard.config.site import Resources
     from tiltyard.config.validation import validate
 
@@ -85,20 +90,20 @@ def _resized(profile: Profile, args: argparse.Namespace) -> Profile:
 
 
 def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
-    """The job that the run is, where it runs, and its profile."""
+    """The run's job, its nodes and its profile."""
     from tiltyard.config.site import Profile
     from tiltyard.slurm import job_state, shell
 
     job = job_state.job_of(run)
     if job is None:
-        raise UseError(f"run {run.id} is no job of Slurm", f"look at it with: tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} is not a Slurm job", f"see: tiltyard show {run.typed}")
     groups = shell.groups_of(job)
     if not groups:
-        raise UseError(f"run {run.id} does not run now: {job_state.poll_job(run)[1]}", f"tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} is not running: {job_state.poll_job(run)[1]}", f"tiltyard show {run.typed}")
     try:
         profile = _job_profile(run.status()["job"]["profile"])
     except UseError as error:
-        sys.stderr.write(f"warning: no set-up: {error.message}\n")
+        sys.stderr.write(f"warning: the profile's setup lines are not run: {error.message}\n")
         profile = Profile(launcher="slurm")
     return job_state.raw_job_id(job), groups, profile
 
@@ -107,23 +112,25 @@ def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
 
 
 def configure_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run that is running: here, or as a job")
-    parser.add_argument("--once", action="store_true", help="look once, as without a terminal; else every 2 seconds")
-    parser.add_argument("--json", action="store_true", help="look once, and print it as JSON")
+    parser.add_argument("run", metavar="RUN", help="a running run: on this machine, or as a job")
+    parser.add_argument(
+        "--once", action="store_true", help="print once, not every 2 seconds (default without a terminal)"
+    )
+    parser.add_argument("--json", action="store_true", help="print once, as JSON")
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show what the run's processes use, until it ends or somebody presses Ctrl-C."""
+    """Show what the run's processes use, until it ends or Ctrl-C."""
     run = find(args.run)
     once = args.once or args.json or not sys.stdout.isatty()
     owner = read_owner(run.folder)
     if run.status().get("job") is None or (owner is not None and not owner.get("job")):
         require_linux("tiltyard top of a run on this machine", "use the system's own monitor")
-        looks = _looks_here(run, owner, 0.0 if once else EVERY)
+        snapshots = _local_snapshots(run, owner, 0.0 if once else POLL_SECONDS)
     else:
-        looks = _looks_at_job(run, 0.0 if once else EVERY)
+        snapshots = _job_snapshots(run, 0.0 if once else POLL_SECONDS)
     try:
-        for nodes in looks:
+        for nodes in snapshots:
             if args.json:
                 sys.stdout.write(json.dumps(nodes) + "\n")
             else:
@@ -134,24 +141,24 @@ def run_top(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _looks_here(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
+def _local_snapshots(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
     from tiltyard.processes import proc
     from tiltyard.slurm.usage import snapshots
 
     if owner is None or liveness(owner) == "dead":
-        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} is not running ({run.state})", f"see: tiltyard show {run.typed}")
     if liveness(owner) == "unknown":
         raise UseError(
-            f"run {run.id} is written on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
+            f"run {run.id} is running on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
         )
-    for told in snapshots(lambda: proc.tree(owner["pid"]), every):
-        if not told["processes"]:
+    for found in snapshots(lambda: proc.tree(owner["pid"]), every):
+        if not found["processes"]:
             return
-        yield [told]
+        yield [found]
 
 
-def _looks_at_job(run: Run, every: float) -> Iterator[list[dict[str, Any]]]:
-    """One step on all nodes of the job, each telling a line whenever it has looked."""
+def _job_snapshots(run: Run, every: float) -> Iterator[list[dict[str, Any]]]:
+    """Run a job step on all nodes, each of which prints a line per snapshot."""
     from tiltyard.slurm import shell
 
     job, groups, profile = _running_job(run)
@@ -165,32 +172,30 @@ def _looks_at_job(run: Run, every: float) -> Iterator[list[dict[str, Any]]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if not every else subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # a Ctrl-C is for us
+        start_new_session=True,  # keeps Ctrl-C in the terminal from it
     )
     assert step.stdout is not None
-    told: dict[str, dict[str, Any]] = {}
-    looked = False
+    found: dict[str, dict[str, Any]] = {}
+    answered = False
     try:
         for line in step.stdout:
             if line.startswith("{"):
                 node = json.loads(line)
-                told[node["node"]] = node
-            if len(told) == count:
-                looked = True
-                yield [told[name] for name in sorted(told)]
-                told = {}
-        if not looked:
-            said = step.stderr.read().strip() if step.stderr else ""
-            raise TiltyardError(
-                f"job {job} cannot be looked at: {count - len(told)} of its nodes say nothing", "", said
-            )
+                found[node["node"]] = node
+            if len(found) == count:
+                answered = True
+                yield [found[name] for name in sorted(found)]
+                found = {}
+        if not answered:
+            output = step.stderr.read().strip() if step.stderr else ""
+            raise TiltyardError(f"{count - len(found)} of {count} nodes of job {job} do not answer", "", output)
     finally:
         step.terminate()
         step.wait()
 
 
 def drawn(nodes: Sequence[dict[str, Any]]) -> str:
-    """A table: every process, then what each node uses in all, then its GPUs."""
+    """A table of processes, then the totals and GPUs of each node."""
     rows, below = [], []
     for node in nodes:
         for each in node["processes"]:

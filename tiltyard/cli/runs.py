@@ -1,10 +1,9 @@
-"""`ls`, `show`, `logs`, `stop`, `rm` and `diff`: runs looked at and kept in order, from their folders alone.
+"""`ls`, `show`, `logs`, `stop`, `rm` and `diff`: list, show and manage runs by their folders.
 
-ls, show, diff   read status.json, manifests and experiment.yaml; no plug-in is ever imported
-logs             logs/attempt-N.log, one after another
-stop             SIGTERM to the owner named in lock.json, which saves and exits
-                 runs that are jobs: what Slurm says counts too, see jobs.py
-rm               asks first, and refuses live runs
+ls, show, diff   read status.json, manifests and experiment.yaml; no plug-in is imported
+logs             prints logs/attempt-N.log, one after another
+stop             sends SIGTERM to the process named in lock.json, which saves and exits; for jobs see jobs.py
+rm               asks first, and refuses running runs
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ SEEN_STATES = (*STATES, "lost", "broken")
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--root", type=Path, metavar="FOLDER", help="runs folder (else TILTYARD_RUNS, the site file, ./runs)"
+        "--root",
+        type=Path,
+        metavar="FOLDER",
+        help="runs folder (default: TILTYARD_RUNS, else the site file's, else ./runs)",
     )
 
 
@@ -57,24 +59,24 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
     _add_root(parser)
     _add_json(parser)
     parser.add_argument("--tag", action="append", default=[], help="only runs with this tag (may be repeated)")
-    parser.add_argument("--name", help="only runs of this name")
+    parser.add_argument("--name", help="only runs with this name")
     parser.add_argument("--state", help=f"only runs in this state: {', '.join(SEEN_STATES)}")
-    parser.add_argument("--notes", metavar="TEXT", help="only runs whose notes hold this text")
+    parser.add_argument("--notes", metavar="TEXT", help="only runs whose notes contain this text")
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """One line per run, newest last."""
+    """List runs, newest last."""
     if args.state is not None and args.state not in SEEN_STATES:
-        raise UseError(f"--state {args.state!r} is no state of a run", did_you_mean(args.state, SEEN_STATES))
+        raise UseError(f"--state {args.state!r}: unknown state of a run", did_you_mean(args.state, SEEN_STATES))
     root = _root(args)
     if args.root is not None and not root.is_dir():
-        raise UseError(f"--root {root} is no folder", "name the folder that holds the runs")
+        raise UseError(f"--root {root} is not a folder", "name the folder that holds the runs")
     every = list_runs(root)
     if any(row["job"] for row in every):
         from tiltyard.cli import jobs
 
         if not jobs.overlay(every):
-            sys.stderr.write("Slurm gives no answer here: states of jobs are those that their folders tell\n")
+            sys.stderr.write("Slurm does not answer here: states of jobs are from their run folders\n")
     rows = [row for row in every if _matches(row, args)]
     if args.json:
         _write_json(rows)
@@ -121,13 +123,13 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
     _add_root(parser)
     _add_json(parser)
-    parser.add_argument("--events", action="store_true", help="what happened to it, one sentence per line")
-    parser.add_argument("--lineage", action="store_true", help="of a population: who became a copy of whom, with what")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into a picture")
+    parser.add_argument("--events", action="store_true", help="print its events, one per line")
+    parser.add_argument("--lineage", action="store_true", help="for a population: its copies and their settings")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into this file (PNG)")
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """The run on one screen, its events, or its picture."""
+    """Print the run on one screen, or its events or lineage, or plot it."""
     run = find(args.run, _root(args), programs=True)
     if run.is_program:
         return _show_program(run, args)
@@ -166,9 +168,9 @@ def _show_events(run: Run, args: argparse.Namespace) -> int:
 
 
 def _show_program(run: Run, args: argparse.Namespace) -> int:
-    """A trial of a sweep that is another program: what it was told, how it ended, what it recorded last."""
+    """Print a trial that runs another program: its command, state and newest metrics."""
     if args.plot is not None or args.lineage:
-        raise UseError(f"{run.id} is a trial of another program", "its curve is in: tiltyard sweep plot")
+        raise UseError(f"{run.id} is a trial of another program", "plot the sweep instead: tiltyard sweep plot")
     if args.events:
         return _show_events(run, args)
     status, records = run.status(), metrics.read(run.folder)
@@ -199,11 +201,11 @@ def configure_logs(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tiltyard logs`."""
     parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
     _add_root(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
 
 
 def run_logs(args: argparse.Namespace) -> int:
-    """Print every attempt's log, and with -f whatever comes, until nobody writes the run any more."""
+    """Print the log of every attempt; with -f keep printing until the run ends."""
     run = find(args.run, _root(args), programs=True)
     if args.follow and run.status().get("job"):
         from tiltyard.cli import jobs
@@ -213,7 +215,7 @@ def run_logs(args: argparse.Namespace) -> int:
     read: dict[Path, int] = {}
     empty = True
     while True:
-        # Asked before reading: what was written before the end is then surely read.
+        # Read the state first: everything written before the end is then printed.
         running = run.state == "running"
         for chunk in new_text(run, read):
             empty = False
@@ -234,11 +236,17 @@ def configure_stop(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tiltyard stop`."""
     parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
     _add_root(parser)
-    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help="how long to wait for it (120)")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long to wait until it has stopped (default: 120)",
+    )
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Ask the run's owner to save and exit, and wait until it has."""
+    """Ask the run's process to save and exit, and wait until it has."""
     from tiltyard.sweep.folder import sweep_at
 
     sweep = sweep_at(args.run, _root(args))
@@ -251,18 +259,21 @@ def run_stop(args: argparse.Namespace) -> int:
 
         return jobs.stop(run, args.wait)
     if owner is None or liveness(owner) == "dead":
-        raise UseError(f"run {run.id} is not running ({run.state})", f"look at it with: tiltyard show {run.typed}")
+        raise UseError(f"run {run.id} is not running ({run.state})", f"see: tiltyard show {run.typed}")
     pid, host = owner.get("pid"), owner.get("host")
     if liveness(owner) == "unknown" or not isinstance(pid, int):
         raise UseError(
-            f"run {run.id} is being written by pid {pid} on host {host}", f"stop it there: tiltyard stop {run.typed}"
+            f"run {run.id} is being written by pid {pid} on host {host}",
+            f"on that host: tiltyard stop {run.typed}",
         )
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError as error:
-        raise UseError(f"pid {pid}, which writes run {run.id}, belongs to somebody else", "ask its owner") from error
+        raise UseError(
+            f"pid {pid}, which writes run {run.id}, belongs to another user", "ask that user to stop it"
+        ) from error
     sys.stderr.write(f"asked pid {pid} to save run {run.id} and stop\n")
     deadline = time.monotonic() + args.wait
     while (
@@ -285,31 +296,29 @@ def run_stop(args: argparse.Namespace) -> int:
 
 def configure_rm(parser: argparse.ArgumentParser) -> None:
     """Arguments of `tiltyard rm`."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs to delete for good")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs or sweeps to delete permanently")
     _add_root(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    """Delete runs, after every one of them was found."""
+    """Delete runs and sweeps, once all of them are found."""
     from tiltyard.sweep.folder import sweep_at
 
     root = _root(args)
     sweeps = {name: sweep for name in args.runs if (sweep := sweep_at(name, root)) is not None}
     for sweep in sweeps.values():
         if sweep.controlled:
-            raise UseError(
-                f"sweep {sweep.id} is being carried out", f"stop it first: tiltyard sweep stop {sweep.typed}"
-            )
+            raise UseError(f"sweep {sweep.id} is running", f"stop it first: tiltyard sweep stop {sweep.typed}")
     named = [_named_run(name, root) for name in args.runs if name not in sweeps]
     named += [Run(folder) for sweep in sweeps.values() for folder in sweep.trial_folders()]
     runs = list({run.folder: run for run in named}.values())
     if not args.yes:
         if not sys.stdin.isatty():
-            raise UseError("rm deletes for good and has nobody to ask", "add --yes")
+            raise UseError("rm deletes permanently and cannot ask without a terminal", "add --yes")
         whole = f"{len(sweeps)} whole sweep{'s' * (len(sweeps) > 1)} of " if sweeps else ""
         sys.stderr.write("".join(f"{run.folder}\n" for run in runs))
-        sys.stderr.write(f"delete {whole}{_runs(len(runs))} for good? [y/N] ")
+        sys.stderr.write(f"delete {whole}{_runs(len(runs))} permanently? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             sys.stderr.write("nothing was deleted\n")
@@ -327,12 +336,12 @@ def run_rm(args: argparse.Namespace) -> int:
 
 
 def _named_run(name: str, root: Path) -> Run:
-    """A run to be deleted. The newest of a name may be a trial that nobody meant."""
+    """A run to delete. A plain name must not mean a trial of a sweep."""
     run = find(name, root, whole=False)
     inside = run.folder.parent
     if SWEEP_FOLDER.fullmatch(inside.name) and atomic.absolute(root / name) in (inside.parent, atomic.absolute(root)):
         hint = f"name the trial, or the whole sweep: tiltyard rm {inside.parent.name}/{inside.name}"
-        raise UseError(f"{name!r} is no run: its newest is {run.id}, a trial of a sweep", hint)
+        raise UseError(f"{name!r} is ambiguous: its newest run is {run.id}, a trial of a sweep", hint)
     return run
 
 
@@ -352,7 +361,7 @@ def configure_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """Settings in which two descriptions differ, and plug-in files whose text does."""
+    """Print the settings, and plug-in files, in which two runs or files differ."""
     root = _root(args)
     left, right = _settings(args.left, root), _settings(args.right, root)
     rows: list[dict[str, Any]] = [
@@ -377,14 +386,14 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def _settings(name: str, root: Path) -> dict[str, Any]:
-    """Every setting under its dotted name; a run's plug-in copies under plugins/... with their checksums."""
+    """Every setting by dotted name, and a run's plug-in copies by path with their checksums."""
     if name.endswith((".yaml", ".yml")):
         from tiltyard.config.load import load
 
         return formatting.leaves(load(name).experiment.model_dump(mode="json", by_alias=True))
     run = find(name, root)
     found = formatting.leaves(run.experiment().model_dump(mode="json", by_alias=True))
-    with contextlib.suppress(OSError, ValueError):  # provenance is a record, not something that settings depend on
+    with contextlib.suppress(OSError, ValueError):  # without provenance.json there is nothing to compare
         copies = atomic.read_json(run.folder / "provenance.json").get("plugins")
         found |= {file: f"sha256 {digest[:12]}" for file, digest in copies.items()} if isinstance(copies, dict) else {}
     return found

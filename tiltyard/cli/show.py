@@ -1,4 +1,4 @@
-"""A run on one screen: what `tiltyard show` says, first as data (`facts_of`), then as lines (`summary`).
+"""A run on one screen: `tiltyard show` as data (`facts_of`) and as lines (`summary`).
 
 Reads status, metrics, manifests and the resolved settings; imports no plug-in and verifies no checkpoint's files.
 """
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment, Stop
     from tiltyard.run.folder import Run
 
-RECENT = 100  # records that the time split looks back on
+RECENT = 100  # newest records that the time split covers
 
 
 def facts_of(run: Run) -> dict[str, Any]:
-    """status.json, and beside it the newest metrics, checkpoints, the time split, damage and what to type next."""
+    """status.json, with the newest metrics, checkpoints, the time split, damage and the next commands."""
     records = metrics.read(run)
     steps, _ = metrics.series(records, "eval/return")
     state, said = poll_job(run)
@@ -57,14 +57,14 @@ def _next_commands(run: str, state: str) -> list[str]:
 
 
 def summary(run: Run, facts: dict[str, Any]) -> str:
-    """One line per thing worth knowing; what is not there has no line."""
+    """One line per fact; facts that are missing have no line."""
     experiment = run.experiment()
     lineage = facts.get("lineage") or {}
     rows = [
         ("run", run.id),
         ("state", facts["state"] + (f": {facts['reason']}" if facts["reason"] else "")),
         ("job", facts["job_says"]),
-        ("left out", ", ".join((facts.get("job") or {}).get("avoided") or ())),
+        ("excluded", ", ".join((facts.get("job") or {}).get("avoided") or ())),
         ("env", f"{experiment.env.id}, {experiment.algo.id}, {experiment.engine.kind} engine, seed {experiment.seed}"),
         ("progress", _progress(facts, experiment.stop)),
         ("return", _returns(facts["metrics"], experiment.stop.train_return)),
@@ -87,7 +87,7 @@ def summary(run: Run, facts: dict[str, Any]) -> str:
 
 
 def _progress(facts: dict[str, Any], stop: Stop) -> str:
-    """What has been done, each with the budget it has and how much of that is used."""
+    """Each count with its budget and the share of that which is used."""
     progress = facts["progress"]
 
     def used(name: str, budget: float | None, unit: str, words: Callable[[Any], str]) -> str:
@@ -129,7 +129,7 @@ def _goal(goal: float | None) -> str:
 
 
 def _speed(run: Run, experiment: Experiment, facts: dict[str, Any]) -> str:
-    """Over the whole training, as its seconds are counted (evaluations and saves apart), beside the env's own."""
+    """Speed over the whole training, without evaluations and saves, compared with the env's own speed."""
     progress, host = facts["progress"], str(facts["host"])
     alone = measured.recall(root_of(run.folder), experiment, host)
     return measured.speed_text(progress["env_steps"], progress["seconds"], alone, host)
@@ -148,17 +148,17 @@ def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tup
 
 
 def lineage_text(found: dict[str, Any]) -> str:
-    """The policies of a population, what each went through, and every copy that was made."""
+    """The policies of a population, the settings of each over time, and every copy."""
     rows = [
         [name, formatting.count(each["env_steps"]), formatting.number(each["score"]), _stretches(each["schedule"])]
         for name, each in found["policies"].items()
     ]
     copies = [
-        f"{each['member']} became a copy of {each['source']} at env step {each['env_steps']:,} of its own "
-        f"and {each['source_env_steps']:,} of the other's, then {_settings(each['after'])}"
+        f"{each['member']} at env step {each['env_steps']:,} became a copy of {each['source']} "
+        f"at env step {each['source_env_steps']:,}, with {_settings(each['after'])}"
         for each in found["exploits"]
     ]
-    head = ("policy", "env steps", "score", "settings, from which env step of what it is a copy of on")
+    head = ("policy", "env steps", "score", "settings, each from an env step of the policy that it was copied from")
     return formatting.table(head, rows, right=(1, 2)) + "".join(f"{formatting.clean(line)}\n" for line in copies)
 
 

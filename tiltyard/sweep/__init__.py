@@ -1,10 +1,10 @@
-"""Many runs of one plan: a folder that holds the plan, what each trial's settings are, and the trials, which are runs.
+"""Many runs of one plan: a folder that holds the plan, the settings of each trial, and the trials, which are runs.
 
-    space, search, halving     which settings to try, and who goes on: pure
-    prepare, folder            a plan checked, and as a folder
-    controller, local          trials started, watched and retried; all that is known is on the disk
-    turn, jobs                 the same where trials are jobs, by whoever comes by: arrays (Slurm), template (any other)
-    report, pictures           what came out
+    space, optuna_search, early_stopping     which settings to try, and which trials to stop: pure
+    preflight, folder, results               a plan checked; its folder; what the trials recorded
+    controller, trial_source, retries        trials started, watched and retried; pbt/ for populations
+    backends/, tick                          trials as processes here, or as jobs of Slurm or another queue
+    report, plots                            summaries
 
-There is no daemon and no database: whoever holds the sweep's lock decides, and can be killed at any moment.
+There is no daemon and no database: the process that holds the sweep's lock decides, and may be killed at any moment.
 """

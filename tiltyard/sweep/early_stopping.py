@@ -1,11 +1,11 @@
-"""Who falls behind: successive halving (ASHA) and the median rule. Pure: curves in, trials to end and why out.
+"""Early stopping: successive halving (ASHA) and the median rule. Pure: curves in, trials to stop and reasons out.
 
-    asha     at env steps after, after*factor, after*factor^2, ... only the best one in `factor` of those that came as
-             far goes on, once `factor` have come; nobody waits for anybody, so early ones pass more easily and are
-             judged again as others come
-    median   whose best so far is worse than the median of the others' means up to the same env step is ended
+    asha     at env steps after, after*factor, after*factor^2, ... (rungs) only the best 1/factor of the trials that
+             reached the rung continue, once `factor` have; no trial waits for others, so early ones pass more easily
+             and are ranked again as others arrive
+    median   a trial stops if its best so far is below the median of the other trials' means up to the same env step
 
-Each call judges from the curves alone, so a decision that was lost is made again by whoever looks next.
+Each call uses the curves alone, so a decision that was lost is made again by the next call.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tiltyard.sweep.results import Curve
 
 
 def behind(plan: Plan, curves: Mapping[int, Curve], running: Collection[int]) -> dict[int, str]:
-    """Which of the running trials the plan's rule ends, and why. `curves` are those of all trials."""
+    """Which of the running trials the plan's rule stops, and why. `curves` are those of all trials."""
     if plan.stop is None:
         return {}
-    turned = {trial: [(step, plan.better * value) for step, value in curve] for trial, curve in curves.items()}
+    signed = {trial: [(step, plan.better * value) for step, value in curve] for trial, curve in curves.items()}
     if plan.stop.rule == "asha":
-        return asha(plan.stop, turned, running, last=plan.metric.of == "last")
-    return below_median(plan.stop, turned, running, plan.better)
+        return asha(plan.stop, signed, running, last=plan.metric.of == "last")
+    return below_median(plan.stop, signed, running, plan.better)
 
 
 def asha(
     rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], *, last: bool = False
 ) -> dict[int, str]:
-    """Trials that are not among the best at the furthest rung that they reached. More is better here."""
+    """Trials that are not among the best at the furthest rung that they reached. Higher values are better here."""
     found: dict[int, str] = {}
     scores: dict[int, dict[int, float]] = {}
     for trial, curve in curves.items():
@@ -46,7 +46,7 @@ def asha(
         rank = 1 + sum(score > others[trial] for score in others.values())
         places = math.ceil(len(others) / rule.factor)
         if len(others) >= rule.factor and rank > places:
-            found[trial] = f"place {rank} of {len(others)} at {rung:,} env steps, and the first {places} go on"
+            found[trial] = f"rank {rank} of {len(others)} at {rung:,} env steps; the best {places} continue"
     return found
 
 
@@ -59,7 +59,7 @@ def _rungs(rule: EarlyStop, steps: int) -> list[int]:
 
 
 def _at(curve: Curve, rung: int, last: bool) -> float:
-    """What a trial had to show when it reached the rung."""
+    """The value of a trial when it reached the rung: its newest, or its best so far."""
     end = next(i for i, (step, _) in enumerate(curve) if step >= rung)
     return curve[end][1] if last else max(value for _, value in curve[: end + 1])
 
@@ -67,8 +67,8 @@ def _at(curve: Curve, rung: int, last: bool) -> float:
 def below_median(
     rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], better: float = 1
 ) -> dict[int, str]:
-    """Trials whose best is worse than the median of the others' means up to the same env step. More is better here;
-    `better` is -1 where the metric itself was turned round for that."""
+    """Trials whose best is below the median of the others' means up to the same env step. Higher values are better
+    here; `better` is -1 if the metric is minimised and the curves are negated."""
     found: dict[int, str] = {}
     for trial in running:
         curve = curves.get(trial)
@@ -84,6 +84,6 @@ def below_median(
             continue
         best, middle = max(value for _, value in curve), median(means)
         if best < middle:
-            said = f"{better * best:.6g}, where half of {len(means)} others have {better * middle:.6g}"
-            found[trial] = f"behind at {now:,} env steps: {said}"
+            values = f"{better * best:.6g}, and the median of {len(means)} others is {better * middle:.6g}"
+            found[trial] = f"below the median at {now:,} env steps: {values}"
     return found

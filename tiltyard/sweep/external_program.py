@@ -1,9 +1,9 @@
-"""Trials that are any other program: the parameters as flags, a folder with a status, a log per attempt.
+"""Trials that run any other program: parameters as flags, a folder with a status, a log per attempt.
 
-    python -m tiltyard.sweep.external_program FOLDER      what is started in a trial's place: runs it, says how it ended
+    python -m tiltyard.sweep.external_program FOLDER      runs the program of a trial and records how it ended
 
-The folder is the program's own to write to: TILTYARD_TRIAL names it. Lines {"env_steps": ..., "metrics": {...}} that it
-appends to metrics.jsonl there are what its trials are compared by. A program that is started again starts anew.
+The program may write to the trial's folder, whose path is in TILTYARD_TRIAL. Trials are compared by the lines
+{"env_steps": ..., "metrics": {...}} that it appends to metrics.jsonl there. A retry starts the program from scratch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from tiltyard.config.sweep_plan import Plan
     from tiltyard.sweep.folder import Sweep, Trial
 
-TRIAL = "TILTYARD_TRIAL"  # names the folder; by it all processes of a program are known
-GRACE = 60.0  # seconds that they have to save and end
+TRIAL = "TILTYARD_TRIAL"  # the trial's folder; identifies all processes of a program
+GRACE_SECONDS = 60.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.05
-NOT_STARTED = 127  # as a shell says it
+NOT_STARTED = 127  # as in a shell
 
 
 def check(plan: Plan) -> None:
-    """UseError for a program that is not here."""
+    """UseError if the program is not found."""
     assert plan.program
     first = plan.program[0]
     if first != "python" and shutil.which(first) is None:
-        raise UseError(f"program = {first}: there is no such program", "give its path, or put its folder on PATH")
+        raise UseError(f"program = {first}: command not found", "give its path, or add its folder to PATH")
 
 
 def name(plan: Plan) -> str:
-    """A name for the sweep's folder: that of the script, or of the module, or of the program."""
+    """A name for the sweep's folder: that of the script, the module or the program."""
     assert plan.program
     words = [word for word in plan.program if not word.startswith("-")]
     chosen = words[1] if words[0].startswith("python") and len(words) > 1 else words[0]
@@ -60,7 +60,7 @@ def name(plan: Plan) -> str:
 
 
 def command(sweep: Sweep, plan: Plan, trial: Trial) -> list[str]:
-    """The program's command line: its own words, then the parameters as flags."""
+    """The command line: the plan's words, then the parameters as flags."""
     assert plan.program
     made = [*plan.program]
     for key, value in trial.settings.items():
@@ -79,7 +79,7 @@ def _flag(flag: str, value: Any) -> list[str]:
 
 
 def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
-    """A trial's folder, complete before anybody can list it."""
+    """Make a trial's folder; it appears complete."""
     place = sweep.place(trial.number)
     draft = place.with_name(f".new-{place.name}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -110,27 +110,27 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
 
 
 def run(folder: Path) -> int:
-    """Run the program of a trial; its end is in status.json."""
+    """Run the program of a trial and record its end in status.json; returns the exit code."""
     trial = Run(folder)
     with Lock(trial):
-        told = atomic.read_json(folder / PROGRAM)
+        program = atomic.read_json(folder / PROGRAM)
         attempt = int(trial.status()["attempt"]) + 1
         write_status(trial, state="running", reason="", attempt=attempt, pid=os.getpid(), host=os.uname().nodename)
-        log_event(trial, "started", f"Attempt {attempt} was started.")
+        log_event(trial, "started", f"Attempt {attempt} started.")
         (folder / "logs").mkdir(exist_ok=True)
-        asked: list[int] = []
+        signals: list[int] = []
         began = time.monotonic()
-        _end(folder, 0.0)  # what an attempt left behind whose own process was killed
+        _end(folder, 0.0)  # processes of an attempt whose parent was killed
         with (folder / "logs" / f"attempt-{attempt}.log").open("ab") as log:
-            code = _perform(folder, told, log, asked)
+            code = _run_program(folder, program, log, signals)
         if code == 0:
             state, reason, result = "finished", "exit code 0", EXIT_DONE
-        elif asked or code == EXIT_RESUMABLE:
-            state, reason, result = "stopped", "asked by a signal" if asked else "exit code 75", EXIT_RESUMABLE
+        elif signals or code == EXIT_RESUMABLE:
+            state, reason, result = "stopped", "stopped by a signal" if signals else "exit code 75", EXIT_RESUMABLE
         else:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            said = last_line(folder / "logs" / f"attempt-{attempt}.log")
-            state, reason, result = "failed", f"{how}: {said}" if said else how, EXIT_FAILED
+            line = last_line(folder / "logs" / f"attempt-{attempt}.log")
+            state, reason, result = "failed", f"{how}: {line}" if line else how, EXIT_FAILED
         spent = float(trial.status()["progress"]["seconds"]) + time.monotonic() - began
         records = metrics.read(folder)
         steps = max((int(record.get("env_steps") or 0) for record in records), default=0)
@@ -140,17 +140,17 @@ def run(folder: Path) -> int:
     return result
 
 
-def _perform(folder: Path, told: Mapping[str, Any], log: BinaryIO, asked: list[int]) -> int:
-    """The exit code of the program, once it has ended; signals that asked for its end are added to `asked`."""
-    first, *rest = told["command"]
-    words = [sys.executable if first == "python" else first, *rest]  # that of the node that it runs on
+def _run_program(folder: Path, program: Mapping[str, Any], log: BinaryIO, signals: list[int]) -> int:
+    """Run the program to its end; returns its exit code. Signals that ask it to stop are appended to `signals`."""
+    first, *rest = program["command"]
+    words = [sys.executable if first == "python" else first, *rest]  # the Python of the node that it runs on
     try:
-        # Whoever finds this process gone may start the trial again: the program must not be at it still.
+        # If this process dies, the trial may be started again: the program must die with it.
         child = subprocess.Popen(
             words,
             stdout=log,
             stderr=log,
-            cwd=told["folder"],
+            cwd=program["folder"],
             env={**os.environ, TRIAL: str(folder)},
             preexec_fn=partial(die_with, os.getpid()),
             start_new_session=True,
@@ -160,20 +160,20 @@ def _perform(folder: Path, told: Mapping[str, Any], log: BinaryIO, asked: list[i
         return NOT_STARTED
 
     def forward(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        signals.append(number)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)  # a shell would not pass it on to what it runs
+            os.killpg(child.pid, signal.SIGTERM)  # to the group: a shell does not forward signals to its children
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, forward)
     code = child.wait()
-    if asked:
-        _end(folder, GRACE)
+    if signals:
+        _end(folder, GRACE_SECONDS)
     return code
 
 
 def _end(folder: Path, grace: float) -> None:
-    """See to it that nobody of this user's is at the trial any more: whoever is left after the grace is killed."""
+    """Wait until no process of the trial is left; kill those that remain after the grace period."""
     until = time.monotonic() + grace
     while left := [each.pid for each in proc.own_processes() if _trial_of(each.pid) == str(folder)]:
         if time.monotonic() >= until:

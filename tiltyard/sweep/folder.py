@@ -1,14 +1,14 @@
 """A sweep on disk: one folder below its name, its trials in it.
 
     runs/cartpole/sweep-0001/
-      plan.yaml        the plan, with the experiment as it was; never changed     sweep.json   when, whence, by whom
+      plan.yaml        the plan, with the experiment as it was; never changed     sweep.json   its origin: see Origin
       manifest.jsonl   trial -> settings; lines are only ever added               decisions.jsonl  retry, extend, ...
-      plugins/         the user's code as it was at the start                     events.jsonl, lock.json  as in a run
+      plugins/         copies of the user's code from the start                   events.jsonl, lock.json  as in a run
       0001-brisk-otter/, 0002-...       the trials: ordinary runs, made when they are started
 
-A trial's folder follows from its number and sweep.json, so nobody can make it twice, and a sweep may be moved. Which
-(point, seed) a number stands for follows from the plan and the decisions; the settings of a point are in the manifest
-as soon as they are known.
+A trial's folder name follows from its number and sweep.json, so it cannot be made twice, and a sweep may be moved.
+Which (point, seed) a number stands for follows from the plan and the decisions; the settings of a point are in the
+manifest as soon as they are known.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep. `number` counts from 1, as does `point`: the combination that it is a run of."""
+    """One run of a sweep. `number` counts from 1, as does `point`, the combination of settings that it runs."""
 
     number: int
     point: int
     seed: int
     settings: Point
     refused: str = ""
-    """why the settings, asked of a search, make no experiment"""
+    """why settings that a search chose are invalid"""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Holds nothing but its place; every question reads the disk."""
+    """A sweep by its folder; everything else is read from disk."""
 
     folder: Path
 
@@ -65,7 +65,7 @@ class Sweep:
 
     @property
     def typed(self) -> str:
-        """What a command typed here names the sweep by: its id where that finds it, else its path."""
+        """The sweep as an argument of a command typed here: its id if that finds it, else its path."""
         try:
             found = find_sweep(self.id).folder.samefile(self.folder)
         except (TiltyardError, OSError):
@@ -83,7 +83,7 @@ class Sweep:
         return atomic.read_json(self.folder / FACTS)
 
     def trials(self) -> list[Trial]:
-        """Those whose settings are known, by number."""
+        """The trials whose settings are known, by number."""
         found: dict[int, Trial] = {}
         for line in atomic.read_lines(self.folder / MANIFEST)[0]:
             trial = Trial(
@@ -93,26 +93,26 @@ class Sweep:
         return [found[number] for number in sorted(found)]
 
     def place(self, number: int) -> Path:
-        """The folder of a trial, whether it is there yet or not."""
+        """The folder of a trial, which need not exist yet."""
         try:
-            names = _named_after(self.folder)
-        except FileNotFoundError:  # a sweep that is only spoken of
+            names = _name_seed(self.folder)
+        except FileNotFoundError:  # a dry run: the sweep does not exist
             names = ""
         rng = random.Random(f"{names or self.id}/{number}")
         return self.folder / f"{number:04d}-{rng.choice(ADJECTIVES)}-{rng.choice(ANIMALS)}"
 
     def trial_folders(self) -> list[Path]:
-        """Of those that were made."""
+        """The folders of trials that exist."""
         return sorted(path for path in self.folder.iterdir() if RUN_FOLDER.fullmatch(path.name))
 
     def decisions(self) -> list[dict[str, Any]]:
         return atomic.read_lines(self.folder / DECISIONS)[0]
 
     def decide(self, kind: str, **facts: Any) -> None:
-        """Write a decision down; only then is it acted upon. kinds: start, retry, extend, failed, ended early, and
-        those of a population (lineage.py): period, exploit, stays.
+        """Record a decision, before anything acts on it. Kinds: start, retry, extend, failed, ended early, and those of
+        a population (lineage.py): period, exploit, stays.
 
-        People and controllers decide on several machines at once, and NFS does not append in one step."""
+        Users and controllers may decide on several machines at once, and appending on NFS is not atomic."""
         with guard(Run(self.folder)):
             atomic.append_line(self.folder / DECISIONS, atomic.to_json({"time": atomic.now(), "kind": kind, **facts}))
 
@@ -121,19 +121,19 @@ class Sweep:
 
     @property
     def launcher(self) -> str:
-        """What starts its trials: local, slurm or template, as the profile said when the sweep began."""
+        """What starts its trials: local, slurm or template, as in the profile when the sweep began."""
         return str(self.facts().get("launcher") or "local")
 
     @property
     def controlled(self) -> bool:
-        """Whether a controller seems to be at work, here or elsewhere."""
+        """Whether a controller seems to be running, on any machine."""
         return seems_alive(self.folder)
 
 
 @functools.cache
-def _named_after(folder: Path) -> str:
-    """What the folders of trials draw their names from: written when the sweep was made, so that it can be moved. Empty
-    in older ones, where it was the id."""
+def _name_seed(folder: Path) -> str:
+    """The seed of the trial folders' names, written when the sweep was made, so that it can be moved. Empty in older
+    sweeps, where it is the id."""
     return str(atomic.read_json(folder / FACTS).get("names") or "")
 
 
@@ -142,10 +142,10 @@ def _line(trial: Trial) -> dict[str, Any]:
     return {**line, "refused": trial.refused} if trial.refused else line
 
 
-def wanted(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(point, seed) of every trial by its number: those of the plan, then those of each extension.
+def planned_pairs(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(point, seed) of every trial by number: those of the plan, then those of each extension.
 
-    Members of a population have a seed each: a copy that kept its source's settings would be its source for ever.
+    Each member of a population has its own seed: else a copy with its source's settings would repeat the source.
     """
     seeds, pairs = list(plan.seeds), []
     if plan.search == "population":
@@ -167,8 +167,19 @@ def wanted(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]]) -> l
 
 
 def digest(plan: Plan, profile: str | None) -> str:
-    """Equal for plans that say the same."""
+    """A hash that is equal for equal plans."""
     return hashlib.sha256(fingerprint([plan.model_dump(mode="json"), profile]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a sweep came from: kept in sweep.json."""
+
+    base: Sequence[Path] = ()
+    """folders that names of plug-ins are relative to"""
+    profile: str | None = None
+    launcher: str = "local"
+    command: Sequence[str] = ()
 
 
 def make(
@@ -176,26 +187,23 @@ def make(
     name: str,
     plan: Plan,
     trials: Sequence[Trial],
-    *,
-    base: Sequence[Path] = (),
-    profile: str | None = None,
-    launcher: str = "local",
+    origin: Origin | None = None,
     plugins: Iterable[tuple[Path, Path]] = (),
-    command: Sequence[str] = (),
 ) -> Sweep:
-    """A new sweep's folder, complete before anybody can find it. `plugins` are files and where they go."""
+    """Make a sweep's folder; it appears complete. `plugins` are pairs of a file and its place in the folder."""
+    origin = origin or Origin()
     group = atomic.absolute(root) / name
     draft = group / f".new-sweep-{atomic.unique()}"
     facts = {
         "schema": SCHEMA,
         "created": atomic.now(),
         "names": f"{name}/{atomic.unique()}",
-        "digest": digest(plan, profile),
+        "digest": digest(plan, origin.profile),
         "cwd": str(Path.cwd()),
-        "base": [str(folder) for folder in base],
-        "profile": profile,
-        "launcher": launcher,
-        "command": list(command),
+        "base": [str(folder) for folder in origin.base],
+        "profile": origin.profile,
+        "launcher": origin.launcher,
+        "command": list(origin.command),
     }
     try:
         draft.mkdir(parents=True)
@@ -203,20 +211,20 @@ def make(
             (draft / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, draft / place)
         atomic.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json")))
-        load_plan(draft / PLAN)  # as all who come later will
+        load_plan(draft / PLAN)  # as every later command will
         atomic.write_json(draft / FACTS, facts)
         atomic.write_text(draft / MANIFEST, "".join(atomic.to_json(_line(trial)) + "\n" for trial in trials))
         atomic.sync_folder(draft)
         return Sweep(_renamed(draft, group))
     except OSError as error:
-        hint = "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours with room"
+        hint = "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a writable folder with free space"
         raise TiltyardError(f"the sweep could not be written in {group}: {error.strerror or error}", hint) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def _renamed(draft: Path, group: Path) -> Path:
-    """The draft under the first free number: a folder that is there already cannot be renamed over."""
+    """Rename the draft to the first free number: rename fails if the folder exists."""
     numbers = [int(path.name.partition("-")[2]) for path in group.iterdir() if SWEEP_FOLDER.fullmatch(path.name)]
     number = max(numbers, default=0) + 1
     while True:
@@ -236,7 +244,7 @@ def _renamed(draft: Path, group: Path) -> Path:
 
 
 def sweeps(root: Path) -> list[Sweep]:
-    """All sweeps, the oldest first."""
+    """All sweeps, oldest first."""
     found = []
     for folder in root.glob("*/sweep-*"):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
@@ -252,7 +260,7 @@ def _created(folder: Path) -> str:
 
 
 def sweep_at(text: str, root: Path) -> Sweep | None:
-    """The sweep whose id or folder that is; None for whatever else it may mean."""
+    """The sweep with that id or folder; None if there is none."""
     for folder in (Path(text), root / text):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
             return Sweep(atomic.absolute(folder))
@@ -260,18 +268,18 @@ def sweep_at(text: str, root: Path) -> Sweep | None:
 
 
 def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
-    """The sweep that `text` means: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 where that is the
-    only one, cartpole (its newest) or last (the newest of all)."""
+    """The sweep that `text` names: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 if only one
+    matches, cartpole (its newest) or last (the newest of all)."""
     root = runs_root() if root is None else root
     given, path = os.fspath(text).rstrip("/"), atomic.absolute(Path(text))
-    # A name is looked for below the root, wherever it is typed: also inside another sweep's folder.
+    # A plain name is searched for below the root, even when typed inside another sweep's folder.
     into = path.exists() and ("/" in os.fspath(text) or given.startswith("."))
     for folder in (path, *(path.parents if into else ())):
         if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
             return Sweep(atomic.absolute(folder))
     every = sweeps(root)
     if not every:
-        raise UseError(f"there is no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")
+        raise UseError(f"no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")
     if given == "last":
         return every[-1]
     for named in (
@@ -281,7 +289,7 @@ def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     ):
         if len(named) > 1:
             some = ", ".join(each.id for each in named[:5])
-            raise UseError(f"{given!r} means {len(named)} sweeps", f"write one of them in full: {some}")
+            raise UseError(f"{given!r} matches {len(named)} sweeps", f"name one of them: {some}")
         if named:
             return named[0]
-    raise UseError(f"there is no sweep {given!r} in {root}", did_you_mean(given, [each.id for each in every]))
+    raise UseError(f"no sweep {given!r} in {root}", did_you_mean(given, [each.id for each in every]))

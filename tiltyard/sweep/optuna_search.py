@@ -1,7 +1,7 @@
-"""Searches that learn: Optuna's samplers, asked in memory about what the trial folders say. Imports Optuna when asked.
+"""Adaptive searches: Optuna's samplers over the results in the trial folders. Imports Optuna when needed.
 
-No study outlives the question: it is built anew from the points that are over, on their way or failed, and asked once.
-The sampler is seeded by the plan and the number of the point, so that the same question has the same answer.
+No study is stored: each call builds one in memory from the finished, running and failed points, and asks it once. The
+sampler's seed follows from the plan and the number of the point, so the same state gives the same point.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiltyard.errors import UseError
 from tiltyard.sweep.results import Group
 from tiltyard.sweep.space import dimensions, draws
 
-STARTUP = 10  # points drawn at random before there is anything to learn from
-_TRIES = {"gp": 1, "tpe": 20}  # questions before a point that was there already is replaced: gp repeats its best
+STARTUP = 10  # random points before the model is used
+_TRIES = {"gp": 1, "tpe": 20}  # attempts to get a new point; gp repeats its best one
 
 
 def require_optuna(plan: Plan) -> None:
-    """UseError where a search needs Optuna and it is not installed."""
+    """UseError if the search needs Optuna and it is not installed."""
     if plan.adaptive and importlib.util.find_spec("optuna") is None:
         hint = "pip install 'tiltyard[sweep]', or use search: random"
         raise UseError(f"search: {plan.search} needs the package optuna, which is not installed", hint)
@@ -39,20 +39,20 @@ def ask(plan: Plan, found: Sequence[Group], number: int) -> Point:
     seen = {fingerprint(group.settings) for group in found}
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that parts of it are experimental
+        warnings.simplefilter("ignore")  # about experimental parts of Optuna
         distributions = {_name(each): _distribution(each) for each in space}
-        for search in dict.fromkeys((plan.search, "tpe")):  # where a model is sure of a point, look around it
+        for search in dict.fromkeys((plan.search, "tpe")):  # tpe explores where gp insists on one point
             study = optuna.create_study(
                 direction="maximize" if plan.better > 0 else "minimize", sampler=_sampler(search, plan.seed, number)
             )
             for group in found:
-                with contextlib.suppress(ValueError):  # what is no choice any longer teaches nothing of those that are
-                    study.add_trial(_told(group, space, distributions))
+                with contextlib.suppress(ValueError):  # a value that is no longer among the choices
+                    study.add_trial(_optuna_trial(group, space, distributions))
             for _ in range(_TRIES[search]):
                 point = _point(space, study.ask(distributions).params)
                 if fingerprint(point) not in seen:
                     return point
-    # Optuna has nothing new to say; a small space may have been tried as a whole
+    # No new point: a small space may be used up.
     some = itertools.islice(draws(space, plan.seed), 10 * (len(seen) + 1))
     return next((each for each in some if fingerprint(each) not in seen), point)
 
@@ -66,8 +66,8 @@ def _sampler(search: str, root: int, number: int) -> Any:
     return TPESampler(seed=seed, n_startup_trials=STARTUP, multivariate=True, constant_liar=True)
 
 
-def _told(group: Group, space: Sequence[Dimension], distributions: Mapping[str, Any]) -> Any:
-    """A point as Optuna takes it: with its value, on its way, or failed."""
+def _optuna_trial(group: Group, space: Sequence[Dimension], distributions: Mapping[str, Any]) -> Any:
+    """A point as an Optuna trial: complete with its value, running, or failed."""
     from optuna.trial import TrialState, create_trial
 
     over = all(row.over for row in group.rows)

@@ -1,10 +1,10 @@
-"""A sweep as pictures: curves with bands over seeds, what matters, and every point as a line through its settings.
+"""Plots of a sweep:
 
 curves.png       interquartile mean of the metric over the seeds of each of the best points, and its bootstrapped 95 %
                  interval as a band
 importance.png   share of the variance between points that each setting explains by itself
-parallel.png     one line per point through its settings to its value, the better the darker
-lineage.png      of a population: what each member reached, whom it became a copy of, and its settings meanwhile
+parallel.png     one line per point through its settings to its value; better ones are darker
+lineage.png      for a population: each member's scores, copies and settings over env steps
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from tiltyard.sweep.space import dimensions
 _INK, _SOFT, _GRID = "#22262b", "#6b7280", "#e5e7eb"
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 _RESAMPLES = 500
-_STEPS = 200  # of a curve that are drawn
-_LABELS = 12  # choices that an axis names
-_PANELS = 4  # settings of a population that are drawn
+_STEPS = 200  # most points of a drawn curve
+_LABELS = 12  # most choices that an axis labels
+_PANELS = 4  # most settings of a population that are drawn
 
 
 def draw(report: SweepSummary, out: Path) -> list[Path]:
-    """Draw what there is to draw into a folder; the pictures made."""
+    """Draw the plots that the sweep has data for into a folder; returns their files."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
     groups = [group for group in report.groups if group.value is not None]
     if not groups:
         raise UseError(
-            f"no trial of {report.sweep.id} has recorded {report.plan.metric.name} yet", "wait for one, or watch it"
+            f"no trial of {report.sweep.id} has recorded {report.plan.metric.name} yet",
+            f"wait for one: tiltyard sweep watch {report.sweep.typed}",
         )
     made = [_saved(_curves(report, groups), out / "curves.png")]
     shares = importance(report)
@@ -61,12 +62,12 @@ def _saved(figure: Any, out: Path) -> Path:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise TiltyardError(f"{out} could not be written: {error.strerror}", "choose another place") from error
+        raise TiltyardError(f"{out} could not be written: {error.strerror}", "choose a folder with --out") from error
     return out
 
 
 def _plain(text: str) -> str:
-    """What matplotlib draws as it is: between two $ it would look for a formula."""
+    """Escape $, which matplotlib reads as the start of a formula."""
     return text.replace("$", r"\$")
 
 
@@ -97,17 +98,17 @@ def _curves(report: SweepSummary, groups: list[Group]) -> Any:
         found = [curve(row.folder, metric) for row in group.rows if row.folder is not None and row.value is not None]
         steps, middle, low, high = bands(found)
         words = ", ".join(f"{key.rpartition('.')[2]} {brief(value)}" for key, value in group.settings.items())
-        if report.plan.search == "population":  # whose settings were others before: lineage.png tells
+        if report.plan.search == "population":  # its settings change: see lineage.png
             words = f"member {group.rows[0].trial.number}"
         marker = "o" if len(steps) == 1 else None
         axes.plot(steps, middle, color=colour, linewidth=1.8, marker=marker, label=_plain(words) or "the experiment")
         if len(found) > 1:
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     seeds = max(len(group.values) for group in best)
-    said = f"interquartile mean of {seeds} seeds and its 95 % interval" if seeds > 1 else "one seed each"
+    caption = f"interquartile mean of {seeds} seeds and its 95 % interval" if seeds > 1 else "one seed each"
     if len(groups) > len(best):
-        said += f"; the best {len(best)} of {len(groups)} combinations"
-    axes.set_xlabel(f"env steps   ({said})", color=_SOFT)
+        caption += f"; the best {len(best)} of {len(groups)} combinations"
+    axes.set_xlabel(f"env steps   ({caption})", color=_SOFT)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.margins(x=0.01, y=0.08)
@@ -116,8 +117,8 @@ def _curves(report: SweepSummary, groups: list[Group]) -> Any:
 
 
 def bands(found: list[Curve]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Env steps, interquartile mean over the curves, and the ends of its bootstrapped 95 % interval, as far as all of
-    them go. A curve keeps its value until its next one."""
+    """Env steps, interquartile mean over the curves, and the ends of its bootstrapped 95 % interval, over the env steps
+    that all curves cover. A curve keeps its value until its next one."""
     import numpy as np
 
     first, last = max(each[0][0] for each in found), min(each[-1][0] for each in found)
@@ -147,14 +148,14 @@ def bands(found: list[Curve]) -> tuple[list[int], list[float], list[float], list
 
 def _importance(report: SweepSummary, found: list[tuple[str, float]]) -> Any:
     figure, axes = _figure(
-        f"what matters for {report.plan.metric.name}   {report.sweep.id}", height=1.3 + 0.4 * len(found)
+        f"importance for {report.plan.metric.name}   {report.sweep.id}", height=1.3 + 0.4 * len(found)
     )
     names = [_plain(name) for name, _ in found][::-1]
     values = [100 * share for _, share in found][::-1]
     bars = axes.barh(names, values, color=_COLOURS[0], height=0.55)
     axes.bar_label(bars, labels=[f"{value:.0f} %" for value in values], padding=4, color=_INK, fontsize=9)
     axes.set_xlim(0, max(10.0, *values) * 1.12)
-    axes.set_xlabel("share of the variance between combinations that it explains by itself, %", color=_SOFT)
+    axes.set_xlabel("share of the variance between combinations that the setting alone explains, %", color=_SOFT)
     axes.tick_params(axis="y", colors=_INK)
     return figure
 
@@ -198,16 +199,16 @@ def _parallel(report: SweepSummary, groups: list[Group]) -> Any:
 
 
 def _places(key: str, groups: list[Group], span: Span | None) -> tuple[Any, list[tuple[float, str]]]:
-    """How high a value of a setting lies on its axis, and which heights are named."""
+    """A function from a setting's value to its height on the axis, and the labelled heights."""
     if span is not None:
 
-        def turned(value: Any) -> float:
+        def scaled(value: Any) -> float:
             return math.log(value) if span.log else float(value)
 
-        low, high = turned(span.low), turned(span.high)
+        low, high = scaled(span.low), scaled(span.high)
         named_shares = (0.0, 1.0) if span.whole else (0.0, 0.5, 1.0)
         names = [(share, brief(span.at(share))) for share in named_shares]
-        return (lambda value: (turned(value) - low) / (high - low)), names
+        return (lambda value: (scaled(value) - low) / (high - low)), names
     found: dict[str, Any] = {shown(group.settings.get(key)): group.settings.get(key) for group in groups}
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in found.values())
     words = sorted(found, key=lambda word: (float(found[word]), word)) if numbers else sorted(found)
@@ -220,11 +221,11 @@ def _places(key: str, groups: list[Group], span: Span | None) -> tuple[Any, list
 
 
 def _lineage(report: SweepSummary) -> Any:
-    """Scores over env steps, an arrow for each copy that was made, and below them the numbers that were moved."""
+    """Scores over env steps with an arrow for each copy, and below them the settings that vary."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    story, metric = read(report.sweep), report.plan.metric.name
+    history, metric = read(report.sweep), report.plan.metric.name
     moved = [key for key in report.keys if all(is_number(row.trial.settings[key]) for row in report.rows)][:_PANELS]
     figure = Figure(figsize=(8.0, 3.6 + 1.5 * len(moved)), dpi=160, facecolor="white", layout="constrained")
     ratios = [2.4, *(1.0 for _ in moved)]
@@ -232,12 +233,12 @@ def _lineage(report: SweepSummary) -> Any:
     panels[0].set_title(_plain(f"{metric}   {report.sweep.id}"), loc="left", color=_INK, fontsize=12)
     for row in report.rows:
         colour = _COLOURS[(row.trial.number - 1) % len(_COLOURS)]
-        for settings, found in _lives(story, row, metric):
-            label = f"member {row.trial.number}" if settings is story.first[row.trial.number] else None
+        for settings, found in _lives(history, row, metric):
+            label = f"member {row.trial.number}" if settings is history.first[row.trial.number] else None
             panels[0].plot([x for x, _ in found], [y for _, y in found], color=colour, linewidth=1.6, label=label)
             for panel, key in zip(panels[1:], moved, strict=True):
                 panel.plot([found[0][0], found[-1][0]], [settings[key]] * 2, color=colour, linewidth=2.2)
-    for copy in story.copies:
+    for copy in history.copies:
         one, colour = copy.exploit, _COLOURS[(copy.exploit.member - 1) % len(_COLOURS)]
         if copy.score is not None and copy.source_score is not None:
             ends = (one.counts_from, copy.source_score), (one.env_steps, copy.score)
@@ -252,19 +253,19 @@ def _lineage(report: SweepSummary) -> Any:
         for side, spine in panel.spines.items():
             spine.set_visible(side == "bottom")
             spine.set_color(_GRID)
-    panels[-1].set_xlabel("env steps   (an arrow: became a copy of that)", color=_SOFT)
+    panels[-1].set_xlabel("env steps   (arrow: the member became a copy)", color=_SOFT)
     panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[0].legend(loc="best", frameon=False, labelcolor=_INK, fontsize=8)
     return figure
 
 
-def _lives(story: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], Curve]]:
-    """What a member recorded with each of its settings, from copy to copy."""
-    copies = [copy for copy in story.copies if copy.exploit.member == row.trial.number]
+def _lives(history: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], Curve]]:
+    """The settings of a member from copy to copy, and its curve with each."""
+    copies = [copy for copy in history.copies if copy.exploit.member == row.trial.number]
     found: dict[int, Curve] = {}
     for record in metrics.read(row.folder) if row.folder is not None else ():
         if metric in record["metrics"] and math.isfinite(record["metrics"][metric]):
             life = sum(int(record.get("attempt", 0)) > copy.attempt for copy in copies)
             found.setdefault(life, []).append((record["env_steps"], record["metrics"][metric]))
-    settings = [story.first[row.trial.number], *(copy.exploit.after for copy in copies)]
+    settings = [history.first[row.trial.number], *(copy.exploit.after for copy in copies)]
     return [(settings[life], curve) for life, curve in sorted(found.items())]

@@ -1,14 +1,13 @@
-"""From a plan to a sweep's folder: every point built and checked before anything is started or written.
+"""From a plan to a sweep's folder: every point is built and checked before anything is started or written.
 
-    plan ── points ──> each point's settings validated, all problems told at once
-                   ──> each kind of env, model and engine among them tried out once, as `tiltyard train` would
+    plan ── points ──> the settings of each point validated, all problems reported together
+                   ──> each distinct env, model and engine tried once, as `tiltyard train` does
                    ──> folder
 
-A search that learns cannot be built in advance: of it the ends of each dimension and some draws are checked, and what
-it asks for later and makes no experiment is a failed trial. Of a population both are, where it begins and where it may
-come to.
+The points of an adaptive search are not known in advance: the ends of each dimension and some samples are checked, and
+invalid settings that it chooses later are a failed trial. For a population, the first members and samples are checked.
 
-What tries things out is imported when it is needed: a controller in the background has no torch in its memory.
+Heavy modules are imported when needed: a controller in the background does not import torch.
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
-from tiltyard.sweep.backends.local import require_affinity, require_gpus
-from tiltyard.sweep.folder import Sweep, Trial, digest, make, sweeps, wanted
+from tiltyard.sweep.backends.shares import require_affinity, require_gpus
+from tiltyard.sweep.folder import Origin, Sweep, Trial, digest, make, planned_pairs, sweeps
 from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
 MANY = 10_000
-_SAMPLE = 20  # random draws of a space that are checked before a search that learns begins
+_SAMPLE = 20  # random points of a space that are checked before an adaptive search begins
 
 
 @dataclass(frozen=True)
 class CheckedPlan:
-    """A plan that passed every check and only needs its folder."""
+    """A plan that passed every check and has no folder yet."""
 
     name: str
     plan: Plan
     points: list[Point]
-    """all of them, or none where a search will ask for them"""
+    """all of them, or none if the search chooses them later"""
     base: tuple[Path, ...]
     profile: Profile | None
     plugins: list[tuple[Path, Path]]
-    """copies, and where they go in the sweep's folder"""
+    """copies, and their places in the sweep's folder"""
     kept: tempfile.TemporaryDirectory[str] | None = None
-    """where the copies lie; deleted with this object"""
+    """the folder of the copies; deleted with this object"""
 
     @property
     def trials(self) -> list[Trial]:
-        pairs = wanted(self.plan, len(self.points), ())
+        pairs = planned_pairs(self.plan, len(self.points), ())
         return [
             Trial(number, point, seed, self.points[point - 1]) for number, (point, seed) in enumerate(pairs, start=1)
         ]
 
     @property
     def launcher(self) -> str:
-        """What will start the trials."""
+        """What will start the trials: local, slurm or template."""
         return self.profile.launcher if self.profile else "local"
 
     @property
@@ -77,7 +76,7 @@ class CheckedPlan:
 
 
 def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> CheckedPlan:
-    """A plan with everything checked. More than 10,000 trials are refused unless `many`."""
+    """Load a plan and check everything. More than 10,000 trials are refused unless `many`."""
     plan, where = load_plan(source)
     found = dimensions(plan)
     require_optuna(plan)
@@ -107,12 +106,12 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
 
 
 def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool = False) -> None:
-    """What `prepare` checks, for so many more combinations and seeds of a sweep."""
-    before = wanted(plan, fixed_count(plan), sweep.decisions())
+    """Check, as `prepare` does, that many more combinations and seeds of a sweep."""
+    before = planned_pairs(plan, fixed_count(plan), sweep.decisions())
     known, runs = max(point for point, _ in before), len({seed for _, seed in before})
     count = len(before) + points * runs + seeds * (known + points)
     if count > MANY and not many:
-        raise UseError(f"{sweep.id} would have {count:,} trials", "add --yes if all of them are meant")
+        raise UseError(f"{sweep.id} would have {count:,} trials", "add --yes to run all of them")
     if points and not plan.adaptive and plan.program is None:
         base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
         _try_out(_build(plan, fixed_points(plan, known + points)[known:], base), base)
@@ -120,17 +119,9 @@ def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool 
 
 def begin(prepared: CheckedPlan, command: Sequence[str] = ()) -> Sweep:
     """Make the sweep's folder."""
-    return make(
-        runs_root(),
-        prepared.name,
-        prepared.plan,
-        prepared.trials,
-        base=prepared.base,
-        profile=prepared.profile.name if prepared.profile else None,
-        launcher=prepared.launcher,
-        plugins=prepared.plugins,
-        command=command,
-    )
+    profile = prepared.profile.name if prepared.profile else None
+    origin = Origin(prepared.base, profile, prepared.launcher, command)
+    return make(runs_root(), prepared.name, prepared.plan, prepared.trials, origin, prepared.plugins)
 
 
 def same_sweep(prepared: CheckedPlan) -> Sweep | None:
@@ -141,7 +132,7 @@ def same_sweep(prepared: CheckedPlan) -> Sweep | None:
 
 
 def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
-    """The trial's folder, made by whoever holds the sweep's lock; the settings were checked when the sweep began."""
+    """Make the trial's folder, under the sweep's lock; its settings were checked when the sweep began."""
     place = sweep.place(trial.number)
     if place.exists():
         return place
@@ -161,7 +152,7 @@ def new_run(
     place: Path | None = None,
     schedule: SettingsSchedule | None = None,
 ) -> Run:
-    """A run with a trial's settings: at its place in the sweep or, where none is given, beside it."""
+    """Make a run with a trial's settings: at `place` in the sweep or, without one, beside the sweep."""
     facts, loaded = sweep.facts(), load_trial(sweep, plan, trial)
     with tempfile.TemporaryDirectory(prefix="tiltyard-trial-") as folder:
         copies = copy_plugins(loaded.experiment, loaded.base, Path(folder))
@@ -175,7 +166,7 @@ def new_run(
 
 
 def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
-    """A trial's experiment, with the plug-ins as they were when the sweep began."""
+    """Load a trial's experiment, with the copies of plug-ins from the start of the sweep."""
     base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
     loaded = load(plan.experiment, [*as_overrides(trial.settings), f"seed={trial.seed}"], base=base)
     return replace(loaded, experiment=_found(loaded.experiment, sweep.folder.parent.parent))
@@ -185,21 +176,21 @@ def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
 
 
 def _profile(name: str | None, plan: Plan) -> Profile | None:
-    """The profile called `name`, its variables set; UseError for what its jobs cannot do."""
+    """The profile called `name`, its variables set; UseError if it cannot run this plan."""
     if name is None:
         return None
     profile = pick_profile(load_site()[0], name)
     if profile.launcher != "local" and plan.trials_per_gpu is not None:
-        hint = "say in the profile what each trial gets: resources: {gpus: 1}"
-        raise UseError(f"trials_per_gpu divides the GPUs of this machine, and profile {name} starts jobs", hint)
+        hint = "set the GPUs of each trial in the profile instead: resources: {gpus: 1}"
+        raise UseError(f"trials_per_gpu is for trials on this machine, but profile {name} submits jobs", hint)
     if profile.slurm.samplers is not None:
-        hint = "name a profile without slurm.samplers"
-        raise UseError(f"profile {name} asks for a heterogeneous job, which Slurm has no arrays of", hint)
+        hint = "use a profile without slurm.samplers"
+        raise UseError(f"profile {name} needs heterogeneous jobs, which Slurm cannot run as job arrays", hint)
     return apply_profile(name)
 
 
 def _target(plan: Plan, where: Path) -> str | Path | dict[str, Any]:
-    """The plan's experiment; a file's name is relative to the plan's own file."""
+    """The plan's experiment; a file name is relative to the plan's file."""
     if isinstance(plan.experiment, str) and (where / plan.experiment).is_file():
         return where / plan.experiment
     assert plan.experiment is not None
@@ -207,7 +198,7 @@ def _target(plan: Plan, where: Path) -> str | Path | dict[str, Any]:
 
 
 def _found(experiment: Experiment, root: Path) -> Experiment:
-    """The experiment with the runs that it takes weights from as folders."""
+    """The experiment with each run that it loads weights from as a folder."""
     if experiment.model.init is None and experiment.resume in ("auto", "never"):
         return experiment
     from tiltyard.training.preflight import with_found_sources
@@ -216,7 +207,7 @@ def _found(experiment: Experiment, root: Path) -> Experiment:
 
 
 def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
-    """Runs that weights come from, as folders: `newest run of cartpole` would be another one once trials are made."""
+    """Runs that weights come from, as folders: a name such as `cartpole` would mean another run once trials exist."""
     from tiltyard.training.preflight import source_folder
 
     model = tree.get("model")
@@ -230,19 +221,19 @@ def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
 def _points(plan: Plan, many: bool) -> list[Point]:
     count = fixed_count(plan)
     if count * len(plan.seeds) > MANY and not many:
-        raise UseError(f"this plan has {count * len(plan.seeds):,} trials", "add --yes if all of them are meant")
+        raise UseError(f"this plan has {count * len(plan.seeds):,} trials", "add --yes to run all of them")
     return [] if plan.adaptive else fixed_points(plan, count)
 
 
 def _tried(plan: Plan, found: Sequence[Dimension], points: Sequence[Point]) -> Sequence[Point]:
-    """What is built before anything starts: all points, and of a space that is moved about in, samples of it."""
+    """The points to build before anything starts: all known ones, and samples of a space that is explored later."""
     if plan.search != "population":
         return points or _samples(plan, found)
     return [*points, *({**points[0], **sample} for sample in _samples(plan, found))]
 
 
 def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:
-    """Points that show what is wrong with a space: its draws, and one of them with each end of each dimension."""
+    """Points that show what is wrong with a space: random ones, and one with each end of each dimension."""
     some = list(itertools.islice(draws(found, plan.seed), _SAMPLE))
     for each in found:
         ends = each.grid() if isinstance(each, Choices) else [{each.key: each.at(0.0)}, {each.key: each.at(1.0)}]
@@ -251,7 +242,7 @@ def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:
 
 
 def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Experiment]:
-    """Each point's experiment, or all problems of all of them, each with the first point that has it."""
+    """Build each point's experiment; ConfigError with all problems, each with the first point that has it."""
     built: list[Experiment] = []
     first: dict[tuple[str, str], tuple[Problem, Point]] = {}
     count: dict[tuple[str, str], int] = {}
@@ -267,8 +258,8 @@ def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Ex
     if first:
         raise ConfigError([_in_point(*first[key], count[key]) for key in first], "the points of the plan")
     if any(each.engine.tune for each in built):
-        hint = "find the settings first, with `tiltyard tune`, and write them into the experiment"
-        raise UseError("engine.tune measures one run alone on its machine, and trials share it", hint)
+        hint = "run `tiltyard tune` first, and write the settings that it finds into the experiment"
+        raise UseError("engine.tune cannot be used in a sweep: it needs a machine that runs nothing else", hint)
     return built
 
 
@@ -283,30 +274,30 @@ def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
 
     require_metric(plan.metric.name, f"metric = {plan.metric.name}")
     if plan.metric.name.startswith("eval/") and not all(evaluates(each) for each in built):
-        hint = "set eval.at_end: true in the experiment, or compare by train/return"
-        raise UseError(f"metric = {plan.metric.name} needs evaluations, and a trial would make none", hint)
+        hint = "set eval.at_end: true in the experiment, or metric: train/return in the plan"
+        raise UseError(f"metric = {plan.metric.name} needs evaluations, but the trials would not evaluate", hint)
 
 
 def _check_stop(plan: Plan, built: Sequence[Experiment]) -> None:
-    """ConfigError for a rule that could never end anybody."""
+    """ConfigError for a rule that could never stop a trial."""
     ends = [each.stop.env_steps for each in built]
     if plan.stop is None or any(end is None or end > plan.stop.after for end in ends):
         return
-    message = f"no trial goes on after that: stop.env_steps = {max(filter(None, ends)):,} in the experiment"
-    hint = "judge trials earlier, or leave stop out"
+    message = f"no trial trains that long: stop.env_steps = {max(filter(None, ends)):,} in the experiment"
+    hint = "set it lower, or remove stop from the plan"
     raise ConfigError([Problem("stop.after", f"{plan.stop.after:,}", message, hint)], "the plan")
 
 
 def _try_out(
     built: Sequence[Experiment], base: tuple[Path, ...]
 ) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
-    """Every kind of env, model and engine among the trials tried out once; copies of all plug-ins that they name."""
+    """Try each distinct env, model and engine among the trials once; returns copies of all plug-ins that they name."""
     from tiltyard.processes import fork_server
     from tiltyard.training.preflight import check_copies
 
     kinds = {_kind(experiment): experiment for experiment in built}
     if len(kinds) > 1:
-        sys.stderr.write(f"trying out {len(kinds)} kinds of env, model and engine\n")
+        sys.stderr.write(f"checking {len(kinds)} combinations of env, model and engine\n")
     kept = tempfile.TemporaryDirectory(prefix="tiltyard-sweep-")
     plugins: dict[Path, Path] = {}
     for number, experiment in enumerate(kinds.values()):
@@ -315,7 +306,7 @@ def _try_out(
         resume = experiment.resume
         continues = None if resume in ("auto", "never") else Path(resume)
         copies, _ = check_copies(experiment, base, continues, folder)
-        fork_server.standby.end()  # no training happens in this process
+        fork_server.standby.end()  # this process does not train
         for file in copies.files:
             if file.parts[0] == "plugins" and file.parts[1] != "outside":
                 plugins.setdefault(file, folder / file)
@@ -323,7 +314,7 @@ def _try_out(
 
 
 def _kind(experiment: Experiment) -> str:
-    """What decides whether an experiment works here: everything but plain numbers of the algorithm."""
+    """A key that is equal for experiments that need one try: everything but floats of the algorithm."""
     values = experiment.model_dump(mode="json", by_alias=True)
     parts = {name: values[name] for name in ("env", "model", "policies", "match", "engine", "resume", "track")}
     algo = {name: value for name, value in values["algo"].items() if not isinstance(value, float)}

@@ -1,4 +1,4 @@
-"""The Python form of sweeps: parameters made by code, for Tiltyard's trainings and for any other program.
+"""Sweeps described in Python: parameters made by code, for Tiltyard's training and for any other program.
 
     from tiltyard.sweep.python_plan import Experiment, ParamGrid, RunDescription, seeds
 
@@ -9,8 +9,8 @@
     ])
     RUN_DESCRIPTION = RunDescription("study", [Experiment("cartpole", "tiltyard train cartpole.yaml", params)])
 
-`tiltyard sweep start study.py` (or the module's dotted name) makes one sweep of each experiment. A command that begins
-with `tiltyard train` has key=value settings; every other one is given its parameters as flags: --lr=0.001.
+`tiltyard sweep start study.py` (or the module's dotted name) makes one sweep of each experiment. For a command that
+begins with `tiltyard train`, parameters are key=value settings; any other program gets them as flags: --lr=0.001.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ NAME = "RUN_DESCRIPTION"
 
 
 def seeds(count: int) -> list[int]:
-    """Different seeds, the same on every call."""
+    """`count` different seeds, the same on every call."""
     return list(range(count))
 
 
 @dataclass(frozen=True)
 class ParamList:
-    """The combinations themselves."""
+    """An explicit list of combinations."""
 
     combinations: Sequence[Mapping[str, Any]]
 
     def generate_params(self, randomize: bool = False) -> Iterator[Point]:
-        """Every combination, in the order given or in another, which is always the same."""
+        """Every combination, in the given order or shuffled; the shuffle is always the same."""
         found = [dict(each) for each in self.combinations]
         if randomize:
             random.Random(0).shuffle(found)
@@ -62,18 +62,19 @@ class ParamGrid:
     grid_tuples: Sequence[tuple[str | Sequence[str], Sequence[Any]]]
 
     def generate_params(self, randomize: bool = False) -> Iterator[Point]:
-        """Every combination, the last parameter fastest, or in another order, which is always the same."""
+        """Every combination, the last parameter fastest, or shuffled; the shuffle is always the same."""
         rows = []
         for names, given in self.grid_tuples:
             values = list(given)
             if not values:
-                raise UseError(f"the grid has no value for {names!r}", "give at least one, or leave the name out")
+                raise UseError(f"the grid has no value for {names!r}", "give at least one, or remove the name")
             if isinstance(names, str):
                 rows.append([{names: value} for value in values])
                 continue
             wrong = [value for value in values if len(value) != len(names)]
             if wrong:
-                raise UseError(f"{wrong[0]!r} is not one value for each of {', '.join(names)}", "give as many values")
+                hint = "give one value for each name"
+                raise UseError(f"{wrong[0]!r} does not have {len(names)} values, for {', '.join(names)}", hint)
             rows.append([dict(zip(names, value, strict=True)) for value in values])
         found = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*rows)]
         return ParamList(found).generate_params(randomize)
@@ -81,7 +82,7 @@ class ParamGrid:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A command and what is varied about it."""
+    """A command and the parameters that vary."""
 
     name: str
     command: str
@@ -96,14 +97,14 @@ class Experiment:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """Experiments that belong together, and how they are run: the other settings of a plan."""
+    """Experiments that belong together, and the other settings of their plans."""
 
     run_name: str
     experiments: Sequence[Experiment]
     experiment_arg_name: str | None = None
-    """flag by which another program is told its trial's name: "--experiment" """
+    """flag that passes another program its trial's name: "--experiment" """
     experiment_dir_arg_name: str | None = None
-    """flag by which it is told the folder that its trial lies in: "--train_dir" """
+    """flag that passes it the folder that holds the trial's: "--train_dir" """
     param_prefix: str = "--"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """as in a plan: max_parallel, pause_between, order, trials_per_gpu, retries, metric, goal, stop"""
@@ -116,7 +117,7 @@ class RunDescription:
         name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", f"{self.run_name}-{experiment.name}").strip("-.")[:80]
         plan = {"name": name, **self.settings}
         variables = self.settings.get("environment", {})
-        if isinstance(variables, Mapping):  # else whoever reads the plan says what is wrong with it
+        if isinstance(variables, Mapping):  # else loading the plan reports the error
             plan["environment"] = {**variables, **experiment.env_vars}
         words, points = _words(experiment.command), experiment.points()
         target = _trained(words)
@@ -134,25 +135,25 @@ def _words(command: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:
-        raise UseError(f"{command!r} is no command: {error}", "quote it as in a shell") from None
+        raise UseError(f"cannot parse the command {command!r}: {error}", "quote it as in a shell") from None
 
 
 def _trained(words: Sequence[str]) -> list[str] | None:
-    """What stands behind `tiltyard train`, or None for another command."""
+    """The words after `tiltyard train`, or None for another command."""
     for front in (("tiltyard", "train"), ("python", "-m", "tiltyard", "train")):
         if tuple(words[: len(front)]) == front:
             rest = list(words[len(front) :])
             options = [word for word in rest if word.startswith("--")]
             if options or not rest:
                 hint = "write `tiltyard train FILE key=value ...`; profiles are chosen by `sweep start --on`"
-                raise UseError(f"{shlex.join(words)!r} is no command of a sweep", hint)
+                raise UseError(f"a sweep cannot run the command {shlex.join(words)!r}", hint)
             return rest
     return None
 
 
 def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list[Point], list[int]]:
-    """Points without their seed, each once, and the seeds that all of them have. With `keep`, for another program, one
-    that does not vary or is not the same for all is a parameter like any other."""
+    """Points without their seeds, each once, and the seeds, which all must share. With `keep`, for another program, a
+    seed that does not vary or differs between points stays an ordinary parameter."""
     by_point: dict[str, tuple[Point, list[int]]] = {}
     for point in points:
         rest = {key: value for key, value in point.items() if key != "seed"}
@@ -162,7 +163,7 @@ def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list
     if keep and (len(lists[0]) < 2 or any(each != lists[0] for each in lists)):
         return list(points), []
     if any(each != lists[0] for each in lists):
-        raise UseError("the combinations do not have the same seeds", "give each of them all seeds, as ParamGrid does")
+        raise UseError("the combinations have different seeds", "give all of them the same seeds, as ParamGrid does")
     return [point for point, _ in by_point.values()], lists[0]
 
 
@@ -181,16 +182,16 @@ def _importing_from(folder: Path, text: str) -> Iterator[None]:
 
 
 def load_description(text: str) -> RunDescription:
-    """RUN_DESCRIPTION of a Python file, or of a module by its dotted name."""
+    """Load RUN_DESCRIPTION from a Python file, or from a module by its dotted name."""
     if text.endswith(".py"):
         path = Path(text)
         if not path.is_file():
-            raise UseError(f"there is no file {text}", "give a plan, or a Python file with a RUN_DESCRIPTION")
+            raise UseError(f"no such file: {text}", "give a plan, or a Python file with a RUN_DESCRIPTION")
         spec = importlib.util.spec_from_file_location(f"description_{path.stem}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses of its own are looked up
+        sys.modules[spec.name] = module  # dataclasses in the file are looked up here
         with _importing_from(path.absolute().parent, text):
             spec.loader.exec_module(module)
     else:
@@ -204,7 +205,7 @@ def load_description(text: str) -> RunDescription:
 
 
 def is_module(text: str) -> bool:
-    """Whether a word is a module that could be imported here."""
+    """Whether the text names a module that can be imported here."""
     if not all(part.isidentifier() for part in text.split(".")):
         return False
     sys.path.insert(0, str(Path.cwd()))

@@ -1,7 +1,7 @@
-"""What a sweep says of itself: how it stands, which point is best, tables for people and for programs.
+"""The summary of a sweep: its state, the best point, tables as data and as CSV.
 
-All of it is read off the folders, anywhere that sees them. Numbers over seeds are interquartile means; intervals are
-bootstrapped, and importance is the share of the variance between points that one setting explains by itself.
+All of it is read from the folders, on any machine that sees them. Values over seeds are interquartile means; intervals
+are bootstrapped; importance is the share of the variance between points that one setting explains by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiltyard.run.lock import read_owner
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.slurm.job_state import combined_state
 from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
-from tiltyard.sweep.folder import Sweep, wanted
+from tiltyard.sweep.folder import Sweep, planned_pairs
 from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
 from tiltyard.sweep.space import dimensions, fixed_count
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 BINS = 4
-SOME = 20  # trials, and records of each, that are looked through for names
-RETRY = "to retry"  # failed, and is started again by itself
+SOME = 20  # trials, and records of each, that are searched for metric names
+RETRY = "to retry"  # failed, and restarts automatically
 ORDER = ("finished", "ended", "running", "queued", "created", "paused", "stopped", "lost", RETRY, "failed", "waiting")
 
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """A sweep as it stands."""
+    """A sweep and its trials at one moment."""
 
     sweep: Sweep
     plan: Plan
     rows: list[Row]
     total: int
     under_way: bool = False
-    """whether jobs of it wait or run"""
+    """whether jobs of the sweep wait or run"""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -59,13 +59,13 @@ class SweepSummary:
 
     @property
     def state(self) -> str:
-        """running (somebody carries it out), finished, failed (over, and some trial failed) or stopped.
+        """running (it has a controller, or jobs), finished, failed (over, and some trial failed) or stopped.
 
-        Where trials are jobs, whoever takes a turn when all of them are over only finds out that they are.
+        Where trials are jobs, a tick after the last of them may still hold the lock: that does not count.
         """
         over = len(self.rows) == self.total and all(row.over for row in self.rows)
-        last_turn = over and self.sweep.launcher != "local"
-        if self.under_way or (self.sweep.controlled and not last_turn):
+        last_tick = over and self.sweep.launcher != "local"
+        if self.under_way or (self.sweep.controlled and not last_tick):
             return "running"
         if over:
             return "failed" if self.failed else "finished"
@@ -73,7 +73,7 @@ class SweepSummary:
 
     @property
     def groups(self) -> list[Group]:
-        """The points, the best first."""
+        """The points, best first."""
         return ranked(groups(self.rows), self.plan.better)
 
     @property
@@ -82,32 +82,32 @@ class SweepSummary:
 
     @property
     def keys(self) -> list[str]:
-        """The settings that are varied."""
+        """The names of the settings that vary."""
         return list(dict.fromkeys(key for row in self.rows for key in row.trial.settings))
 
 
 def summarize(sweep: Sweep) -> SweepSummary:
-    """Read everything there is to say. Members of a population are told with their settings of now."""
+    """Read the state of a sweep. Members of a population have their present settings."""
     plan, jobs = sweep.plan(), job_ids(sweep)
     while True:
-        told = slurm_job_states(jobs)  # asked first: a job writes before it ends
+        answers = slurm_job_states(jobs)  # asked first: a job writes before it ends
         decisions, found, asked = sweep.decisions(), rows(sweep, plan), jobs
-        if (jobs := job_ids(sweep)) == asked:  # else some went on in others, of which nothing was asked
+        if (jobs := job_ids(sweep)) == asked:  # else some trials continued in new jobs, which were not asked about
             break
     failed = failures(decisions)
     found = [_to_retry(row, len(failed.get(row.trial.number, ())), plan.retries) for row in found]
     if plan.search == "population":
         from tiltyard.sweep.pbt.lineage import Lineage
 
-        story = Lineage([row.trial for row in found], decisions)
-        found = [_member(row, story) for row in found]
-    total, under_way = len(wanted(plan, fixed_count(plan), decisions)), False
+        history = Lineage([row.trial for row in found], decisions)
+        found = [_member(row, history) for row in found]
+    total, under_way = len(planned_pairs(plan, fixed_count(plan), decisions)), False
     if sweep.launcher != "local":
         found = [
-            row if row.over else replace(row, state=combined_state(row.state, told.get(row.trial.number)))
+            row if row.over else replace(row, state=combined_state(row.state, answers.get(row.trial.number)))
             for row in found
         ]
-        under_way = any(each.pending or each.running for each in told.values())
+        under_way = any(each.pending or each.running for each in answers.values())
         under_way |= any(row.state in ("queued", "running") for row in found)
     return SweepSummary(sweep, plan, found, total, under_way)
 
@@ -117,15 +117,15 @@ def _to_retry(row: Row, failures: int, retries: int) -> Row:
     return replace(row, state=RETRY) if waits else row
 
 
-def _member(row: Row, story: Lineage) -> Row:
-    trial = replace(row.trial, settings=story.settings(row.trial.number))
-    known = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
-    waits = known is not None and known.until is not None and row.env_steps >= known.until
+def _member(row: Row, history: Lineage) -> Row:
+    trial = replace(row.trial, settings=history.settings(row.trial.number))
+    schedule = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
+    waits = schedule is not None and schedule.until is not None and row.env_steps >= schedule.until
     return replace(row, trial=trial, state="paused" if waits else row.state)
 
 
 def controller_of(sweep: Sweep) -> str:
-    """Who carries it out, in words."""
+    """What runs the sweep, for people."""
     if sweep.launcher != "local":
         return f"jobs of profile {sweep.facts()['profile']}"
     owner = read_owner(sweep.folder) if sweep.controlled else None
@@ -135,7 +135,7 @@ def controller_of(sweep: Sweep) -> str:
 
 
 def recorded_instead(report: SweepSummary) -> str:
-    """Which metrics trials have recorded, for whoever asked for one that none has."""
+    """A hint with the metrics that trials did record, if none recorded the plan's."""
     names = {
         name
         for row in report.rows[:SOME]
@@ -143,15 +143,15 @@ def recorded_instead(report: SweepSummary) -> str:
         for record in metrics.read(row.folder)[-SOME:]
         for name in record["metrics"]
     }
-    told = sorted(name for name in names if not name.startswith(("time/", "speed/", "setting/")))
-    return did_you_mean(report.plan.metric.name, told) if told else "no trial has recorded any metric"
+    useful = sorted(name for name in names if not name.startswith(("time/", "speed/", "setting/")))
+    return did_you_mean(report.plan.metric.name, useful) if useful else "no trial has recorded any metric"
 
 
-# ---------------------------------------------------------------------------------------------- for programs
+# ---------------------------------------------------------------------------------------------- data
 
 
 def as_data(report: SweepSummary) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Everything as plain data, for JSON."""
     return {
         "sweep": report.sweep.id,
         "folder": str(report.sweep.folder),
@@ -205,17 +205,17 @@ def as_csv(report: SweepSummary) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as one would write it."""
+    """A setting's value as in a file."""
     return value if isinstance(value, str) else fingerprint(value)
 
 
 def brief(value: Any) -> str:
-    """The same for people: four digits of a long number."""
+    """A setting's value in a table: four digits of a float."""
     return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
 def describe_copy(copy: Copy) -> str:
-    """How one member of a population became a copy of another, in a sentence."""
+    """A sentence about one member of a population that became a copy of another."""
     one, new = copy.exploit, copy.exploit.after
     scores = " against ".join("no score" if each is None else f"{each:.6g}" for each in (copy.source_score, copy.score))
     steps = f"{one.env_steps:,}" if one.counts_from == one.env_steps else f"{one.env_steps:,}, now {one.counts_from:,}"
@@ -241,14 +241,14 @@ def importance(report: SweepSummary) -> list[tuple[str, float]]:
     """(settings, share) of each dimension, the largest first: how much of the variance between points it explains by
     itself, less what as many groups would explain by chance. Needs at least four points with a value."""
     known = [group for group in report.groups if group.value is not None]
-    if len(known) < 4 or report.plan.search == "population":  # whose settings were others before
+    if len(known) < 4 or report.plan.search == "population":  # its settings change during training
         return []
     values = [group.value or 0.0 for group in known]
     found = []
     for keys, is_choice in _axes(report):
         points: list[list[Any]] = [[group.settings.get(key) for key in keys] for group in known]
         labels = [fingerprint(each) for each in points]
-        if not is_choice and len(set(labels)) > max(BINS, len(known) // 2):  # else values come again, as in a grid
+        if not is_choice and len(set(labels)) > max(BINS, len(known) // 2):  # else values repeat, as in a grid
             labels = _bins([float(each[0]) for each in points])
         share = explained(labels, values)
         if share is not None:
@@ -264,14 +264,13 @@ def _axes(report: SweepSummary) -> list[tuple[tuple[str, ...], bool]]:
 
 
 def _bins(values: list[float]) -> list[str]:
-    """Which quarter of the values each lies in."""
+    """The quarter of the values that each is in; equal values are in the same one."""
     order = sorted(values)
-    return [str(bisect_left(order, value) * BINS // len(values)) for value in values]  # equal ones lie in the same
+    return [str(bisect_left(order, value) * BINS // len(values)) for value in values]
 
 
 def explained(labels: Sequence[str], values: Sequence[float]) -> float | None:
-    """The share of the variance between the groups (omega squared), from 0 to 1; None where no group has two values,
-    and all of it could be chance."""
+    """The share of the variance between the groups (omega squared), from 0 to 1; None if no group has two values."""
     middle = fmean(values)
     total = sum((value - middle) ** 2 for value in values)
     parts = {

@@ -1,10 +1,10 @@
-"""What became of each trial, read off the folders: state, value, curve. Imports nothing heavy.
+"""The state, value and learning curve of each trial, read from the folders. Imports nothing heavy.
 
-    waiting     not started yet          created running stopped finished failed lost    as of any run
+    waiting     not started yet          created running stopped finished failed lost    as for any run
     ended       early, by the plan's rule
 
-The value of a trial that is over is kept in results.jsonl, so that looking at a thousand trials reads a small file
-each. A line counts as long as the trial's status is the one that it was made from.
+The value of a trial that is over is kept in results.jsonl, so that a summary of a thousand trials reads one small file
+of each. A line is valid as long as the trial's status has the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Row:
-    """One trial as it stands."""
+    """One trial and its results so far."""
 
     trial: Trial
     state: str
@@ -54,14 +54,14 @@ def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> lis
     found = []
     for trial in sweep.trials() if trials is None else trials:
         row = read_row(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
-        if row.state in SILENT and trial.number in failed:  # it died once too often, and said nothing
+        if row.state in SILENT and trial.number in failed:  # its retries are used up and it recorded no end
             row = replace(row, state="failed", reason=str(failed[trial.number].get("reason", "")))
         found.append(row)
     return found
 
 
 def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """What is on record of each trial's failures since somebody asked for a retry."""
+    """The recorded failures of each trial since a user last asked for a retry."""
     found: dict[int, list[dict[str, Any]]] = {}
     for each in decisions:
         if each["kind"] == "failed":
@@ -74,7 +74,7 @@ def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, An
 def read_row(
     sweep: Sweep, plan: Plan, trial: Trial, known: Mapping[str, Any] | None = None, ended: str | None = None
 ) -> Row:
-    """One trial as it stands. `known` is its line in results.jsonl, `ended` why it was ended early."""
+    """Read one trial. `known` is its line in results.jsonl, `ended` why it was stopped early."""
     if trial.refused:
         return Row(trial, "failed", trial.refused)
     folder = sweep.place(trial.number)
@@ -107,19 +107,19 @@ def read_row(
 
 
 def keep(sweep: Sweep, row: Row) -> None:
-    """Remember the value of a trial that is over."""
+    """Record the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
     atomic.append_line(sweep.folder / RESULTS, atomic.to_json(line))
 
 
 def kept(sweep: Sweep) -> dict[int, str]:
-    """Which trials' values are remembered, and as of when."""
+    """Trials whose value is on record, with the time of the status that it was read from."""
     return {line["trial"]: str(line.get("updated")) for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
 
 
 def curve(folder: Path, metric: str) -> Curve:
-    """Env steps and finite values of a metric. A program that was started again may begin anew: what it wrote before at
-    the same env steps and beyond counts no more."""
+    """Env steps and finite values of a metric. A program that restarts may begin at env step 0 again: its older values
+    at those steps and beyond are dropped."""
     found: Curve = []
     for step, value in zip(*metrics.series(metrics.read(folder), metric), strict=True):
         while found and found[-1][0] >= step:
@@ -129,8 +129,27 @@ def curve(folder: Path, metric: str) -> Curve:
     return found
 
 
+class CurveCache:
+    """The curves of a sweep's trials, each read again only when its file has changed."""
+
+    def __init__(self, sweep: Sweep, metric: str) -> None:
+        self.sweep, self.metric = sweep, metric
+        self._known: dict[int, tuple[tuple[int, int], Curve]] = {}
+
+    def read(self, number: int) -> Curve:
+        folder = self.sweep.place(number)
+        try:
+            found = (folder / "metrics.jsonl").stat()
+        except OSError:
+            return []
+        mark = (found.st_size, found.st_mtime_ns)
+        if self._known.get(number, ((0, 0), []))[0] != mark:
+            self._known[number] = (mark, curve(folder, self.metric))
+        return self._known[number][1]
+
+
 def value_of(found: Curve, metric: Objective, better: float) -> float | None:
-    """The number that a trial is compared by."""
+    """The value by which a trial is compared with others."""
     if not found:
         return None
     if metric.of == "last":
@@ -158,7 +177,7 @@ class Group:
 
     @property
     def value(self) -> float | None:
-        """The interquartile mean over the seeds that have a value."""
+        """The interquartile mean over seeds that have a value."""
         return interquartile_mean(self.values) if self.values else None
 
 
@@ -176,7 +195,7 @@ def ranked(found: Iterable[Group], better: float) -> list[Group]:
 
 
 def interquartile_mean(values: list[float]) -> float:
-    """The mean of the middle half; values that lie on its border count by the part inside."""
+    """The mean of the middle half; a value on its border counts by the part inside."""
     ordered, count = sorted(values), len(values)
     low, high = count / 4, 3 * count / 4
     weights = [max(0.0, min(i + 1, high) - max(i, low)) for i in range(count)]

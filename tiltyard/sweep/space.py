@@ -1,11 +1,11 @@
-"""What a plan varies: each line of `space` as a dimension (config.dimensions); grids and random draws of them. Pure.
+"""What a plan varies: each line of `space` as a dimension (config/search_space.py); grids and random points. Pure.
 
     algo.lr: {log: [1e-5, 1e-2]}                    a span; {range: ...}, {int: ...}
     algo.gamma: [0.98, 0.99]                        choices
     "algo.rollout, algo.minibatch": [[64, 128]]     choices of several settings that change together
 
-A point is one value per setting, by dotted name. A draw depends on the plan's seed and its own number only, so that
-whoever draws it again draws the same.
+A point is one value per setting, by dotted name. A random point depends only on the plan's seed and its own number, so
+every process draws the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem
 from tiltyard.plugins.resolve import short
 
-WEIGHTS = {"weights": True}  # in a population's space: the numbers of that mapping, which are multiplied
-_TRIES = 100  # redraws before a random draw that was there already is taken
+WEIGHTS = {"weights": True}  # in a population's space: perturb the numbers of that mapping
+_TRIES = 100  # redraws before a repeated point is accepted
 
 
 def dimensions(plan: Plan) -> list[Dimension]:
@@ -33,7 +33,9 @@ def dimensions(plan: Plan) -> list[Dimension]:
         keys = tuple(part.strip() for part in line.split(","))
         for key in keys:
             if key in taken:
-                problems.append(Problem(f"space.{line}", "", f"{key} is varied by {taken[key]!r} too", "keep one"))
+                problems.append(
+                    Problem(f"space.{line}", "", f"{key} is also varied by {taken[key]!r}", "remove one of them")
+                )
             taken[key] = line
         if plan.search == "population" and value == WEIGHTS:
             continue
@@ -53,9 +55,12 @@ def _reserved(keys: Mapping[str, str], plan: Plan) -> list[Problem]:
         return []
     used = {*keys, *(key for point in plan.points for key in point)}
     answers = {
-        "seed": ("is no part of a space: a seed is nothing to choose by", "seeds: 5 runs each combination five times"),
-        "use": ("cannot be varied: presets lie below all other settings", "vary the settings themselves"),
-        "name": ("cannot be varied: all trials lie in the sweep's folder", "name: NAME in the plan"),
+        "seed": (
+            "cannot be varied: results are averaged over seeds",
+            "set seeds: 5 to run each combination five times",
+        ),
+        "use": ("cannot be varied: presets are applied before all other settings", "vary the settings themselves"),
+        "name": ("cannot be varied: all trials are in the sweep's folder", "set name: NAME in the plan"),
     }
     return [Problem(f"space.{key}", "", *answers[key]) for key in answers if key in used]
 
@@ -73,12 +78,12 @@ def grid(found: Sequence[Dimension]) -> list[Point]:
 
 
 def fixed_count(plan: Plan) -> int:
-    """How many points the plan itself has."""
+    """How many points the plan has without extensions."""
     return plan.trials if plan.trials is not None else len(plan.points) or grid_size(dimensions(plan))
 
 
 def fixed_points(plan: Plan, count: int) -> list[Point]:
-    """The first points of a plan whose search does not learn."""
+    """The first `count` points of a plan whose search is not adaptive."""
     if plan.search == "population":
         from tiltyard.sweep.pbt.members import first_settings
 
@@ -93,7 +98,7 @@ def fixed_points(plan: Plan, count: int) -> list[Point]:
 
 
 def draws(found: Sequence[Dimension], seed: int) -> Iterator[Point]:
-    """Random points without end. None comes twice, as long as there are others."""
+    """Random points without end, none repeated as long as there are others."""
     seen: set[str] = set()
     for number in itertools.count():
         rng = random.Random(f"point/{seed}/{number}")

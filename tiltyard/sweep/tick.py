@@ -1,13 +1,13 @@
-"""One turn of a sweep whose trials are jobs: `python -m tiltyard.sweep.tick SWEEP_FOLDER`.
+"""One tick of a sweep whose trials are jobs: `python -m tiltyard.sweep.tick SWEEP_FOLDER`.
 
-    take the lock -> see what the queue and the folders say -> write down what ended -> start what is due -> let go
+    lock the sweep -> read the queue and the folders -> record what ended -> submit what is due -> unlock
 
-Whoever comes by takes it: every task at its end, and the commands that people type. Nobody stays. A turn that is lost,
-because it was killed or its node died, is taken by the next one, which finds everything on the disk. A task may be the
-last one, after which nobody comes by: where the queue gives no answer, it tries again for a while.
+Every job runs one at its end, as do the commands that users type; no process stays. A tick that is lost, because it
+was killed or its node died, is made up for by the next. A job may be the last one, with no tick after it: where the
+queue does not answer, it tries again for a while.
 
-    --own RUN       the trial in whose job this is, which has ended; exit code 10 when it is due again in the same job
-    --judge SECS    only look who falls behind, unless somebody did in so many seconds: needs no queue
+    --own RUN       the trial in whose job this runs, which has ended; exit code 10 if it is due again in the same job
+    --judge SECS    only stop the worst trials early, unless that was done in the last SECS / 2 s; needs no queue
 """
 
 from __future__ import annotations
@@ -31,75 +31,82 @@ from tiltyard.slurm import FOLDER, JOB_VARIABLE, STOP
 from tiltyard.slurm.job_state import Backoff
 from tiltyard.slurm.script import RUN_AGAIN
 from tiltyard.sweep import optuna_search, results
-from tiltyard.sweep.backends.custom_queue import Template
-from tiltyard.sweep.backends.jobs import Jobs, kept_profile
-from tiltyard.sweep.backends.slurm_arrays import Arrays
-from tiltyard.sweep.controller import Controller, judge
+from tiltyard.sweep.backends.custom_queue import CustomQueue
+from tiltyard.sweep.backends.job_profile import read_profile
+from tiltyard.sweep.backends.jobs import JobBackend, Queue
+from tiltyard.sweep.backends.slurm_arrays import SlurmArrays
+from tiltyard.sweep.controller import Controller, stop_early
 from tiltyard.sweep.folder import Sweep
 
-TIMEOUT = 600.0  # seconds to wait for somebody else's turn
-AGAIN = 0.2  # seconds between two tries
-OUTAGE = 600.0  # seconds for which a task tries again where its queue gives no answer, as while that is restarted
+LOCK_TIMEOUT = 600.0  # seconds to wait for another tick
+POLL_SECONDS = 0.2
+OUTAGE_SECONDS = 600.0  # for which a job tries again while its queue does not answer, as during a restart
 JUDGED = "judged"
-KINDS: dict[str, type[Jobs]] = {"slurm": Arrays, "template": Template}
 
 
 def run_tick(
     sweep: Sweep,
-    say: Callable[[str], None],
+    echo: Callable[[str], None],
     *,
     own: str | None = None,
-    afresh: bool = False,
+    by_user: bool = False,
     leave_stopped: bool = False,
 ) -> bool:
-    """One turn. `own` is the folder of the trial in whose job it is taken, after its end. `afresh`: a person starts the
-    sweep, and what was stopped before goes on, now or in a later turn, unless `leave_stopped`.
+    """Run one tick. `own` is the folder of the trial in whose job it runs, after the trial's end. `by_user`: a user
+    starts the sweep; trials that were stopped before continue, now or in a later tick, unless `leave_stopped`.
 
-    True when the own trial is due again, in the same job.
+    Returns whether the own trial is due again, in the same job.
     """
     with wait_for_lock(sweep):
         plan = sweep.plan()
         optuna_search.require_optuna(plan)
-        profile = kept_profile(sweep, afresh=afresh)
-        if afresh:
+        profile = read_profile(sweep, refresh=by_user)
+        if by_user:
             if not leave_stopped:
                 sweep.decide("start")
             sweep.stop_file.unlink(missing_ok=True)
-        jobs = KINDS[profile.launcher](sweep, plan, profile, own=_own(sweep, own))
+        jobs = JobBackend(sweep, plan, make_queue(sweep, plan, profile), own=_own(sweep, own))
         try:
-            Controller(sweep, plan, jobs, say).tick(stop=sweep.stop_file.exists())
+            Controller(sweep, plan, jobs, echo).tick(stop=sweep.stop_file.exists())
         except TiltyardError as error:
-            log_event(Run(sweep.folder), "warning", f"A turn could not be taken: {error.message}")
-            if not jobs.goes_on:  # what could not be submitted is left to the next turn, which the own trial takes
+            log_event(Run(sweep.folder), "warning", f"A tick failed: {error.message}")
+            if not jobs.own_continues:  # else the own trial runs the next tick, which submits the rest
                 raise
-            say(error.message)
-        return jobs.goes_on
+            echo(error.message)
+        return jobs.own_continues
 
 
-def would_submit(sweep: Sweep, plan: Plan, profile: Profile, trials: int) -> str:
-    """What would be submitted first, as text, for a sweep that does not exist."""
+def make_queue(sweep: Sweep, plan: Plan, profile: Profile) -> Queue:
+    """The queue of a profile, whose jobs get the plan's variables too."""
+    whole = profile.model_copy(update={"environment": {**profile.environment, **plan.environment}})
+    return SlurmArrays(sweep, plan, whole) if profile.launcher == "slurm" else CustomQueue(sweep, plan, whole)
+
+
+def preview(sweep: Sweep, plan: Plan, profile: Profile, trials: int) -> str:
+    """The script that would be submitted first, for a sweep that does not exist yet."""
     first = trials if plan.search in ("grid", "random") else min(trials, plan.max_parallel)
-    return KINDS[profile.launcher](sweep, plan, profile).shown(first)
+    return make_queue(sweep, plan, profile).preview(first)
 
 
 def wait_for_lock(sweep: Sweep) -> Lock:
-    """The sweep's lock, as soon as whoever has it lets go."""
-    deadline = time.monotonic() + TIMEOUT
+    """Acquire the sweep's lock as soon as it is free."""
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             return Lock.acquire(Run(sweep.folder))
         except UseError as error:
             owner = read_owner(sweep.folder)
             if time.monotonic() >= deadline:
-                who = f"pid {owner.get('pid')} on host {owner.get('host')}" if owner else "somebody"
+                holder = f"pid {owner.get('pid')} on host {owner.get('host')}" if owner else "another process"
                 raise TiltyardError(
-                    f"{who} has had the lock of sweep {sweep.id} for {TIMEOUT:.0f} s: {error.message}", error.hint
+                    f"{holder} has held the lock of sweep {sweep.id} for {LOCK_TIMEOUT:.0f} s: {error.message}",
+                    error.hint,
                 ) from error
-            time.sleep(AGAIN)
+            time.sleep(POLL_SECONDS)
 
 
-def end_early(sweep: Sweep, every: float) -> None:
-    """Write down who falls behind, and leave a file for their agents to find; nothing if somebody did so lately."""
+def stop_worst(sweep: Sweep, every: float) -> None:
+    """Record which trials the plan's rule stops, and leave a file for their agents; at most once in every / 2 s."""
     mark = sweep.folder / JUDGED
     if mark.exists() and time.time() - mark.stat().st_mtime < every / 2:
         return
@@ -113,14 +120,14 @@ def end_early(sweep: Sweep, every: float) -> None:
             for number, row in rows.items()
             if row.state != "waiting"
         }
-        for number, why in judge(sweep, plan, curves, running).items():
-            log_event(Run(sweep.folder), "stopped", f"Trial {number} is ended early: {why}")
+        for number, why in stop_early(sweep, plan, curves, running).items():
+            log_event(Run(sweep.folder), "stopped", f"Trial {number} is stopped early: {why}")
             (sweep.place(number) / FOLDER / STOP).touch()
 
 
 def _own(sweep: Sweep, folder: str | None) -> int | None:
-    """The number of the trial in whose job this is; none if it has been given to another job since, as by a turn that
-    had the lock before: so it is asked under the lock."""
+    """The number of the trial in whose job this runs; None if an earlier tick gave the trial to another job, which is
+    why the lock is held here."""
     if folder is None:
         return None
     number = int(Path(folder).name.partition("-")[0])
@@ -128,28 +135,28 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
     return number if job.get("array") == os.environ.get(JOB_VARIABLE, job.get("array")) else None
 
 
-def _take_at_end(sweep: Sweep, own: str) -> bool:
-    """The turn of a task at its end: again and again while the queue is silent."""
-    pace, deadline = Backoff(), time.monotonic() + OUTAGE
+def _run_at_end(sweep: Sweep, own: str) -> bool:
+    """The tick of a job at its end, repeated while the queue does not answer."""
+    pace, deadline = Backoff(), time.monotonic() + OUTAGE_SECONDS
     while True:
         try:
-            return run_tick(sweep, _say, own=own)
+            return run_tick(sweep, _echo, own=own)
         except UseError:
             raise
         except TiltyardError as error:
             if time.monotonic() >= deadline:
                 raise
-            _say(f"{error.message}; the turn is tried again")
+            _echo(f"{error.message}; trying again")
             time.sleep(pace.next_pause())
 
 
-def _say(sentence: str) -> None:
+def _echo(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """The exit code of a turn."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tiltyard.sweep.tick")
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--own")
@@ -158,13 +165,13 @@ def main() -> int:
     sweep = Sweep(atomic.absolute(args.sweep))
     try:
         if args.judge is not None:
-            end_early(sweep, args.judge)
+            stop_worst(sweep, args.judge)
             return EXIT_DONE
-        goes_on = run_tick(sweep, _say) if args.own is None else _take_at_end(sweep, args.own)
+        again = run_tick(sweep, _echo) if args.own is None else _run_at_end(sweep, args.own)
     except TiltyardError as error:
-        sys.stderr.write(f"error: {error.message}\n{error.hint}\n")
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
         return error.exit_code
-    return RUN_AGAIN if goes_on else EXIT_DONE
+    return RUN_AGAIN if again else EXIT_DONE
 
 
 if __name__ == "__main__":

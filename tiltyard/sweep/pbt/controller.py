@@ -1,14 +1,14 @@
-"""Population-based training over the trials of a sweep: who has come to the end of a period, and what becomes of it.
+"""Population-based training over the trials of a sweep: which members ended a period, and how each continues.
 
-    a member pauses -> its checkpoint is pinned, its score written down
-    its turn comes  -> is it of the worst, and far behind?  the decision is written down, either way
-                    -> the source's pinned checkpoint becomes the member's newest, its new settings are told to it
-                    -> it goes on to the end of its next period
+    a member pauses       -> its checkpoint is pinned, its score recorded
+    before it continues   -> is it among the worst, and far behind? the decision is recorded, either way
+                          -> if so: the source's pinned checkpoint becomes its newest, with new settings
+                          -> it trains to the end of its next period
 
-The decision about a member is made as late as can be: when there is room for it, or for another that has come as far.
-By then those that wait with it can be compared with it.
-Killed at any moment, whoever comes next finds what is decided and not done, and does it; what is not decided yet is
-decided from the same lines by the same draws. All of it is for whoever holds the sweep's lock.
+The decision about a member is made as late as possible: when it, or another that has trained as far, can continue. By
+then the members that wait with it can be compared with it.
+After a kill at any moment, the next controller carries out decisions that are recorded, and makes the others from the
+same records and random numbers. All of it needs the sweep's lock.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PINNED = "pinned"
 
 
 class Population:
-    """What a controller asks about the members. Remembers nothing: the disk says it all."""
+    """The members of one sweep, for its controller. Stateless: everything is on disk."""
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
@@ -48,72 +48,73 @@ class Population:
         self.tunables = tunables(plan)
         (sweep.folder / PINNED).mkdir(exist_ok=True)
 
-    def note(self, numbers: Iterable[int]) -> set[int]:
-        """Write down who of these has come to the end of a period, and pin what others may copy; those that have, and
-        those that were told of the next one and never got to begin it, because whoever told them was killed or refused.
-        """
-        story = lineage.read(self.sweep)
+    def record_periods(self, numbers: Iterable[int]) -> set[int]:
+        """Record which of these members ended a period, and pin the checkpoints that others may copy.
+
+        Returns those, and members whose next period was set up but never began: the controller was killed, or the job
+        refused."""
+        history = lineage.read(self.sweep)
         found = set()
         for number in numbers:
             run = Run(self.sweep.place(number))
             paused = _paused(run)
             if paused is None:
-                found |= {number} if _told_and_left(run) else set()
+                found |= {number} if _set_up_only(run) else set()
                 continue
             found.add(number)
             period, at = paused
-            if period == story.count(number) + 1:
+            if period == history.count(number) + 1:
                 checkpoint.pin(at.folder, self._pin(number, period))
-                score = self._score(run, story.copy(number))
+                score = self._score(run, history.copy(number))
                 self.sweep.decide("period", trial=number, period=period, env_steps=at.env_steps, score=score)
         self._unpin()
         return found
 
     def order(self, numbers: Iterable[int]) -> list[int]:
-        """Who goes next: the member with the fewest env steps."""
-        story = lineage.read(self.sweep)
-        return sorted(numbers, key=lambda number: (story.begins(number), number))
+        """The order in which members continue: fewest env steps first."""
+        history = lineage.read(self.sweep)
+        return sorted(numbers, key=lambda number: (history.begins(number), number))
 
     def set_up(self, number: int, waiting: Iterable[int]) -> list[str]:
-        """Before a member is started: decide about it, and about all that wait at the end of as early a period; make it
-        a copy if that was decided, and tell it how far to go. Sentences about what was done.
+        """Prepare a member's next period: decide about it and about all that wait at the end of as early a period, make
+        it a copy if so decided, and write how far it trains. Returns sentences about copies.
 
-        Whoever is in the middle of a period goes on with it.
+        A member in the middle of a period just continues.
         """
-        story, folder = lineage.read(self.sweep), self.sweep.place(number)
-        known, over = read_schedule(folder), story.count(number)
+        history, folder = lineage.read(self.sweep), self.sweep.place(number)
+        known, over = read_schedule(folder), history.count(number)
         if known is not None and known.period > over:
             return []
-        alike = [each for each in waiting if story.begins(each) <= story.begins(number)]
+        alike = [each for each in waiting if history.begins(each) <= history.begins(number)]
         for each in dict.fromkeys([number, *alike]):
             self._decide(each)
-        story = lineage.read(self.sweep)
-        copy = story.copied_after(number, over)
+        history = lineage.read(self.sweep)
+        copy = history.copied_after(number, over)
         if copy is not None:
-            self._make_copy(story, copy)
-        until = max(self.rules.start, story.begins(number) + self.rules.period)
-        SettingsSchedule([(0, story.settings(number))], until, over + 1).write(folder)
+            self._make_copy(history, copy)
+        until = max(self.rules.start, history.begins(number) + self.rules.period)
+        SettingsSchedule([(0, history.settings(number))], until, over + 1).write(folder)
         return [describe_copy(copy)] if copy is not None else []
 
     # -- deciding
 
     def _decide(self, number: int) -> None:
-        """Write down whether the member becomes a copy, of whom, and with which settings; once for each period."""
-        story = lineage.read(self.sweep)
-        if not story.undecided(number):
+        """Record whether the member becomes a copy, of which one, and with which settings; once for each period."""
+        history = lineage.read(self.sweep)
+        if not history.undecided(number):
             return
-        over = story.count(number)
+        over = history.count(number)
         rng, failed = draws(self.plan, number, over), self._failed()
-        ranked = [each for each in story.members() if each.number not in failed]
+        ranked = [each for each in history.members() if each.number not in failed]
         source = source_for(self.rules, ranked, number, rng)
-        if source is None or self._awaited(story, failed):
+        if source is None or self._awaited(history, failed):
             self.sweep.decide("stays", trial=number, period=over)
             return
-        own, theirs = story.periods[number][-1], story.periods[source][-1]
-        settings = story.settings(source, theirs.number)
+        own, theirs = history.periods[number][-1], history.periods[source][-1]
+        settings = history.settings(source, theirs.number)
         if self.plan.population.explore == "pb2":
-            others = [story.settings(other) for other in story.first if other != number]
-            after = {**settings, **pb2.propose(self.tunables, story.gains(self.plan.better), others, self.rules, rng)}
+            others = [history.settings(other) for other in history.first if other != number]
+            after = {**settings, **pb2.propose(self.tunables, history.gains(self.plan.better), others, self.rules, rng)}
         else:
             after = perturb(self.tunables, settings, self.rules, rng)
         self.sweep.decide(
@@ -125,7 +126,7 @@ class Population:
             env_steps=own.env_steps,
             source_env_steps=theirs.env_steps,
             counts_from=theirs.env_steps,
-            before=story.settings(number),
+            before=history.settings(number),
             after=after,
             attempt=int(Run(self.sweep.place(number)).status()["attempt"]),
             score=own.score,
@@ -133,32 +134,31 @@ class Population:
         )
 
     def _failed(self) -> set[int]:
-        """Who failed once too often, whether it said so or was killed: nobody waits for it, and it holds no place among
-        the best or the worst. Whoever is tried again by itself is none of these."""
+        """Members whose retries are used up: no other waits for them, and they are not ranked."""
         known = results.failures(self.sweep.decisions())
         often = [trial for trial in self.sweep.trials() if len(known.get(trial.number, ())) > self.plan.retries]
         return {row.trial.number for row in results.rows(self.sweep, self.plan, often) if row.state == "failed"}
 
-    def _awaited(self, story: Lineage, failed: set[int]) -> bool:
-        """Whether somebody has not come to the end of a first period yet, and will: nobody is the worst before that."""
-        unknown = [number for number, periods in story.periods.items() if not periods and number not in failed]
+    def _awaited(self, history: Lineage, failed: set[int]) -> bool:
+        """Whether a member has yet to end its first period: no one is ranked worst before that."""
+        unknown = [number for number, periods in history.periods.items() if not periods and number not in failed]
         runs = [Run(self.sweep.place(number)) for number in unknown]
         return any(not run.folder.exists() or run.status()["state"] != "finished" for run in runs)
 
     def _score(self, run: Run, copy: Copy | None) -> float | None:
-        """The newest value of the metric, of those that the member recorded since it is what it is."""
+        """The newest value of the metric that the member recorded since it last became a copy."""
         since = copy.attempt if copy is not None else 0
         own = [record for record in metrics.read(run) if int(record.get("attempt", 0)) > since]
         return metrics.latest(own, self.plan.metric.name)
 
-    # -- doing it
+    # -- copying
 
-    def _make_copy(self, story: Lineage, copy: Copy) -> None:
-        """The source's pinned checkpoint becomes the member's newest. Done again, it changes nothing."""
+    def _make_copy(self, history: Lineage, copy: Copy) -> None:
+        """Make the source's pinned checkpoint the member's newest. Idempotent."""
         exploit = copy.exploit
         run = Run(self.sweep.place(exploit.member))
         pinned = checkpoint.select(self._pin(exploit.source, copy.source_period))
-        theirs = story.settings(exploit.source, copy.source_period)
+        theirs = history.settings(exploit.source, copy.source_period)
         same_env = all(theirs.get(key) == value for key, value in exploit.after.items() if key.startswith("env."))
         with Lock.acquire(run):
             checkpoint.copy_into(run, pinned, score=pinned.score if same_env else None, milestone=False)
@@ -166,17 +166,17 @@ class Population:
             if not any(each["kind"] == "exploited" and each["period"] == copy.period for each in read_events(run)):
                 log_event(run, "exploited", describe_copy(copy), **copy.as_data())
 
-    # -- what may be copied
+    # -- pinned checkpoints
 
     def _pin(self, number: int, period: int) -> Path:
         return self.sweep.folder / PINNED / f"{number:04d}-{period:05d}"
 
     def _unpin(self) -> None:
-        """Drop what nobody can ask for any more: all but each member's newest, and the sources of copies not made."""
-        story = lineage.read(self.sweep)
-        kept = {self._pin(number, story.count(number)) for number in story.first}
-        for number in story.first:
-            copy = story.copied_after(number, story.count(number))
+        """Delete pins that no copy can need: all but each member's newest and the sources of copies not made yet."""
+        history = lineage.read(self.sweep)
+        kept = {self._pin(number, history.count(number)) for number in history.first}
+        for number in history.first:
+            copy = history.copied_after(number, history.count(number))
             if copy is not None:
                 kept.add(self._pin(copy.exploit.source, copy.source_period))
         for place in (self.sweep.folder / PINNED).iterdir():
@@ -185,17 +185,16 @@ class Population:
 
 
 def _stopped(run: Run) -> tuple[SettingsSchedule, int, dict[str, Any]] | None:
-    """How far a member that is stopped was told to go, and its status; None for others."""
-    stretches = read_schedule(run.folder)
-    if stretches is None or stretches.until is None or not (run.folder / STATUS).exists():
+    """The schedule of a stopped member, the env step it trains to, and its status; None for others."""
+    schedule = read_schedule(run.folder)
+    if schedule is None or schedule.until is None or not (run.folder / STATUS).exists():
         return None
     status = run.status()
-    return (stretches, stretches.until, status) if status["state"] == "stopped" else None
+    return (schedule, schedule.until, status) if status["state"] == "stopped" else None
 
 
-def _told_and_left(run: Run) -> bool:
-    """Whether a member paused, was told of its next period, and nobody has written to it since: not a person either,
-    who would have left another reason."""
+def _set_up_only(run: Run) -> bool:
+    """Whether a member paused, its next period was set up, and it never began: a user's stop leaves another reason."""
     found = _stopped(run)
     if found is None:
         return False
@@ -204,12 +203,12 @@ def _told_and_left(run: Run) -> bool:
 
 
 def _paused(run: Run) -> tuple[int, checkpoint.Checkpoint] | None:
-    """The period whose end a member has come to, and the checkpoint there; None for one that has not."""
+    """The period that a member has ended, and the checkpoint there; None if it has not."""
     found = _stopped(run)
     if found is None:
         return None
-    stretches, until, status = found
+    schedule, until, status = found
     if int(status["progress"]["env_steps"]) < until:
         return None
     newest, _ = checkpoint.newest_valid(run)
-    return (stretches.period, newest) if newest is not None and newest.env_steps >= until else None
+    return (schedule.period, newest) if newest is not None and newest.env_steps >= until else None

@@ -1,10 +1,11 @@
-"""A population's story, read off the decisions of its sweep: who came how far, with what, and who is a copy of whom.
+"""A population's history, read from the decisions of its sweep: how far each member trained, with which settings, and
+which member is a copy of which.
 
     {"kind": "period", "trial": 3, "period": 2, "env_steps": 10240, "score": 20.5}       the end of a member's period
-    {"kind": "exploit", "trial": 3, "period": 2, "source": 1, "source_period": 2, ...}   after it, a copy of another's
-    {"kind": "stays", "trial": 1, "period": 2}                                           after it, nobody's
+    {"kind": "exploit", "trial": 3, "period": 2, "source": 1, "source_period": 2, ...}   after it: a copy of another
+    {"kind": "stays", "trial": 1, "period": 2}                                           after it: unchanged
 
-A line is written before it is acted upon. Every exploit follows from the lines above it and the plan's seed.
+A line is written before anything acts on it. Every exploit follows from the lines above it and the plan's seed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tiltyard.sweep.preflight import new_run
 
 @dataclass(frozen=True)
 class Period:
-    """Where a member stood at the end of one of its periods, which count from 1."""
+    """A member at the end of one of its periods, which count from 1."""
 
     number: int
     env_steps: int
@@ -34,13 +35,13 @@ class Period:
 
 @dataclass(frozen=True)
 class Copy:
-    """An exploit, after which of the member's periods, and of which of the source's."""
+    """An exploit, with the member's period after which it happened and the source's period that was copied."""
 
     exploit: Exploit
     period: int
     source_period: int
     attempt: int
-    """of the member, when it was replaced: what it recorded until then was another's"""
+    """of the member, when it was replaced: its records up to this attempt do not count for the copy"""
     score: float | None
     source_score: float | None
 
@@ -50,7 +51,7 @@ class Copy:
 
 
 class Lineage:
-    """The story of all members so far."""
+    """The history of all members so far."""
 
     def __init__(self, trials: Iterable[Trial], decisions: Iterable[Mapping[str, Any]]) -> None:
         self.first: dict[int, Settings] = {}
@@ -70,34 +71,34 @@ class Lineage:
                 self._stay.add((line["trial"], line["period"]))
 
     def count(self, member: int) -> int:
-        """How many of its periods are over."""
+        """How many periods of the member are over."""
         return len(self.periods[member])
 
     def copy(self, member: int) -> Copy | None:
-        """The newest one that made the member what it is."""
+        """The newest copy that replaced the member."""
         return next((each for each in reversed(self.copies) if each.exploit.member == member), None)
 
     def settings(self, member: int, period: int | None = None) -> Settings:
-        """Those of the member's newest period, or of an earlier one."""
+        """The settings of the member's newest period, or of an earlier one."""
         made = [each for each in self.copies if each.exploit.member == member]
         made = [each for each in made if period is None or each.period < period]
         return made[-1].exploit.after if made else self.first[member]
 
     def undecided(self, member: int) -> bool:
-        """Whether nobody has said yet what becomes of the member after its newest period."""
+        """Whether no decision about the member after its newest period is recorded."""
         period = self.count(member)
         return period > 0 and (member, period) not in self._stay and self.copied_after(member, period) is None
 
     def copied_after(self, member: int, period: int) -> Copy | None:
-        """What made the member another after that period, if anything did."""
+        """The copy that replaced the member after that period, if any."""
         return next((each for each in self.copies if each.exploit.member == member and each.period == period), None)
 
     def begins(self, member: int) -> int:
-        """The env steps that its next period begins at."""
+        """The env steps at which its next period begins."""
         return self._after(member, self.count(member))[0]
 
     def _after(self, member: int, period: int) -> tuple[int, float | None]:
-        """Env steps and score that the member goes on with after a period; period 0 was over before it began."""
+        """Env steps and score with which the member continues after a period; 0 means before the first."""
         copy = self.copied_after(member, period)
         if copy is not None:
             return copy.exploit.counts_from, copy.source_score
@@ -106,8 +107,8 @@ class Lineage:
         return self.periods[member][period - 1].env_steps, self.periods[member][period - 1].score
 
     def members(self) -> list[Member]:
-        """As a decision sees them: each as it stood at the end of its newest period. Whoever became a copy since then
-        counts as what it was: else the next worse would be the worst, and so on."""
+        """The members as a decision ranks them: each as at the end of its newest period. One that became a copy since
+        counts as it was: else the next one would be the worst, and so on."""
         newest = [(number, periods[-1]) for number, periods in self.periods.items() if periods]
         return [
             Member(number, last.env_steps, last.score, self._after(number, last.number - 1)[0])
@@ -115,7 +116,7 @@ class Lineage:
         ]
 
     def gains(self, better: float) -> list[Gain]:
-        """What each period brought, where that is known."""
+        """The change of score in each period, where both scores are known."""
         found = []
         for number, periods in self.periods.items():
             for period in periods:
@@ -126,14 +127,14 @@ class Lineage:
         return found
 
     def schedule(self, member: int) -> list[tuple[int, Settings]]:
-        """From which env step on which settings, seeds among them, for one run that repeats what made the member."""
+        """(env step, settings from there on), seeds included, for one run that repeats the member's history."""
         first = {number: {**settings, "seed": self.seeds[number]} for number, settings in self.first.items()}
         seeded = [_with_seed(each.exploit, self.seeds) for each in self.copies]
         return schedule(member, seeded, first)
 
 
 def read(sweep: Sweep) -> Lineage:
-    """The story as it stands on the disk."""
+    """Read the history from disk."""
     return Lineage(sweep.trials(), sweep.decisions())
 
 
@@ -152,28 +153,28 @@ def _copy(line: Mapping[str, Any]) -> Copy:
 
 
 def _with_seed(exploit: Exploit, seeds: Mapping[int, int]) -> Exploit:
-    """Whoever becomes a copy goes on with draws of its own."""
+    """The exploit with the member's own seed in its settings: a copy does not repeat the source's random numbers."""
     seed = {"seed": seeds[exploit.member]}
     return replace(exploit, before={**exploit.before, **seed}, after={**exploit.after, **seed})
 
 
-def story_of(sweep: Sweep) -> Lineage:
-    """The story of a sweep that is a population; UseError for others."""
+def lineage_of(sweep: Sweep) -> Lineage:
+    """The history of a population; UseError for other sweeps."""
     if sweep.plan().search != "population":
-        raise UseError(f"{sweep.id} is no population: nobody is a copy of anybody", "tiltyard sweep status")
+        raise UseError(f"{sweep.id} is not a population (search: population)", f"tiltyard sweep status {sweep.typed}")
     return read(sweep)
 
 
 def schedule_of(sweep: Sweep, member: int) -> list[tuple[int, Settings]]:
-    """From which env step on which settings."""
-    story = story_of(sweep)
-    if member not in story.first:
-        raise UseError(f"{sweep.id} has no member {member}", f"it has 1 to {len(story.first)}")
-    return story.schedule(member)
+    """(env step, settings from there on) of one member."""
+    found = lineage_of(sweep)
+    if member not in found.first:
+        raise UseError(f"{sweep.id} has no member {member}", f"members are 1 to {len(found.first)}")
+    return found.schedule(member)
 
 
 def make(sweep: Sweep, member: int, command: Sequence[str]) -> Run:
-    """The run, ready to be trained; made beside the sweep."""
+    """Make a run beside the sweep that repeats the member's history when trained."""
     schedule = schedule_of(sweep, member)
     first = dict(schedule[0][1])
     trial = Trial(member, member, first.pop("seed"), first)

@@ -1,10 +1,10 @@
-"""What a plan's population is made of: the dials that its settings are moved by, and what each member begins with.
+"""The members of a plan's population: the dials that change their settings, and what each member begins with.
 
     algo.lr: {log: [1e-5, 1e-2]}            a line of the space is a dial; members begin spread over all of them
     env.options.rewards: {weights: true}    the numbers of that mapping: the first member begins with the experiment's,
                                             the others with each of them multiplied or divided
 
-Only what a run may go on with is moved: numbers of `algo`, and settings of `env` that leave its spaces as they are.
+Only settings that may change in a run are varied: numbers of `algo`, and settings of `env` that keep its spaces.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.sweep.space import WEIGHTS, dimensions
 
-ON_RLLIB = ("lr", "clip", "entropy", "kl")  # of ppo: those that its updates tell of
-_FIRST = 0  # where a member's number stands in other draws
+ON_RLLIB = ("lr", "clip", "entropy", "kl")  # of ppo: those whose value in effect the updates report
+_FIRST = 0  # in place of a member's number: the draws of the first settings
 
 
 def draws(plan: Plan, member: int, period: int) -> np.random.Generator:
-    """The draws of one decision: whoever decides again draws the same."""
+    """Random numbers of one decision: the same whenever it is made."""
     return np.random.default_rng([plan.seed, member, period])
 
 
 def tunables(plan: Plan) -> list[Tunable]:
-    """What is moved. The plan's experiment is a mapping by now."""
+    """The settings that are varied. The plan's experiment must be a mapping."""
     return [*tunables_of(dimensions(plan)), *(Number(key) for key in _weights(plan))]
 
 
 def first_settings(plan: Plan, count: int) -> list[Settings]:
-    """What each member begins with: as the plan says, or spread over its space."""
+    """The first settings of each member: the plan's points, or spread over its space."""
     bounded, held = tunables_of(dimensions(plan)), _weights(plan)
     if plan.points:
         return [{**held, **point} for point in plan.points]
@@ -49,7 +49,7 @@ def first_settings(plan: Plan, count: int) -> list[Settings]:
 
 
 def _weights(plan: Plan) -> Settings:
-    """The numbers of each mapping that the space names, as the experiment has them."""
+    """The experiment's numbers in each mapping that the space names."""
     found: Settings = {}
     for key, value in plan.space.items():
         if value != WEIGHTS:
@@ -57,10 +57,13 @@ def _weights(plan: Plan) -> Settings:
         tree = _below(plan.experiment, key)
         numbers = reward_weights(tree, key) if isinstance(tree, dict) else {}
         if not numbers:
-            raise UseError(f"space.{key} = {{weights: true}}: the experiment has no numbers there", "name a mapping")
+            raise UseError(
+                f"space.{key} = {{weights: true}}: the experiment has no numbers there",
+                "name a mapping of numbers",
+            )
         odd = next((name for name in numbers if "=" in name or "," in name), None)
         if odd is not None:
-            raise UseError(f"{odd} has a '=' or a ',' in its name", "write it without")
+            raise UseError(f"{odd} has a '=' or a ',' in its name", "rename it")
         found |= numbers
     return found
 
@@ -75,20 +78,22 @@ def _below(tree: Any, key: str) -> Any:
 
 
 def check(plan: Plan, built: Sequence[Experiment]) -> None:
-    """Whether this population can learn and be decided about; ConfigError with everything that is wrong."""
+    """ConfigError with everything that is wrong with a population's plan."""
     problems = [problem for key in _keys(plan) if (problem := _movable(key, built[0])) is not None]
     for key, value in plan.space.items():
         if isinstance(value, dict) and {"step", "points"} & set(value):
-            message = "has steps, and a population moves numbers by factors"
-            problems.append(Problem(f"space.{key}", "", message, "leave them out, or give a list of choices"))
+            message = "has steps, but a population multiplies numbers by factors"
+            problems.append(Problem(f"space.{key}", "", message, "remove step and points, or give a list of choices"))
     loose = [tunable.keys[0] for tunable in tunables(plan) if not tunable.bounded]
     if loose and plan.population.explore == "pb2":
-        message = f"chooses between bounds, and {loose[0]} has none"
+        message = f"needs bounds, but {loose[0]} has none"
         problems.append(Problem("population.explore", "pb2", message, "give it a range, or set explore: perturb"))
     moved = [key for tunable in tunables_of(dimensions(plan)) for key in tunable.keys]
     missing = next((key for point in plan.points for key in moved if key not in point), None)
     if missing is not None:
-        problems.append(Problem("points", "", f"say nothing of {missing}, which is moved", "give it to each member"))
+        problems.append(
+            Problem("points", "", f"{missing} is in the space but not in every point", "add it to each point")
+        )
     for experiment in built:
         problems += _timing(plan, experiment)
     if problems:
@@ -104,13 +109,13 @@ def _movable(key: str, experiment: Experiment) -> Problem | None:
     if section == "env" and name != "id":
         return None
     if section != "algo" or name in ("", "id"):
-        hint = "move settings of algo and env; vary others in a sweep"
-        return Problem(f"space.{key}", "", "cannot change in a run that goes on", hint)
+        hint = "a population varies settings of algo and env; vary others in a grid or random search"
+        return Problem(f"space.{key}", "", "cannot change during a run", hint)
     algo = experiment.algo.id
     if experiment.engine.kind == "rllib" and not (algo == "ppo" and name in ON_RLLIB):
-        told = f"with engine.kind = rllib and algo.id = {algo} nobody could say whether it is in force"
-        hint = "on rllib a population moves env settings and, of ppo, lr, clip, entropy and kl"
-        return Problem(f"space.{key}", "", told, hint)
+        message = f"cannot be varied with engine.kind = rllib and algo.id = {algo}: RLlib does not report its value"
+        hint = "on rllib a population varies env settings and, for ppo, lr, clip, entropy and kl"
+        return Problem(f"space.{key}", "", message, hint)
     return None
 
 
@@ -118,9 +123,9 @@ def _timing(plan: Plan, experiment: Experiment) -> list[Problem]:
     found, first = [], max(plan.population.start, plan.population.period)
     total, every, period = experiment.stop.env_steps, experiment.eval.every, plan.population.period
     if total is not None and total <= first:
-        message = f"the first decision would be at env step {first:,}, and stop.env_steps = {total:,}"
+        message = f"the first decision would be at env step {first:,}, but stop.env_steps = {total:,}"
         found.append(Problem("population.start", f"{plan.population.start:,}", message, "set start and period lower"))
     if plan.metric.name.startswith("eval/") and not 0 < every <= period:
-        message = f"needs an evaluation in each period of {period:,} env steps, and eval.every = {every:,}"
-        found.append(Problem("metric", plan.metric.name, message, "set eval.every lower, or compare by train/return"))
+        message = f"needs an evaluation in each period of {period:,} env steps, but eval.every = {every:,}"
+        found.append(Problem("metric", plan.metric.name, message, "set eval.every lower, or metric: train/return"))
     return found

@@ -1,0 +1,63 @@
+"""stdout is for data: nothing else gets there, and what cannot be written there is an error."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import BinaryIO, TextIO
+
+from tiltyard.errors import TiltyardError
+
+
+class Data(io.TextIOWrapper):
+    """stdout: characters that it cannot encode are escaped, and a failed write is an error with a sentence."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> Exception:
+        # Python flushes again at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BrokenPipeError(*error.args)
+        hint = "redirect it to a disk with free space"
+        return TiltyardError(f"stdout cannot be written: {error.strerror}", hint)
+
+
+@contextmanager
+def data_to(buffer: BinaryIO, encoding: str, line_buffering: bool = False) -> Iterator[Data]:
+    """A text stream over a buffer, flushed at the end; the buffer stays open."""
+    data = Data(buffer, encoding, "backslashreplace", line_buffering=line_buffering)
+    try:
+        yield data
+    finally:
+        data.detach()
+
+
+@contextmanager
+def data_stdout() -> Iterator[TextIO]:
+    """The real stdout, for data; meanwhile everything else that is printed, also by C libraries, goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    raw = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        with data_to(raw, sys.stdout.encoding) as data, redirect_stdout(sys.stderr):
+            yield data
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        raw.close()
