@@ -38,7 +38,7 @@ class CustomEnv(CartPoleEnv):
         (
             {"wait": 0.53, "learn": 0.47},
             {"env": 0.3, "inference": 0.19, "wait": 0.51},
-            "in turns: the learner waits 53 %",
+            "alternating: the learner waits 53 %",
         ),
         ({"wait": 0.9, "learn": 0.1}, {"env": 0.2, "wait": 0.8}, "starved learner: the learner waits 90 %"),
         ({"eval": 0.5, "learn": 0.5}, {}, "eval-bound: 50 % of the time is evaluations"),

@@ -89,7 +89,7 @@ def test_a_run_without_returns_and_a_name_that_is_no_picture_are_wrong_use(run, 
     with pytest.raises(UseError, match="has no return to plot yet"):
         learning_curve(run.folder, tmp_path / "curve.png")
     fill(run)
-    with pytest.raises(UseError, match=r"curve.docx does not end like a picture"):
+    with pytest.raises(UseError, match=r"curve.docx is not an image file"):
         learning_curve(run.folder, tmp_path / "curve.docx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 

@@ -1,7 +1,7 @@
-"""What a person sees while a run trains: a live screen on a terminal, its plain twin of lines everywhere else.
+"""Show the progress of a run: a live panel on a terminal, plain lines everywhere else.
 
-Owns no truth: it is told of progress and draws it. Nothing here can stop training: a terminal that went away
-(closed window, broken pipe) makes it silent. Everything goes to stderr, as stdout is data.
+A terminal that goes away (closed window, broken pipe) silences the console but never stops training. Everything goes to
+stderr; stdout is for data. live_panel.py draws the panel.
 
     terminal, UTF-8      a panel redrawn four times a second: progress, curve, returns, speed, where the time goes
     anything else        a line per 1/50 of the budget, evaluation, or ten quiet seconds (a minute in long runs)
@@ -37,9 +37,9 @@ from tiltyard.track.terminal_chart import Point, curve, nice_number, progress_ba
 from tiltyard.types import Progress
 
 _LINES_PER_BUDGET = 50
-_QUIET_SECONDS = (10.0, 60.0)  # a plain line at least this often: at first, and in runs of 20 minutes and more
-_SPEED_WINDOW = 30.0  # seconds of training that speed and time left look back on
-_KEPT_POINTS = 4000  # beyond this every second point of the curve is dropped
+_QUIET_SECONDS = (10.0, 60.0)  # longest gap between plain lines: at first, and in runs over 20 minutes
+_SPEED_WINDOW = 30.0  # seconds of training over which speed and time left are measured
+_KEPT_POINTS = 4000  # above this, every second point of the curve is dropped
 _PART_COLOURS = {"env": "blue", "inference": "magenta", "learn": "green", "save": "yellow", "eval": "cyan"}
 _SHADES = "█▓▒░▚▞"
 
@@ -54,13 +54,13 @@ def clock(seconds: float) -> str:
 
 
 def budgets(stop: Stop) -> list[tuple[str, float]]:
-    """The conditions whose approach can be measured, as (field of Progress, amount)."""
+    """Stop conditions with a measurable progress, as (field of Progress, amount)."""
     found = [(name, getattr(stop, name)) for name in ("env_steps", "frames", "updates", "seconds")]
     return [(name, float(amount)) for name, amount in found if amount is not None]
 
 
 def nearest_budget(stop: Stop, progress: Progress) -> tuple[str, float, float]:
-    """The budget that is furthest used: its field, its amount and the fraction used. No budget: ("", 0, 0)."""
+    """The budget that is nearest to its end: field, amount and fraction used; ("", 0, 0) if there is none."""
     used = [(getattr(progress, name) / amount, name, amount) for name, amount in budgets(stop)]
     if not used:
         return "", 0.0, 0.0
@@ -69,7 +69,7 @@ def nearest_budget(stop: Stop, progress: Progress) -> tuple[str, float, float]:
 
 
 def seconds_left(stop: Stop, earlier: Progress, now: Progress) -> float | None:
-    """Until the first budget is used up at the speed between two moments; None when nothing can be said yet."""
+    """Seconds until the first budget is used up, at the speed between two moments; None if unknown."""
     passed = now.seconds - earlier.seconds
     if passed <= 0:
         return None
@@ -87,7 +87,7 @@ def amount_text(name: str, amount: float) -> str:
 
 
 class _Clock:
-    """Progress of the last half minute, from which speed and time left are measured in this attempt alone."""
+    """Progress of the last half minute of this attempt, to measure speed and time left."""
 
     def __init__(self) -> None:
         self._seen: deque[Progress] = deque()
@@ -112,7 +112,7 @@ class _Clock:
 
 
 class Console:
-    """`start`, then `update` after every engine step and `say` whenever there is something to say, then `finish`."""
+    """Call `start`, then `update` after every record and `say` for messages, then `finish`."""
 
     def __init__(
         self,
@@ -134,32 +134,30 @@ class Console:
         self.returns: list[Point] = []
         self.evaluations: list[Point] = []
         self._clock = _Clock()
-        self._told = time.monotonic()  # when progress last came
+        self._updated = time.monotonic()  # when progress last came
         self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
-        self._line_told = 0  # env steps of the last plain line
+        self._line_steps = 0  # env steps of the last plain line
         self._gone = False
         self._rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
         self._screen: Live | None = None
         self._terminal: _Terminal | None = None
 
-    # ------------------------------------------------------------------------------------------ told by the loop
-
     def start(self, lines: Sequence[str]) -> None:
-        """Print what the run is, and open the live screen."""
+        """Print the first lines and open the live panel."""
         for line in lines:
             self.say(line)
         self._lines_at = (time.monotonic(), -1.0)
-        self._told = time.monotonic()
+        self._updated = time.monotonic()
         if self.live and not self._gone:
-            self._remember()
+            self._load_history()
             if self.stream.isatty():
-                with suppress(OSError, ValueError, termios.error):  # then nobody restores it after a kill -9
+                with suppress(OSError, ValueError, termios.error):  # then it is not restored after a kill -9
                     self._terminal = _Terminal(self.stream.fileno())
             self._screen = Live(
                 get_renderable=self.render,
                 console=self._rich,
                 refresh_per_second=4,
-                # A redirected stdout is data and stays untouched; on the same terminal it would tear the panel.
+                # Only if stdout is a terminal too: printing there would tear the panel.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=True,
                 vertical_overflow="crop",
@@ -167,10 +165,10 @@ class Console:
             self._screen.start()
 
     def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
-        """Take in what a record says (perhaps with an evaluation: `eval/...`), and the shares of the time until it."""
+        """Show a record's metrics (`eval/...` with an evaluation) and its shares of time."""
         passed = metrics_file.seconds_covered(self.progress.env_steps, progress.env_steps, metrics)
         self.progress = progress
-        self._told = time.monotonic()
+        self._updated = time.monotonic()
         self._clock.saw(progress)
         self.metrics.update(metrics)
         if time_split:
@@ -185,18 +183,18 @@ class Console:
             self.evaluations.append((progress.env_steps, float(metrics["eval/return"])))
         if self._screen is None and (evaluated or self._line_is_due()):
             self._lines_at = (time.monotonic(), nearest_budget(self.experiment.stop, progress)[2])
-            self._line_told = progress.env_steps
+            self._line_steps = progress.env_steps
             self._write(self.plain_line(evaluated=evaluated))
 
     def say(self, sentence: str) -> None:
-        """One sentence, above the live screen or as a line."""
+        """Print one sentence, above the live panel or as a line."""
         if self._screen is None:
             self._write(sentence)
         else:
             self._guarded(lambda: self._rich.print(Text(sentence)))
 
     def close(self) -> None:
-        """Give the terminal back, leaving the last picture. Harmless when done already; a must after a failure."""
+        """Close the live panel and restore the terminal. May be called twice; must be called after a failure."""
         if self._screen is not None:
             screen, self._screen = self._screen, None
             self._guarded(screen.stop)
@@ -205,8 +203,8 @@ class Console:
             self._guarded(terminal.close)
 
     def finish(self, state: str, lines: Sequence[str]) -> None:
-        """Close the live screen and print how the run ended."""
-        if self._screen is None and self.progress.env_steps != self._line_told:
+        """Close the live panel and print how the run ended."""
+        if self._screen is None and self.progress.env_steps != self._line_steps:
             self._write(self.plain_line())
         self.close()
         bound = self._bound()
@@ -217,8 +215,8 @@ class Console:
         for line in lines:
             self._write(line)
 
-    def _remember(self) -> None:
-        """The curve of earlier attempts, so that a resumed run shows all of it."""
+    def _load_history(self) -> None:
+        """Load the curve of earlier attempts, so that a resumed run shows all of it."""
         for record in metrics_file.read(self.folder):
             values, steps = record["metrics"], record["env_steps"]
             if "train/return" in values:
@@ -228,7 +226,7 @@ class Console:
             self.metrics.update(values)
         self.returns = self.returns[:: 1 + len(self.returns) // _KEPT_POINTS]
 
-    # ------------------------------------------------------------------------------------------ the plain twin
+    # ------------------------------------------------------------------------------------------ plain lines
 
     def _line_is_due(self) -> bool:
         when, at = self._lines_at
@@ -239,7 +237,7 @@ class Console:
         return time.monotonic() - when >= quiet
 
     def plain_line(self, *, evaluated: bool = False) -> str:
-        """All that matters in one line of ASCII."""
+        """The progress as one line of ASCII."""
         name, _, fraction = nearest_budget(self.experiment.stop, self.progress)
         parts = [f"{self.progress.env_steps:>11,} env steps"]
         if name:
@@ -287,7 +285,7 @@ class Console:
     def _progress_rows(self, width: int) -> list[Text]:
         stop, now = self.experiment.stop, self.progress
         name, amount, fraction = nearest_budget(stop, now)
-        elapsed = clock(now.seconds + (time.monotonic() - self._told if self._screen else 0.0))
+        elapsed = clock(now.seconds + (time.monotonic() - self._updated if self._screen else 0.0))
         left = seconds_left(stop, self._clock.earlier, now)
         times = f"{elapsed}" + (f" · {clock(left)} left" if left is not None and fraction < 1 else "")
         if not name:
@@ -336,14 +334,14 @@ class Console:
         return rows
 
     def _speed(self) -> str:
-        """The whole training's speed, where `tiltyard bench` has measured what the env alone does."""
+        """The speed of the whole run, if `tiltyard bench` has measured the env alone."""
         host = socket.gethostname()
         alone = measured.recall(root_of(self.folder), self.experiment, host)
         text = measured.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
         return f"speed   {text}" if text else ""
 
     def _bound(self) -> str:
-        """What the speed is bound by, in a sentence."""
+        """What limits the speed, in a sentence."""
         workers = {name.removeprefix("workers/"): x for name, x in self.metrics.items() if name.startswith("workers/")}
         return bottleneck(dict(self._shares()), workers)
 
@@ -370,7 +368,7 @@ class Console:
         self._guarded(put)
 
     def _guarded(self, action: Any) -> None:
-        """Do it, or be silent from now on: a terminal that went away is no reason to stop training."""
+        """Call `action`; if the terminal is gone, print nothing from now on."""
         if self._gone:
             return
         try:
@@ -380,8 +378,7 @@ class Console:
 
 
 class _Terminal:
-    """The mode that the terminal has now, for `close`, or for a guard when this process vanishes. Nothing here changes
-    it; an env may, or what an env starts."""
+    """Restores the terminal's mode in `close`, or by a reaper if this process is killed: an env may change the mode."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._mode, self._guard = fd, reaper.terminal_mode(fd), reaper.Reaper(terminal=fd)
@@ -393,6 +390,6 @@ class _Terminal:
 
 
 def _is_live(stream: TextIO) -> bool:
-    """A terminal that can move its cursor and show the characters of the chart."""
+    """Whether the stream is a terminal that can move its cursor and show the chart's characters."""
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and encoding == "utf8"

@@ -1,8 +1,8 @@
-"""The learning curve of a run as a picture, drawn from metrics.jsonl; matplotlib is imported in this file alone.
+"""Plot the learning curve of a run from metrics.jsonl; the only module that imports matplotlib.
 
 line       train/return, the mean of the last 100 training episodes
 diamonds   eval/return, with a band from eval/return_low to eval/return_high (95 %)
-dashes     stop.return, where the experiment has one
+dashes     stop.return, if it is set
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ _KINDS = ("png", "svg", "pdf")
 
 
 def learning_curve(run_folder: Path, out: Path) -> Path:
-    """Draw the run in `run_folder` into `out` (png, svg or pdf by its ending) and return `out`."""
+    """Plot the run in `run_folder` to `out` (png, svg or pdf by its suffix) and return `out`."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
     kind = out.suffix.lstrip(".").lower()
     if kind not in _KINDS:
-        raise UseError(
-            f"{out} does not end like a picture", "use a name that ends with " + ", ".join("." + k for k in _KINDS)
-        )
+        raise UseError(f"{out} is not an image file", "use a name that ends with " + ", ".join("." + k for k in _KINDS))
     records = metrics.read(run_folder)
     training = _finite(records, "train/return")
     evaluated = [record for record in records if math.isfinite(record["metrics"].get("eval/return", math.nan))]
     if not training and not evaluated:
         raise UseError(
-            f"{run_folder} has no return to plot yet: no episode has ended and no evaluation was made",
+            f"{run_folder} has no return to plot yet: no finished episode and no evaluation",
             "train longer, or watch it with: tiltyard logs -f",
         )
     figure = _draw(run_folder, training, evaluated)
@@ -90,7 +88,7 @@ def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[d
         axes.axhline(experiment.stop.return_, color=_SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
             f"goal {experiment.stop.return_:g}",
-            (0, experiment.stop.return_),  # on the left, where a curve that learns has not come up yet
+            (0, experiment.stop.return_),  # on the left, where the curve is still low
             xycoords=("axes fraction", "data"),
             xytext=(4, 4),
             textcoords="offset points",

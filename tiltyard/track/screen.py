@@ -1,4 +1,4 @@
-"""Everything said while a run trains, to the person watching and to the attempt's log file, in the same words."""
+"""The console and the attempt's log file, which get the same messages while a run trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiltyard.types import Progress
 
 
 class Screen:
-    """The live (or plain) console on stderr and, from `begin` on, its plain twin in logs/attempt-N.log."""
+    """The console on stderr and, from `begin` on, plain lines in logs/attempt-N.log."""
 
     def __init__(self, run: Run, experiment: Experiment, *, live: bool | None = None) -> None:
         self.run, self.experiment = run, experiment
@@ -27,7 +27,7 @@ class Screen:
         self.consoles.append(Console(self.experiment, self.run.id, self.run.folder, live=False, stream=self.log))
 
     def start(self, lines: Sequence[str], progress: Progress) -> None:
-        """Say what is about to be trained, and from where it goes on."""
+        """Print what will be trained, and where it continues."""
         for console in self.consoles:
             console.progress = progress
             console.start(lines)
@@ -46,7 +46,7 @@ class Screen:
             console.finish(state, lines)
 
     def close(self) -> None:
-        """Give the terminal back and end the log, whatever happened."""
+        """Restore the terminal and close the log."""
         for console in self.consoles:
             console.close()
         if self.log is not None:

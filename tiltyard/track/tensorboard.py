@@ -1,8 +1,7 @@
-"""TensorBoard events as a mirror of metrics.jsonl; tensorboardX is imported here alone, when a mirror is made.
+"""TensorBoard tracker; the only module that imports tensorboardX, for its message types and checksums.
 
-Its message types and checksums are used, its writer is not: that one's thread dies on a full disk and the next caller
-waits for ever, or it syncs the disk with every record. Here a record is one append of one frame, whole or absent after
-a kill, and a failure raises where mirrors.py catches it. One file per attempt, named so that they sort by time:
+Its own writer is not used: its thread dies on a full disk and the next caller blocks forever. Here a record is one
+append of one frame, and an error is raised to trackers.py. One file per attempt, with names that sort by time:
 
     events.out.tfevents.T1...   env steps 0 ........ 900        (killed)
     events.out.tfevents.T2...          START purge 601, 700 ....      TensorBoard drops 601 to 900 of T1
@@ -20,7 +19,7 @@ from typing import Any
 
 
 class TensorBoardTracker:
-    """Scalars by env step in `folder`; `purge_step` is the first env step of older files that no longer counts."""
+    """Writes scalars by env step to `folder`; values of older files from `purge_step` on are superseded."""
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2

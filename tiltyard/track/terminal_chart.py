@@ -1,4 +1,4 @@
-"""Drawings made of characters for the live screen: a curve, a bar of shares. Pure: numbers in, text out.
+"""Charts made of characters for the live panel: a curve, a bar of shares. Pure: numbers in, text out.
 
 A braille cell is 2 dots wide and 4 high, so a chart of w x h characters has 2w x 4h dots; bits by dot:
 
@@ -42,7 +42,7 @@ def _bounds(points: Iterable[Point]) -> tuple[float, float]:
 
 
 def _thin(points: Sequence[Point], columns: int, left: float, right: float) -> list[Point]:
-    """Mean height per column of dots: a million records cost no more than the screen is wide."""
+    """Mean height per column of dots, so that the cost does not grow with the number of records."""
     span = (right - left) or 1.0
     sums: dict[int, tuple[float, int]] = {}
     for x, y in points:

@@ -1,7 +1,7 @@
-"""The trackers a run asked for, none of which can stop it. metrics.jsonl is the truth; these are copies of it.
+"""The trackers of a run: copies of metrics.jsonl for other tools. A failing tracker never stops training.
 
-check(track)             before the run folder exists: a missing package or login is wrong use
-Mirrors, record, close   whatever a tracker raises switches that one off; the sentences returned say so, once
+check(track)              before the run folder exists: UseError for a missing package or login
+Trackers, record, close   an exception turns that tracker off; the returned messages say so once
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class Tracker(Protocol):
     """One tracker's side of a run."""
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Take over one record of metrics.jsonl."""
+        """Add one record of metrics.jsonl."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
 
 
 def check(track: Track) -> None:
-    """Raise UseError for a tracker that cannot work here."""
+    """UseError for a tracker that cannot work here."""
     wandb.check(track.wandb)
 
 
 class Trackers:
-    """All mirrors of one attempt, opened when metrics.jsonl has its rewind line and before it gets a record.
+    """All trackers of one attempt, opened after the rewind line and before the first record of metrics.jsonl.
 
-    `resumed_at` is the env step that the attempt continues from: what mirrors hold beyond it is superseded.
+    `resumed_at` is the env step that the attempt continues from; later values in trackers are superseded.
     """
 
     def __init__(self, run_folder: Path, experiment: Experiment, resumed_at: int) -> None:
@@ -48,31 +48,31 @@ class Trackers:
         def open_one(name: str) -> None:
             self._open[name] = makers[name]()
 
-        self._unsaid = self._each(list(makers), open_one)
+        self._pending = self._each(list(makers), open_one)
 
     def record(self, record: Mapping[str, Any]) -> list[str]:
-        """Hand on one record after it was appended to metrics.jsonl; returns sentences about mirrors that broke."""
-        unsaid, self._unsaid = self._unsaid, []
-        return unsaid + self._each(list(self._open), lambda name: self._open[name].record(record))
+        """Pass on a record that was appended to metrics.jsonl; return messages about trackers that failed."""
+        pending, self._pending = self._pending, []
+        return pending + self._each(list(self._open), lambda name: self._open[name].record(record))
 
     def close(self) -> list[str]:
-        """End them; returns sentences about mirrors that broke."""
-        unsaid, self._unsaid = self._unsaid, []
-        said = self._each(list(self._open), lambda name: self._open[name].close())
+        """Close all trackers; return messages about those that failed."""
+        pending, self._pending = self._pending, []
+        messages = self._each(list(self._open), lambda name: self._open[name].close())
         self._open.clear()
-        return unsaid + said
+        return pending + messages
 
     def _each(self, names: list[str], action: Callable[[str], None]) -> list[str]:
-        said: list[str] = []
+        messages: list[str] = []
         for name in names:
             try:
-                with unmarked():  # what W&B starts has to finish its work when this process has gone
+                with unmarked():  # W&B's helper process must outlive this process
                     action(name)
-            except Exception as error:  # noqa: BLE001 -- whatever a tracker raises, training goes on
+            except Exception as error:  # noqa: BLE001 -- a tracker may raise anything
                 self._open.pop(name, None)
                 reason = " ".join(str(error).split()) or "no reason given"
-                said.append(
+                messages.append(
                     f"{name} is off for the rest of this attempt ({type(error).__name__}: {reason[:300]}); "
-                    "training goes on and metrics.jsonl is complete"
+                    "training continues and metrics.jsonl is complete"
                 )
-        return said
+        return messages

@@ -1,12 +1,12 @@
-"""Weights & Biases as a mirror of metrics.jsonl; wandb is imported in this file alone, when a mirror is asked for.
+"""Weights & Biases tracker; the only module that imports wandb.
 
-The id lives in track.json of the run folder, so every attempt continues the same W&B run. W&B drops a record whose
-step is not above the last one, so steps are numbers of records, never env steps (which go back on a resume);
-`env_steps` is a metric and the x-axis of all others.
+The id is kept in track.json of the run folder, so every attempt continues the same W&B run. W&B drops records whose
+step does not increase, so steps are record numbers, not env steps (which go back on a resume); `env_steps` is a metric
+and the x-axis of all others.
 
-    offline   a resume writes the whole history anew from metrics.jsonl and removes the older segments, since `wandb
-              sync` lets one segment of a run overwrite another; segments already synced are continued instead
-    online    the server has the history: numbers go on above those of the last attempt
+    offline   a resume rewrites the whole history from metrics.jsonl and removes older segments, because `wandb sync`
+              lets one segment of a run overwrite another; segments that were synced are continued instead
+    online    the server has the history: numbers continue after those of the last attempt
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tiltyard.errors import UseError
 from tiltyard.run import metrics
 from tiltyard.run.redact import mask_all, mask_secrets
 
-_WAIT = 30  # seconds that W&B may take to start or, after that, to end
+TIMEOUT = 30  # seconds for W&B to start, and to finish
 
 
 def check(settings: Wandb) -> None:
-    """Refuse what cannot work, before a run folder exists."""
+    """UseError for settings that cannot work, before a run folder exists."""
     if settings.mode == "off":
         return
     if importlib.util.find_spec("wandb") is None:
@@ -40,7 +40,7 @@ def check(settings: Wandb) -> None:
         )
     if settings.mode == "online" and not _logged_in():
         raise UseError(
-            "track.wandb.mode = online needs a W&B login, and there is none on this machine",
+            "track.wandb.mode = online needs a W&B login, but this machine has none",
             "run `wandb login`, set WANDB_API_KEY, or use track.wandb=offline",
         )
 
@@ -53,7 +53,7 @@ def _logged_in() -> bool:
 
 
 class WandbTracker:
-    """One W&B run below `run_folder`/wandb. `record` takes what metrics.jsonl takes, after metrics.jsonl took it."""
+    """One W&B run in `run_folder`/wandb. Call `record` after appending the record to metrics.jsonl."""
 
     def __init__(self, run_folder: Path, experiment: Experiment, settings: Wandb) -> None:
         import wandb
@@ -62,18 +62,18 @@ class WandbTracker:
         self.id = _stored_id(run_folder)
         older = sorted(
             (run_folder / "wandb").glob(f"offline-run-*-{self.id}*")
-        )  # a second one within a second ends in -1
+        )  # a second one in the same second ends in -1
         history = run_folder / "metrics.jsonl"
         anew = settings.mode == "offline" and not any(list(segment.glob("*.synced")) for segment in older)
         with _environment(_private_folders(run_folder)):
             try:
                 self._run = _open(wandb, self.id, run_folder, experiment, settings)
             except Exception:
-                wandb.teardown()  # ends the helper process, which would hold up the end of training
+                wandb.teardown()  # ends the helper process, which would delay the end of training
                 raise
         self._run.define_metric("env_steps")
         self._run.define_metric("*", step_metric="env_steps")
-        # Lines of every kind, superseded ones too: never fewer than the records that any attempt has sent.
+        # All lines, superseded ones too: at least as many as the records that any attempt has sent.
         self._number = _lines(history)
         if anew:
             for number, record in enumerate(metrics.read(history)):
@@ -82,7 +82,7 @@ class WandbTracker:
                 shutil.rmtree(segment)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """All metrics of one record; returns before anything is sent."""
+        """Queue all metrics of one record; does not wait until they are sent."""
         self._number += 1
         self._log(record, self._number)
 
@@ -117,7 +117,7 @@ def _open(wandb: Any, run_id: str, run_folder: Path, experiment: Experiment, set
 
 
 def _stored_id(run_folder: Path) -> str:
-    """The id of this run's W&B run, made and kept in track.json the first time."""
+    """The id of the W&B run, created once and kept in track.json."""
     file = run_folder / "track.json"
     kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"schema": 1}
     if "wandb_id" not in kept:
@@ -136,13 +136,13 @@ def _lines(file: Path) -> int:
 
 
 def _settings(wandb: Any) -> Any:
-    """Quiet, bounded in time, and telling nothing of this machine; what the user set in the environment stays."""
+    """Quiet, with timeouts, and without facts about this machine; variables set by the user have priority."""
     wanted = {
         "console": "off",
         "disable_code": True,
         "disable_git": True,
-        "finish_timeout": _WAIT,
-        "init_timeout": _WAIT,
+        "finish_timeout": TIMEOUT,
+        "init_timeout": TIMEOUT,
         "save_code": False,
         "silent": True,
         "x_disable_machine_info": True,
@@ -154,7 +154,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _private_folders(run_folder: Path) -> dict[str, str]:
-    """Nothing of a run outside its folder; what the user set stays."""
+    """Environment variables that keep all of W&B's files inside the run folder."""
     inside = run_folder / "wandb"
     inside.mkdir(exist_ok=True)
     names = {"WANDB_CACHE_DIR": "cache", "WANDB_DATA_DIR": "data", "WANDB_ARTIFACT_DIR": "artifacts"}
@@ -164,7 +164,7 @@ def _private_folders(run_folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that wandb reads only from the environment, where the user has not set them, for a moment."""
+    """Temporarily set environment variables that the user has not set."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
     try:
