@@ -46,7 +46,7 @@ def apart(runs: Path) -> Path:
 
 def test_a_run_and_its_evaluation_step_in_processes_that_end_with_it(apart: Path, tiltyard: Command) -> None:
     output = tiltyard("train", "where.py:Where", *SHORT, "env.isolate=process", "stop.env_steps=64", "engine.workers=0")
-    assert "each copy in a process of its own" in output.stderr
+    assert "one process per env" in output.stderr
     (file,) = (apart.parent / "runs").rglob("metrics.jsonl")
     *_, trained = (record["metrics"] for record in metrics.read(file))
     assert trained["episode/same"] == 1.0 and trained["episode/process"] != os.getpid()
@@ -84,21 +84,21 @@ def group_of(copies: int, **settings: Any) -> EnvGroup:
 def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
     """Of every copy, the env steps at which its episodes ended, all of them by a limit."""
     found: list[list[int]] = [[] for _ in range(group.copies)]
-    told = []
+    reported = []
     group.reset()
     for step in range(1, steps + 1):
         now = group.step(np.zeros((group.rows, group.spec.action.columns), np.float32))
-        told += now.episodes
+        reported += now.episodes
         for copy in np.flatnonzero(now.first[:: group.agents]).tolist():
             found[copy].append(step)
-    assert group.frames_taken == steps * group.copies * group.spec.frameskip, "what was cut is counted"
-    assert all(end.length == group.env.time_limit for end in told), "what was cut is not told of"
-    assert len(told) == sum(len(ends) - (ends[0] != group.env.time_limit) for ends in found)
+    assert group.frames_taken == steps * group.copies * group.spec.frameskip, "cut episodes are counted"
+    assert all(end.length == group.env.time_limit for end in reported), "cut episodes are not reported"
+    assert len(reported) == sum(len(ends) - (ends[0] != group.env.time_limit) for ends in found)
     return found
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "isolated_envs.py:Pair"])
-def test_first_episodes_are_cut_at_their_own_times_and_nobody_is_told(name: str) -> None:
+def test_first_episodes_are_cut_at_different_times_and_not_reported(name: str) -> None:
     together = ends_of(group_of(8, id=name, time_limit=50), 160)
     assert together == [[50, 100, 150]] * 8
     group = group_of(8, id=name, time_limit=50, decorrelate=40)
@@ -107,7 +107,7 @@ def test_first_episodes_are_cut_at_their_own_times_and_nobody_is_told(name: str)
     assert ends_of(group, 160) == [[first + 50 * n for n in range(4) if first + 50 * n <= 160] for first in drawn]
 
 
-def test_a_limit_beyond_the_time_limit_cuts_nothing_and_natural_ends_are_told() -> None:
+def test_a_limit_beyond_the_time_limit_cuts_nothing_and_other_ends_are_reported() -> None:
     group = group_of(8, id="Pendulum-v1", time_limit=10, decorrelate=1000)
     drawn = first_limits(3, "train", range(8), 1000)
     assert ends_of(group, 30) == [[10, 20, 30]] * 8 and (drawn >= 10).all()
