@@ -37,9 +37,9 @@ def tracked_files() -> list[str]:
 
 
 def copy_to(folder: Path) -> Path:
-    """Copy the clone, without results of benchmarks and pictures, which no test here reads."""
+    """Copy the clone, without results of benchmarks, which no test reads."""
     for name in tracked_files():
-        if not name.startswith(("bench/", "docs/pictures/")):
+        if not (name.startswith("bench/results/") and name.endswith(".json")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     return folder
