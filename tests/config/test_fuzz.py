@@ -1,4 +1,4 @@
-"""A full file with its settings mutated: every outcome is an experiment or one told in our words, never anything else."""
+"""A full file with its settings mutated: the outcome is always an experiment or an error in our own words."""
 
 import copy
 import math

@@ -27,11 +27,11 @@ def write(tmp_path, monkeypatch):
 
 
 def test_presets_leave_the_layers_of_another_model_alone(write):
-    """What they say about the built-in model's layers is no setting of another; what the user says himself stays."""
+    """Presets' settings for the built-in model's layers are ignored with a user's own model; the user's own are kept."""
     write("", "net.py")
     write("model: {critic: shared}\n", "own.yaml")
     plain = Experiment(env={"id": "x"}).model
-    for words, told in (
+    for words, expected in (
         ([], []),
         (["use=memory"], ["preset memory: model.critic, model.memory.kind ignored"]),
         (["use=atari-fast"], ["preset atari-fast: model.encoder, model.critic ignored"]),
@@ -40,7 +40,7 @@ def test_presets_leave_the_layers_of_another_model_alone(write):
         model = loaded.experiment.model
         assert (model.hidden, model.memory.kind, model.memory.size) == (plain.hidden, "none", 128)
         assert (model.encoder, model.critic, model.memory.bptt) == (plain.encoder, "separate", 4)
-        assert [warning.partition(": only")[0] for warning in loaded.warnings] == told
+        assert [warning.partition(": only")[0] for warning in loaded.warnings] == expected
     assert load("CartPole-v1", debug=True).experiment.model.hidden == [16]
     loaded = load("CartPole-v1", ["model=net.py", "use=own.yaml", "model.hidden=[3]"], debug=True)
     assert (loaded.experiment.model.critic, loaded.experiment.model.hidden) == ("shared", [3])
@@ -113,7 +113,7 @@ def test_the_same_algorithm_again_clears_nothing(write):
 
 
 def test_env_options_of_a_preset_stay_whatever_env_is_chosen():
-    """They were said for no env in particular; another env over one that was named clears them."""
+    """A preset's options apply to any env; another env above a named one discards them."""
     assert load("atari:pong", ["use=[atari-fast]"]).experiment.env.options == {"size": 42}
     more = load({"use": ["atari-fast"], "env": {"id": "atari:breakout", "options": {"noops": 5}}}, [])
     assert more.experiment.env.options == {"size": 42, "noops": 5}

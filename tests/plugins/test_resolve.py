@@ -1,4 +1,4 @@
-"""Names to objects: what a name means, that plug-in code really runs, and how its failures and options are told."""
+"""Names to objects: what a name means, that plug-in code really runs, and how its errors and options are reported."""
 
 import os
 import sys

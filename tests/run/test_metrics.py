@@ -57,7 +57,7 @@ def test_numbers_that_are_none_stay_json_and_come_back(tmp_path):
     metrics.append(path, record(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float32("nan"), e=1e308))
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not valid JSON")
 
     json.loads(path.read_text(), parse_constant=refuse)
     found = metrics.read(path)[0]["metrics"]

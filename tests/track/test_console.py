@@ -220,7 +220,7 @@ console.finish("finished", ["bye"])
 
 
 def in_terminal(tmp_path, end=0, **environment):
-    """What a terminal receives from the child above until nobody has it open any more. Its mode is as it was then."""
+    """What a terminal receives from the child above until no process has it open, and its mode at the end."""
     parent, child = pty.openpty()
     mode = termios.tcgetattr(parent)
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}

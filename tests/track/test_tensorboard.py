@@ -25,10 +25,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_every_metric_is_read_back_at_its_env_step(tmp_path):
-    mirror = TensorBoardTracker(tmp_path / "tb", None)
+    tracker = TensorBoardTracker(tmp_path / "tb", None)
     for step in range(0, 1000, 100):
-        mirror.record(record(step, train__return=step / 2, loss__kl=0.25))
-    mirror.close()
+        tracker.record(record(step, train__return=step / 2, loss__kl=0.25))
+    tracker.close()
     found = scalars(tmp_path / "tb")
     assert found == {
         "train/return": [(step, step / 2) for step in range(0, 1000, 100)],
@@ -37,9 +37,9 @@ def test_every_metric_is_read_back_at_its_env_step(tmp_path):
 
 
 def test_numbers_that_are_none_and_huge_steps_survive(tmp_path):
-    mirror = TensorBoardTracker(tmp_path, None)
-    mirror.record(record(10**15, a=math.nan, b=math.inf, c="-inf", d=7))
-    mirror.close()
+    tracker = TensorBoardTracker(tmp_path, None)
+    tracker.record(record(10**15, a=math.nan, b=math.inf, c="-inf", d=7))
+    tracker.close()
     found = scalars(tmp_path)
     assert math.isnan(found["a"][0][1])
     assert (found["b"], found["c"], found["d"]) == ([(10**15, math.inf)], [(10**15, -math.inf)], [(10**15, 7.0)])
@@ -51,10 +51,10 @@ def test_a_resume_supersedes_what_lies_beyond_its_checkpoint(tmp_path):
         (601, range(700, 1200, 100), 2.0),
         (1001, range(1100, 1300, 100), 3.0),
     ):
-        mirror = TensorBoardTracker(tmp_path, purge)
+        tracker = TensorBoardTracker(tmp_path, purge)
         for step in steps:
-            mirror.record(record(step, x=value))
-        mirror.close()
+            tracker.record(record(step, x=value))
+        tracker.close()
     expected = (
         [(s, 1.0) for s in range(100, 700, 100)]
         + [(s, 2.0) for s in range(700, 1100, 100)]
@@ -65,7 +65,7 @@ def test_a_resume_supersedes_what_lies_beyond_its_checkpoint(tmp_path):
 
 def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     head = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom tiltyard.track.tensorboard import TensorBoardMirror\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom tiltyard.track.tensorboard import TensorBoardTracker\n"
     )
     return subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(code), *arguments], capture_output=True, text=True
@@ -75,9 +75,9 @@ def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_record_survives_kill_9(tmp_path):
     ended = child(
         """
-        mirror = TensorBoardMirror(Path(sys.argv[1]), None)
+        tracker = TensorBoardTracker(Path(sys.argv[1]), None)
         for step in range(50):
-            mirror.record({"env_steps": step, "metrics": {"x": 1.0}})
+            tracker.record({"env_steps": step, "metrics": {"x": 1.0}})
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         str(tmp_path),
@@ -92,10 +92,10 @@ def test_a_full_disk_raises_instead_of_waiting_and_what_was_written_stays_readab
         import resource
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # bytes per file, as on a disk that fills up
-        mirror = TensorBoardMirror(Path(sys.argv[1]), None)
+        tracker = TensorBoardTracker(Path(sys.argv[1]), None)
         for step in range(100):
             try:
-                mirror.record({"env_steps": step, "metrics": {"x": 1.0}})
+                tracker.record({"env_steps": step, "metrics": {"x": 1.0}})
             except OSError as error:
                 sys.exit(f"{step} {error}")
         """,
@@ -110,8 +110,8 @@ def test_a_full_disk_raises_instead_of_waiting_and_what_was_written_stays_readab
 def test_no_thread_and_no_handle_is_left(tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
     for _ in range(5):
-        mirror = TensorBoardTracker(tmp_path, 0)
-        mirror.record(record(1, x=1.0))
-        mirror.close()
+        tracker = TensorBoardTracker(tmp_path, 0)
+        tracker.record(record(1, x=1.0))
+        tracker.close()
     assert (len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))) == before
     assert len(list(tmp_path.iterdir())) == 5

@@ -1,4 +1,4 @@
-"""Mirrors cannot stop training: whatever breaks is said once, and the others go on."""
+"""Trackers cannot stop training: a failure is reported once, and the others continue."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def record(env_steps):
     }
 
 
-def told(folder, mirrors, steps):
-    """What training does per record; returns everything that was said."""
+def record_all(folder, trackers, steps):
+    """Record each step as training does; return all messages."""
     output = []
     for step in steps:
         metrics.append(folder, record(step))
-        output += mirrors.record(record(step))
+        output += trackers.record(record(step))
     return output
 
 
@@ -48,17 +48,17 @@ def tensorboard_steps(folder):
 
 
 def test_only_what_was_asked_for_is_made(tmp_path):
-    mirrors = Trackers(tmp_path, experiment(tensorboard=False), 0)
-    assert told(tmp_path, mirrors, [1, 2]) + mirrors.close() == []
+    trackers = Trackers(tmp_path, experiment(tensorboard=False), 0)
+    assert record_all(tmp_path, trackers, [1, 2]) + trackers.close() == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_both_mirror_the_truth_across_a_resume(tmp_path):
-    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 0)
-    assert told(tmp_path, mirrors, range(100, 600, 100)) + mirrors.close() == []
+def test_both_trackers_match_the_metrics_across_a_resume(tmp_path):
+    trackers = Trackers(tmp_path, experiment(wandb="offline"), 0)
+    assert record_all(tmp_path, trackers, range(100, 600, 100)) + trackers.close() == []
     metrics.rewind(tmp_path, 300, 2)
-    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 300)
-    assert told(tmp_path, mirrors, range(400, 900, 100)) + mirrors.close() == []
+    trackers = Trackers(tmp_path, experiment(wandb="offline"), 300)
+    assert record_all(tmp_path, trackers, range(400, 900, 100)) + trackers.close() == []
     truth = [line["env_steps"] for line in metrics.read(tmp_path)]
     assert truth == list(range(100, 900, 100))
     assert tensorboard_steps(tmp_path) == truth
@@ -67,29 +67,29 @@ def test_both_mirror_the_truth_across_a_resume(tmp_path):
 
 
 def test_a_run_that_starts_over_supersedes_everything(tmp_path):
-    mirrors = Trackers(tmp_path, experiment(), 0)
-    told(tmp_path, mirrors, [100, 200])
-    mirrors.close()
-    mirrors = Trackers(tmp_path, experiment(), 0)
-    told(tmp_path, mirrors, [50, 150])
-    mirrors.close()
+    trackers = Trackers(tmp_path, experiment(), 0)
+    record_all(tmp_path, trackers, [100, 200])
+    trackers.close()
+    trackers = Trackers(tmp_path, experiment(), 0)
+    record_all(tmp_path, trackers, [50, 150])
+    trackers.close()
     assert tensorboard_steps(tmp_path) == [50, 150]
 
 
-def test_a_mirror_that_cannot_open_is_said_once_and_the_other_goes_on(tmp_path):
+def test_a_tracker_that_cannot_open_is_reported_once_and_the_other_continues(tmp_path):
     (tmp_path / "wandb").write_text("in the way")
-    mirrors = Trackers(tmp_path, experiment(wandb="offline"), 0)
-    output = told(tmp_path, mirrors, [1, 2, 3]) + mirrors.close()
+    trackers = Trackers(tmp_path, experiment(wandb="offline"), 0)
+    output = record_all(tmp_path, trackers, [1, 2, 3]) + trackers.close()
     assert len(output) == 1
     assert output[0].startswith("W&B is off for the rest of this attempt (FileExistsError: ")
     assert tensorboard_steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_mirror_that_breaks_while_training_is_said_once_and_training_goes_on(tmp_path):
-    mirrors = Trackers(tmp_path, experiment(), 0)
-    assert told(tmp_path, mirrors, [1]) == []
-    mirrors._open["TensorBoard"]._file.close()  # as a file system that was unmounted
-    output = told(tmp_path, mirrors, [2, 3]) + mirrors.close()
+def test_a_tracker_that_fails_is_reported_once_and_training_continues(tmp_path):
+    trackers = Trackers(tmp_path, experiment(), 0)
+    assert record_all(tmp_path, trackers, [1]) == []
+    trackers._open["TensorBoard"]._file.close()  # as a file system that was unmounted
+    output = record_all(tmp_path, trackers, [2, 3]) + trackers.close()
     assert len(output) == 1
     assert "TensorBoard is off" in output[0] and "training continues" in output[0]
     assert len(metrics.read(tmp_path)) == 3
@@ -111,8 +111,8 @@ def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setenv("HOME", str(tmp_path))
-    mirrors = Trackers(tmp_path, experiment(wandb="online"), 0)
-    output = told(tmp_path, mirrors, [1, 2]) + mirrors.close()
+    trackers = Trackers(tmp_path, experiment(wandb="online"), 0)
+    output = record_all(tmp_path, trackers, [1, 2]) + trackers.close()
     server.close()
     assert len(output) == 1 and output[0].startswith("W&B is off")
     assert tensorboard_steps(tmp_path) == [1, 2]

@@ -41,16 +41,16 @@ def experiment(**wandb):
 
 
 def attempt(folder: Path, steps: range, **wandb) -> str:
-    """What training does: append to the truth, then to the mirror."""
+    """What training does: append to the truth, then to the tracker."""
     described = experiment(**wandb)
-    mirror = WandbTracker(folder, described, described.track.wandb)
+    tracker = WandbTracker(folder, described, described.track.wandb)
     for env_steps in steps:
         record = {"env_steps": env_steps, "frames": env_steps, "updates": 1, "episodes": 2, "seconds": 0.5,
                   "metrics": {"train/return": env_steps / 10, "loss/kl": float("nan")}}  # fmt: skip
         metrics.append(folder, record)
-        mirror.record(record)
-    mirror.close()
-    return mirror.id
+        tracker.record(record)
+    tracker.close()
+    return tracker.id
 
 
 def segments(folder: Path) -> list[Path]:
@@ -118,13 +118,13 @@ import os, signal, sys
 from pathlib import Path
 from tests.track.test_wandb import experiment
 from tiltyard.run import metrics
-from tiltyard.track.wandb import WandbMirror
+from tiltyard.track.wandb import WandbTracker
 folder, described = Path(sys.argv[1]), experiment()
-mirror = WandbMirror(folder, described, described.track.wandb)
+tracker = WandbTracker(folder, described, described.track.wandb)
 for env_steps in range(100, 600, 100):
     record = {"env_steps": env_steps, "metrics": {"train/return": 1.0}}
     metrics.append(folder, record)
-    mirror.record(record)
+    tracker.record(record)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

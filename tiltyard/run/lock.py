@@ -63,7 +63,7 @@ def _first_line(path: str) -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Start time of a process in clock ticks since boot; empty if there is no such process (or no /proc)."""
+    """Start time of a process in clock ticks since boot; empty if the process (or /proc) does not exist."""
     # The command name (field 2) may contain spaces and brackets: split after the last bracket.
     fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]

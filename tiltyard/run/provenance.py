@@ -46,7 +46,7 @@ GIT_SECONDS = 20
 def collect_with_diff(
     command: Sequence[str], base: Sequence[Path] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The facts, and the text of provenance.diff (empty if the working tree is clean or there is no git)."""
+    """The facts, and the text of provenance.diff (empty if the working tree is clean or not in git)."""
     environment = dict(os.environ) if environment is None else environment
     here = Path(base[0]) if base else Path.cwd()
     git, diff = _git(here)
