@@ -59,7 +59,7 @@ def test_the_full_file_has_every_setting_and_loads():
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_mutated_settings_never_surprise(part, tmp_path):
+def test_mutated_settings_give_an_experiment_or_our_error(part, tmp_path):
     original = read_yaml(FULL)
     places = list(paths_of(original))
     path = tmp_path / "x.yaml"
@@ -90,7 +90,7 @@ def test_mutated_settings_never_surprise(part, tmp_path):
     assert fine > 0
 
 
-def test_mutated_overrides_never_surprise():
+def test_mutated_overrides_give_an_experiment_or_our_error():
     names = [name for name, _, _, _ in describe() if "(" not in name]
     rng = random.Random(3)
     for _ in range(count(long=1000)):

@@ -1,4 +1,4 @@
-"""Layers, short forms, origins, and the way to a run folder's file and back."""
+"""Layers, short forms, origins, and reading back a run folder's experiment file."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def write(tmp_path, monkeypatch):
     return writer
 
 
-def test_presets_leave_the_layers_of_another_model_alone(write):
+def test_layer_settings_of_presets_are_ignored_for_a_users_own_model(write):
     """Presets' settings for the built-in model's layers are ignored with a user's own model; the user's own are kept."""
     write("", "net.py")
     write("model: {critic: shared}\n", "own.yaml")
@@ -46,7 +46,7 @@ def test_presets_leave_the_layers_of_another_model_alone(write):
     assert (loaded.experiment.model.critic, loaded.experiment.model.hidden) == ("shared", [3])
 
 
-def test_line_breaks_in_an_override_stay():
+def test_line_breaks_in_an_override_are_kept():
     assert parse_override("notes=one\ntwo  three") == ("notes", "one\ntwo  three")
     assert parse_override('notes="one\\ntwo"') == ("notes", "one\ntwo")
     assert parse_override("notes=|\n one\n two") == ("notes", "one\ntwo")
@@ -99,7 +99,7 @@ def test_every_leaf_has_an_origin():
     assert set(loaded.origins.values()) == {"default", "command line"}
 
 
-def test_another_algorithm_clears_the_old_ones_settings(write):
+def test_another_algorithm_discards_the_settings_of_the_old_one(write):
     write("env: CartPole-v1\nalgo: {id: ppo, lr: 1e-4, clip: 0.1, epochs: 3}\n")
     loaded = load("x.yaml", ["algo.gamma=0.5", "algo.id=a2c"])
     assert loaded.experiment.algo == A2c(id="a2c", gamma=0.5)
@@ -107,19 +107,19 @@ def test_another_algorithm_clears_the_old_ones_settings(write):
     assert load("x.yaml", ["algo=a2c"]).experiment.algo == A2c(id="a2c")
 
 
-def test_the_same_algorithm_again_clears_nothing(write):
+def test_the_same_algorithm_again_discards_nothing(write):
     write("env: CartPole-v1\nalgo: {lr: 1e-4}\n")
     assert load("x.yaml", ["algo.id=ppo"]).experiment.algo == Ppo(lr=1e-4)
 
 
-def test_env_options_of_a_preset_stay_whatever_env_is_chosen():
+def test_env_options_of_a_preset_apply_to_any_env():
     """A preset's options apply to any env; another env above a named one discards them."""
     assert load("atari:pong", ["use=[atari-fast]"]).experiment.env.options == {"size": 42}
     more = load({"use": ["atari-fast"], "env": {"id": "atari:breakout", "options": {"noops": 5}}}, [])
     assert more.experiment.env.options == {"size": 42, "noops": 5}
 
 
-def test_another_env_or_model_clears_its_options_only(write):
+def test_another_env_or_model_discards_only_its_options(write):
     write("env: {id: CartPole-v1, options: {a: 1}, frameskip: 2}\nmodel: {id: 'm:A', options: {b: 1}, hidden: [3]}\n")
     experiment = load("x.yaml", ["env=Acrobot-v1", "model.id=m:B"]).experiment
     assert experiment.env.options == {}
@@ -185,12 +185,12 @@ def test_python_values():
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"x", "\udcff", {3: 4}, 1j])
-def test_python_values_that_no_file_can_say(value):
+def test_python_values_that_yaml_cannot_express(value):
     with pytest.raises(UseError, match=r"env\.options\.x|a key must be text"):
         load({"env": {"id": "CartPole-v1", "options": {"x": value}}})
 
 
-def test_python_values_that_hold_themselves():
+def test_python_values_that_contain_themselves():
     loop: dict = {}
     loop["a"] = loop
     with pytest.raises(UseError, match="nested more than"):
@@ -230,7 +230,7 @@ def test_a_python_file_is_an_env_and_a_folder_is_named(write):
 
 
 @pytest.mark.parametrize("word", ["", " ", "algo.lr=3"])
-def test_targets_that_are_none(word):
+def test_invalid_targets(word):
     with pytest.raises(UseError) as caught:
         load(word)
     assert "CartPole-v1" in caught.value.hint
@@ -256,7 +256,7 @@ def test_overrides_are_yaml(text, pair):
     "text",
     ["algo.lr", "", "=3", ".=3", "algo..lr=3", "a=[1", "a=*x", "a=!!python/name:os 3", "a=\udcff", "x" * 600 + "=1"],
 )
-def test_overrides_that_are_none(text):
+def test_invalid_overrides(text):
     with pytest.raises(UseError) as caught:
         parse_override(text)
     assert caught.value.hint
@@ -283,7 +283,7 @@ def test_presets_together_apply_in_order():
     assert experiment.engine.envs == 8
 
 
-def test_debug_lies_over_the_file_and_below_the_command_line(write):
+def test_debug_is_above_the_file_and_below_the_command_line(write):
     write("env: CartPole-v1\nalgo: {id: a2c, rollout: 512}\nengine: {envs: 64}\nmodel: {memory: gru}\n")
     experiment = load("x.yaml", ["engine.envs=3"], debug=True).experiment
     assert (experiment.algo.rollout, experiment.engine.envs, experiment.stop.updates) == (8, 3, 4)
@@ -308,7 +308,7 @@ def test_wrong_presets(write):
         assert words in caught.value.details
 
 
-def test_a_preset_that_changes_nothing_is_said(write):
+def test_a_preset_without_effect_gives_a_warning(write):
     write(resolved_yaml(load("CartPole-v1").experiment))
     loaded = load("x.yaml", ["use=memory"])
     assert loaded.warnings == ("preset memory has no effect: the file or the command line sets all of its settings",)
@@ -317,7 +317,7 @@ def test_a_preset_that_changes_nothing_is_said(write):
 # ------------------------------------------------------------------------------------------------ resolved files
 
 
-def test_resolved_files_come_back_the_same(tmp_path):
+def test_resolved_files_read_back_the_same(tmp_path):
     overrides = [
         "algo.lr={kind: piecewise, points: [[0, 1e-3], [1e5, 0]]}",
         "notes='two\n\nlines: #no'",

@@ -1,4 +1,4 @@
-"""The table of settings and the schema for editors are complete and say what the loader does."""
+"""The table of settings and the schema for editors are complete and agree with the loader."""
 
 import re
 
@@ -106,14 +106,14 @@ BAD = [
 
 
 @pytest.mark.parametrize("values", GOOD)
-def test_the_schema_takes_what_files_may_say(values):
+def test_the_schema_accepts_valid_files(values):
     made = schema()
     assert made["$schema"].endswith("2020-12/schema")
     assert accepts(made, values, made)
 
 
 @pytest.mark.parametrize("values", BAD)
-def test_the_schema_refuses_what_is_wrong(values):
+def test_the_schema_refuses_invalid_files(values):
     made = schema()
     assert not accepts(made, values, made)
 

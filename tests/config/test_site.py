@@ -1,4 +1,4 @@
-"""The site file: where it is found, what is expanded, what it may not say, and where runs go."""
+"""The site file: where it is found, what is expanded, what is refused, and where runs go."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_variables_are_expanded_in_every_string(home, monkeypatch):
     assert site.profiles["big"].set == {"track.wandb.project": "/scratch/me"}
 
 
-def test_an_empty_site_file_says_nothing(home):
+def test_an_empty_site_file_sets_nothing(home):
     site_at(Path("tiltyard.yaml"), "# nothing yet\n")
     assert load_site()[0] == Site()
     site_at(Path("tiltyard.yaml"), "profiles:\n  here:\n")
@@ -154,7 +154,7 @@ def test_a_profile_of_slurm(home, monkeypatch):
     assert (profile.slurm.samplers.nodes, profile.slurm.samplers.cpus) == (2, 8)
 
 
-def test_what_a_job_needs_is_refused_without_one(home):
+def test_job_settings_are_refused_for_a_local_launcher(home):
     site_at(Path("tiltyard.yaml"), "profiles:\n  here: {resources: {cpus: 2}, slurm: {partition: x}}\n")
     with pytest.raises(ConfigError) as caught:
         load_site()

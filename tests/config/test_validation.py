@@ -149,7 +149,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
     assert_own_words(caught.value)
 
 
-def test_settings_that_are_wrong_by_themselves_are_not_judged_together():
+def test_settings_that_are_already_wrong_are_not_cross_checked():
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", ["algo.rollout=x", "algo.minibatch=5000", "save.seconds=null"])
     assert [problem.setting for problem in caught.value.problems] == ["algo.rollout", "save"]

@@ -1,4 +1,4 @@
-"""The one door for YAML: what scalars mean, what is refused, and that text comes back as it went in."""
+"""YAML: what scalars mean, what is refused, and that written values read back the same."""
 
 import contextlib
 import math
@@ -69,7 +69,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "sentence"), REFUSED)
-def test_what_is_refused_says_why_and_what_to_do(text, sentence):
+def test_errors_have_a_reason_and_a_hint(text, sentence):
     with pytest.raises(UseError) as caught:
         parse_yaml(text, "x.yaml")
     assert sentence in caught.value.message
@@ -78,7 +78,7 @@ def test_what_is_refused_says_why_and_what_to_do(text, sentence):
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_alias_bombs_are_refused_before_they_unfold(merge):
+def test_alias_bombs_are_refused_before_they_expand(merge):
     lines = ["a0: &a0 {" + ", ".join(f"k{i}: x" for i in range(9)) + "}"]
     for n in range(1, 40):
         items = ", ".join([f"*a{n - 1}"] * 9)
@@ -115,12 +115,12 @@ def write(folder: Path, raw: bytes) -> Path:
         (b"x" * (MAX_BYTES + 1), "bytes, more than"),
     ],
 )
-def test_files_that_are_no_yaml(tmp_path, raw, sentence):
+def test_files_that_are_not_yaml(tmp_path, raw, sentence):
     with pytest.raises(UseError, match=sentence):
         read_yaml(write(tmp_path, raw))
 
 
-def test_a_byte_order_mark_is_no_trouble(tmp_path):
+def test_a_byte_order_mark_is_accepted(tmp_path):
     assert read_yaml(write(tmp_path, b"\xef\xbb\xbfenv: x\n")) == {"env": "x"}
 
 

@@ -154,7 +154,7 @@ def test_a_frame_of_another_size_is_an_error_that_names_both(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.raises(TiltyardError, match="no video can be written"),

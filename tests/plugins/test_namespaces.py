@@ -1,4 +1,4 @@
-"""Rooms: what an import means in a user's module, when it is run and hours later."""
+"""Namespaces: what an import means in a user's module, when it is loaded and later in functions."""
 
 import importlib.util
 import json
@@ -87,7 +87,7 @@ def test_what_to_write_instead_when_a_module_is_not_found(tmp_path, monkeypatch)
         assert hint in caught.value.hint
 
 
-def test_what_a_folder_hides_and_what_not(tmp_path):
+def test_which_installed_modules_a_folder_hides(tmp_path):
     """Its modules come before installed ones, as with a script; a folder without __init__.py does not, numpy never."""
     import numpy
 
@@ -105,7 +105,7 @@ def test_what_a_folder_hides_and_what_not(tmp_path):
     assert others == [numpy, pytest]
 
 
-def test_a_missing_module_is_told_by_its_own_name(tmp_path):
+def test_a_missing_module_is_reported_by_the_name_in_the_code(tmp_path):
     file_at(tmp_path / "lab" / "__init__.py", "")
     file_at(tmp_path / "lab" / "net.py", "from .layrs import body\n")
     file_at(tmp_path / "net.py", "import lab.layrs\n")
@@ -134,7 +134,7 @@ def test_files_of_any_name(tmp_path, name):
     assert found.module.__file__ == str(tmp_path / "both" / "__init__.py")
 
 
-def test_nothing_is_run_to_find_a_module(tmp_path):
+def test_finding_a_module_executes_nothing(tmp_path):
     file_at(tmp_path / "lab" / "__init__.py", "raise SystemExit('run')\n")
     file_at(tmp_path / "lab" / "net.py", "raise SystemExit('run')\n")
     assert namespaces.module_file(tmp_path, "lab.net") == tmp_path / "lab" / "net.py"

@@ -60,7 +60,7 @@ def test_kind_by_shape(text, kind):
     assert resolve.kind_of(text, BUILTINS) == kind
 
 
-def test_files_are_looked_for_in_order(here):
+def test_files_are_searched_in_order(here):
     first = file_at(here / "one" / "net.py", "")
     file_at(here / "two" / "net.py", "")
     file_at(here / "two" / "only.py", "")
@@ -84,7 +84,7 @@ def test_files_are_looked_for_in_order(here):
         ("nets", "not built-in"),
     ],
 )
-def test_names_that_mean_nothing(here, text, words):
+def test_unknown_names(here, text, words):
     file_at(here / "nets" / "net.py", "")
     with pytest.raises(UseError) as caught:
         resolve.parse(text, BUILTINS, "CustomModel", [here])
@@ -111,7 +111,7 @@ def test_modules_of_the_project_are_found_without_running_them(here):
     assert "lab/net.py:Net" in caught.value.hint
 
 
-def test_a_typo_of_a_builtin_is_answered():
+def test_a_typo_of_a_builtin_gives_a_hint():
     with pytest.raises(UseError) as caught:
         resolve.parse("natur", BUILTINS, None, [])
     assert caught.value.hint == "did you mean 'nature'?"

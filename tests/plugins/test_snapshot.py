@@ -128,7 +128,7 @@ def test_nothing_to_freeze_writes_nothing(here, tmp_path_factory):
     assert list(into.iterdir()) == []
 
 
-def test_a_file_that_is_no_python_is_copied_as_it_is(here, tmp_path_factory):
+def test_a_file_that_is_not_python_is_copied_unchanged(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(here / "net.py", "class (\n")
     before, base = experiment(here, "env: CartPole-v1\nmodel: net.py\n")
@@ -202,7 +202,7 @@ def test_two_packages_of_one_name_are_both_kept(here, tmp_path_factory):
     assert loaded(after.model.id, into).scale == 1
 
 
-def test_the_owner_of_each_copied_module_is_asked_about(here):
+def test_the_owner_of_each_copied_module_is_checked(here):
     if os.getuid() != 0:
         pytest.skip("only root can give files to another user")
     write_lab(here / "plugins")

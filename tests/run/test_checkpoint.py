@@ -59,7 +59,7 @@ def test_no_checkpoints_is_none_and_select_says_so(bare_run):
         checkpoint.select(bare_run)
 
 
-def test_a_second_save_of_the_same_step_takes_the_firsts_place(bare_run):
+def test_a_second_save_of_the_same_step_replaces_the_first(bare_run):
     save(bare_run, 500, 1.0)
     for score in (2.0, 3.0):
         made = save(bare_run, 500, score)
@@ -136,7 +136,7 @@ def test_select_by_step_best_and_path(bare_run):
         checkpoint.select(bare_run.checkpoints / "000000000999")
 
 
-def test_best_without_scores_is_one_sentence(bare_run):
+def test_best_without_scores_is_an_error(bare_run):
     save(bare_run, 1)
     with pytest.raises(UseError, match="has a score"):
         checkpoint.select(bare_run, "best", "max")
@@ -169,7 +169,7 @@ def test_of_equal_scores_the_newer_is_best(bare_run):
     assert checkpoint.select(bare_run, "best", "max").env_steps == 3
 
 
-def test_prune_sweeps_what_killed_saves_left(bare_run):
+def test_prune_deletes_leftovers_of_killed_saves(bare_run):
     save(bare_run, 1)
     for name in (".tmp-000000000002-dead", ".tmp-gone-000000000001-beef"):
         (bare_run.checkpoints / name / "policies").mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(bare_run):
     assert "000000000100" in caught.value.details and "000000000200" in caught.value.details and caught.value.hint
 
 
-def test_an_empty_or_renamed_folder_is_not_believed(bare_run):
+def test_an_empty_or_renamed_folder_is_invalid(bare_run):
     save(bare_run, 100)
     (bare_run.checkpoints / "000000000300").mkdir()
     save(bare_run, 200).folder.rename(bare_run.checkpoints / "000000000400")
@@ -245,7 +245,7 @@ def test_an_empty_or_renamed_folder_is_not_believed(bare_run):
     assert "manifest.json is missing" in warnings[0] and "belongs to env step 200" in warnings[1]
 
 
-def test_select_passes_over_a_damaged_newest_only_when_it_can_complain(bare_run):
+def test_select_skips_a_damaged_newest_only_if_it_can_warn(bare_run):
     save(bare_run, 100, 1.0)
     (save(bare_run, 200, 2.0).folder / "loop.json").write_text("{}")
     with pytest.raises(TiltyardError, match=r"000000000200.*loop\.json has 2 bytes"):
@@ -312,7 +312,7 @@ def test_a_disk_that_fills_at_any_byte(small_disk):
     assert outcomes == {"saved", "full"}
 
 
-def test_a_file_size_limit_is_told_like_a_full_disk(bare_run, child):
+def test_a_file_size_limit_is_reported_like_a_full_disk(bare_run, child):
     save(bare_run, 100)
     code = """
 import resource, sys

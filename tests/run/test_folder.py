@@ -1,4 +1,4 @@
-"""Run folders are made whole, found by every name people use, and removed only when that is safe."""
+"""Run folders are created completely, found by every name, and removed only if that is safe."""
 
 import contextlib
 import json
@@ -77,7 +77,7 @@ def test_plug_in_files_are_copied_and_recorded(root, tmp_path):
     assert list(facts["plugins"]) == [str(copies[0].relative_to(run.folder))]
 
 
-def test_makers_that_race_never_share_a_number(root):
+def test_processes_that_race_never_get_the_same_number(root):
     code = """
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ for _ in range(int(sys.argv[2])):
     assert numbers == list(range(1, 3 * each + 1))
 
 
-def test_a_root_that_cannot_be_written_is_one_sentence_and_leaves_nothing(tmp_path, small_disk):
+def test_a_root_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, small_disk):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UseError, match="cannot be written: Not a directory"):
         make(tmp_path / "file" / "runs")
@@ -173,7 +173,7 @@ def test_events_are_sentences_with_facts_and_survive_a_torn_line(root):
         log_event(run, "exploded", "no such kind")
 
 
-def test_a_full_disk_is_one_sentence_and_the_old_status_stays(small_disk):
+def test_a_full_disk_is_an_error_and_the_old_status_stays(small_disk):
     run = make(small_disk)
     fill = small_disk / "ballast"
     with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_sentence_and_the_old_status_stays(small_disk):
     assert [event["kind"] for event in read_events(run)] == ["created", "warning"]
 
 
-def test_a_running_run_without_a_living_owner_is_lost(root, child):
+def test_a_running_run_without_a_live_owner_is_lost(root, child):
     run = make(root)
     code = """
 import sys, time
@@ -234,7 +234,7 @@ def test_a_run_is_found_by_every_name(root, monkeypatch):
     assert find("other") == other
 
 
-def test_what_is_not_found_or_not_unique_says_so(root, tmp_path):
+def test_a_name_that_is_unknown_or_not_unique_is_an_error(root, tmp_path):
     with pytest.raises(UseError, match="no run in"):
         find("last", root)
     one, _ = make(root), make(root, "other")
@@ -249,7 +249,7 @@ def test_what_is_not_found_or_not_unique_says_so(root, tmp_path):
             find(text, root)
 
 
-def test_half_deleted_and_newer_runs_are_refused_with_a_sentence(root):
+def test_half_deleted_and_newer_runs_are_refused(root):
     run = make(root)
     whole = (run.folder / "status.json").read_text()
     (run.folder / "status.json").write_text(whole.replace('"schema": 1', '"schema": 2'))

@@ -33,7 +33,7 @@ def plant(run, **changes):
     return owner
 
 
-def test_held_then_given_back(bare_run):
+def test_acquired_then_released(bare_run):
     with Lock(bare_run) as lock:
         owner = read_owner(bare_run.folder)
         assert owner["pid"] == os.getpid() and owner["host"] == socket.gethostname() and lock.held
@@ -73,7 +73,7 @@ def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
         assert event["kind"] == "recovered" and f"pid {owner.pid}" in event["sentence"]
 
 
-def test_a_number_given_to_another_process_does_not_count_as_the_owner(bare_run):
+def test_a_reused_process_id_is_not_the_owner(bare_run):
     plant(bare_run, started="1")
     with Lock.acquire(bare_run):
         assert read_owner(bare_run.folder)["mark"] != "theirs"
@@ -94,7 +94,7 @@ def test_the_same_job_restarted_takes_over_at_once(bare_run, monkeypatch):
 
 
 @pytest.mark.parametrize("owner", [{"job": "77", "restart": 2}, {"job": "78", "restart": 0}, {"job": "", "restart": 0}])
-def test_other_jobs_and_equal_restarts_must_stand_still_first(bare_run, monkeypatch, owner):
+def test_other_jobs_and_equal_restarts_are_watched_first(bare_run, monkeypatch, owner):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     plant(bare_run, host="node9", **owner)
@@ -102,7 +102,7 @@ def test_other_jobs_and_equal_restarts_must_stand_still_first(bare_run, monkeypa
         assert "did not change for 3 periods" in read_events(bare_run)[0]["sentence"]
 
 
-def test_an_owner_elsewhere_whose_heart_beats_is_refused(bare_run):
+def test_an_owner_elsewhere_with_a_heartbeat_is_refused(bare_run):
     plant(bare_run, host="node9", period=0.2)
     stop = threading.Event()
 
@@ -123,19 +123,19 @@ def test_an_owner_elsewhere_whose_heart_beats_is_refused(bare_run):
     assert read_owner(bare_run.folder)["mark"] == "theirs"
 
 
-def test_an_owner_elsewhere_that_lets_go_is_not_waited_for(bare_run):
+def test_an_owner_elsewhere_that_releases_is_not_watched_longer(bare_run):
     plant(bare_run, host="node9", period=3600)
     threading.Timer(0.1, (bare_run.folder / "lock.json").unlink).start()
     with Lock.acquire(bare_run, period=0.05):
         assert read_events(bare_run) == []
 
 
-def test_a_container_with_our_host_name_is_judged_by_its_heartbeat(bare_run):
+def test_a_container_with_our_host_name_is_watched_by_its_heartbeat(bare_run):
     assert liveness(plant(bare_run, pids="pid:[1]")) == "unknown"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"pid": "x"}', '{"host": 3, "pid": -1}'])
-def test_a_lock_file_that_says_nothing_is_watched_and_then_replaced(bare_run, content, monkeypatch):
+def test_a_broken_lock_file_is_watched_and_then_replaced(bare_run, content, monkeypatch):
     (bare_run.folder / "lock.json").write_text(content)
     monkeypatch.setattr("tiltyard.run.lock.STILL_PERIODS", 0.001)  # its period is unknown: ten seconds, three times
     with Lock.acquire(bare_run, period=0.02):
@@ -150,7 +150,7 @@ def test_the_heartbeat_moves(bare_run):
     assert seen <= set(range(10_000))
 
 
-def test_whoever_was_taken_over_learns_it_and_leaves_the_successor_alone(bare_run):
+def test_an_owner_that_was_taken_over_notices_and_stops_writing(bare_run):
     lock = Lock.acquire(bare_run, period=0.02)
     plant(bare_run, host="node9")
     while lock._successor is None:
@@ -199,7 +199,7 @@ for line in sys.stdin:
     assert len(taken) == count(300) // 2
 
 
-def test_a_read_only_folder_is_one_sentence(small_disk):
+def test_a_read_only_folder_is_an_error(small_disk):
     import subprocess
 
     from tiltyard.run.folder import Run
@@ -212,7 +212,7 @@ def test_a_read_only_folder_is_one_sentence(small_disk):
     assert "toy/0001-brisk-otter cannot be written" in caught.value.message and "Read-only" in caught.value.message
 
 
-def test_the_period_is_a_setting_of_the_environment(bare_run, monkeypatch):
+def test_the_period_is_an_environment_variable(bare_run, monkeypatch):
     monkeypatch.setenv("TILTYARD_HEARTBEAT", "0.5")
     assert Lock(bare_run).period == 0.5
     for wrong in ("soon", "nan", "inf", "-1", "0", ""):

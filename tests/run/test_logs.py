@@ -1,4 +1,4 @@
-"""What is read out of logs for people."""
+"""Errors found in log files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth: rewinds, torn lines, numbers that are none, full disks, killed writers."""
+"""metrics.jsonl: rewinds, torn lines, numbers that are not finite, full disks, killed writers."""
 
 import json
 import math
@@ -45,14 +45,14 @@ def test_append_and_read(tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_run_its_folder_and_the_file_are_one_place(bare_run):
+def test_a_run_its_folder_and_the_file_name_the_same_metrics(bare_run):
     metrics.append(bare_run, record(1))
     metrics.append(bare_run.folder, record(2))
     metrics.append(bare_run.metrics_file, record(3))
     assert steps_of(metrics.read(bare_run)) == steps_of(metrics.read(bare_run.folder)) == [1, 2, 3]
 
 
-def test_numbers_that_are_none_stay_json_and_come_back(tmp_path):
+def test_numbers_that_are_not_finite_stay_json_and_read_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics.append(path, record(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float32("nan"), e=1e308))
 
@@ -97,7 +97,7 @@ def test_percents_add_up_to_100(shares, expected):
     assert metrics.percents(shares) == expected and sum(expected.values()) in (0, 100)
 
 
-def test_rewinds_void_what_lies_beyond_and_nothing_else(tmp_path):
+def test_rewinds_void_later_records_and_nothing_else(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for steps in (10, 20, 30, 40):
         metrics.append(path, record(steps, x=1))

@@ -74,11 +74,11 @@ def test_what_looks_like_a_secret_is_masked(text, secret):
         "compass: north",
     ],
 )
-def test_what_does_not_is_kept(text):
+def test_other_text_is_kept(text):
     assert mask_secrets(text, {}) == text
 
 
-def test_values_of_secret_variables_are_masked_wherever_they_turn_up():
+def test_values_of_secret_variables_are_masked_everywhere():
     environment = {
         "WANDB_API_KEY": "plain-looking-value",
         "DB_PASS": "open sesame",
@@ -97,7 +97,7 @@ def test_a_secret_after_its_option_is_masked():
 
 
 @pytest.mark.timeout(30)
-def test_masking_a_hostile_text_takes_no_time():
+def test_masking_a_hostile_text_is_fast():
     for hostile in ("token" * 5_000, "a://" * 5_000, "password=" * 5_000, "-----BEGIN PRIVATE KEY-----" * 2_000, "key " * 5_000,
                     '"' * 20_000, "\\" * 20_000, "password='" + "\\" * 20_000, "sk-" + "a-" * 5_000, "=" * 20_000, "--" + "token" * 5_000,
                     " --token-" * 5_000, "eyJ" + "-eyJ" * 5_000, "password:" + " " * 20_000, "bearer " * 5_000, "pass" * 5_000):  # fmt: skip
@@ -131,7 +131,7 @@ def test_commit_and_changes_are_recorded(repository):
     assert facts["packages"]["numpy"] and facts["python"] and facts["host"] and facts["cpus"] >= 1
 
 
-def test_no_repository_no_git_and_no_commit_yet_are_no_trouble(tmp_path, monkeypatch):
+def test_a_missing_repository_git_or_commit_is_accepted(tmp_path, monkeypatch):
     assert collect_with_diff([], [tmp_path])[0]["git"] is None
     git(tmp_path, "init", "-q")
     assert collect_with_diff([], [tmp_path])[0]["git"] is None
@@ -203,7 +203,7 @@ def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_pa
     assert facts["command"][:2] == ["tiltyard", "train"] and "TOKEN" in found["provenance.diff"]
 
 
-def test_the_working_folder_is_no_password() -> None:
+def test_the_working_folder_is_not_masked() -> None:
     shell = {"PWD": "/home/me/project", "OLDPWD": "/home/me/other", "DB_PWD": "hunter2hunter2"}
     assert mask_secrets("in /home/me/project after /home/me/other with hunter2hunter2", shell) == (
         "in /home/me/project after /home/me/other with ***"

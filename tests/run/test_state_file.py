@@ -1,4 +1,4 @@
-"""Trees of arrays and values come back exactly, and what cannot be kept is named by its place."""
+"""Trees of arrays and values read back exactly, and types that cannot be saved are named by their path."""
 
 import json
 import math
@@ -148,7 +148,7 @@ def test_numpy_scalars_become_numbers_and_random_state_survives(tmp_path):
         ({"f": len}, "/f", "builtin_function"),
     ],
 )
-def test_what_cannot_be_kept_is_named_by_its_place(tmp_path, tree, place, kind):
+def test_a_type_that_cannot_be_saved_is_named_by_its_path(tmp_path, tree, place, kind):
     with pytest.raises(TiltyardError) as caught:
         write_tree(tmp_path, "state", tree)
     assert place in caught.value.message and kind in caught.value.message
@@ -161,7 +161,7 @@ def test_a_torch_tensor_is_refused(tmp_path):
         write_tree(tmp_path, "state", {"weights": torch.zeros(2)})
 
 
-def test_damaged_files_are_one_sentence(tmp_path):
+def test_damaged_files_are_an_error(tmp_path):
     refused = []
     for seed in range(count(1000)):
         rng = random.Random(seed)

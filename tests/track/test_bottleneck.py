@@ -1,4 +1,4 @@
-"""The sentence about what bounds the speed: pure shares first, then real trainings made slow on purpose."""
+"""The sentence about what limits the speed: from given shares, then from real runs made slow on purpose."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def bound(run: product.Run, tiltyard: Command) -> str:
     return lines[0].split(None, 1)[1] if lines else ""
 
 
-def test_a_slow_env_a_slow_learner_and_a_starved_learner_are_told_apart(
+def test_a_slow_env_a_slow_learner_and_a_starved_learner_are_distinguished(
     runs: Path, tmp_path: Path, tiltyard: Command
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW_ENV)

@@ -1,4 +1,4 @@
-"""The screen: what is shown live and in plain lines, how often, and that a lost terminal stops nothing."""
+"""The console: what is shown live and in plain lines, how often, and that a lost terminal stops nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_speed_and_time_left_are_of_this_attempt(tmp_path):
     assert "10,000 env steps/s" in stream.getvalue()
 
 
-def test_the_end_is_told_with_the_lines_given(tmp_path):
+def test_finish_prints_the_outcome_and_the_given_lines(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
     console.update(Progress(100, 100, 1, 1, 1.0), {}, {})
@@ -182,7 +182,7 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def test_a_terminal_that_went_away_stops_nothing(tmp_path):
+def test_a_terminal_that_is_gone_stops_nothing(tmp_path):
     console = Console(experiment(), "a/b", tmp_path, stream=Gone())
     console.start(["hello"])
     console.update(Progress(50_000, 50_000, 1, 1, 1.0), {"eval/return": 1.0}, SPLIT)
@@ -249,7 +249,7 @@ def test_a_terminal_gets_the_live_panel_and_its_cursor_back(tmp_path):
 
 
 @pytest.mark.parametrize("end", [0, signal.SIGSEGV, signal.SIGKILL])
-def test_the_terminal_is_given_back_on_every_exit(tmp_path, end):
+def test_the_terminal_is_restored_on_every_exit(tmp_path, end):
     """The signal of an env's crash and that of the kernel when memory runs out; 0 is none."""
     received = in_terminal(tmp_path, end, END=str(int(end)))
     assert received.count("\x1b[?25l") == received.count("\x1b[?25h") == 1

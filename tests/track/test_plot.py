@@ -1,4 +1,4 @@
-"""The learning curve: a picture of what is in force in metrics.jsonl, or one sentence."""
+"""The learning curve: a plot of the valid records of metrics.jsonl, or an error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_curve_alone_is_enough(run, tmp_path, training, evaluations):
     assert (pixels(out, ORANGE) > 30) == bool(evaluations)
 
 
-def test_numbers_that_are_none_are_left_out(run, tmp_path):
+def test_numbers_that_are_not_finite_are_left_out(run, tmp_path):
     fill(run)
     for value in (math.nan, math.inf):
         metrics.append(run.folder, {"env_steps": 70_000, "metrics": {"train/return": value, "eval/return": value}})
@@ -80,12 +80,12 @@ def test_numbers_that_are_none_are_left_out(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "start"), [("curve.svg", b"<?xml"), ("curve.pdf", b"%PDF"), ("CURVE.PNG", b"\x89PNG")]
 )
-def test_the_ending_chooses_the_kind(run, tmp_path, name, start):
+def test_the_suffix_selects_the_format(run, tmp_path, name, start):
     fill(run)
     assert learning_curve(run.folder, tmp_path / name).read_bytes().startswith(start)
 
 
-def test_a_run_without_returns_and_a_name_that_is_no_picture_are_wrong_use(run, tmp_path):
+def test_a_run_without_returns_and_an_unknown_format_are_wrong_use(run, tmp_path):
     with pytest.raises(UseError, match="has no return to plot yet"):
         learning_curve(run.folder, tmp_path / "curve.png")
     fill(run)
@@ -94,7 +94,7 @@ def test_a_run_without_returns_and_a_name_that_is_no_picture_are_wrong_use(run, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
-def test_a_place_that_cannot_be_written_is_said(run, tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error(run, tmp_path):
     fill(run)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(TiltyardError, match="could not be written"):

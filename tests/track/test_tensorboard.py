@@ -36,7 +36,7 @@ def test_every_metric_is_read_back_at_its_env_step(tmp_path):
     }
 
 
-def test_numbers_that_are_none_and_huge_steps_survive(tmp_path):
+def test_numbers_that_are_not_finite_and_huge_steps_survive(tmp_path):
     tracker = TensorBoardTracker(tmp_path, None)
     tracker.record(record(10**15, a=math.nan, b=math.inf, c="-inf", d=7))
     tracker.close()

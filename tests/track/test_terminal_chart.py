@@ -1,4 +1,4 @@
-"""Drawings: where dots land, and that every size and every number is drawable."""
+"""Terminal charts: where dots land, and that every size and every number is drawable."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_marks_lie_over_the_line():
     assert sum(row.plain.count("◆") for row in rows) == 1
 
 
-def test_nothing_to_draw_is_said():
+def test_an_empty_chart_says_so():
     assert any("no finished episode yet" in row.plain for row in curve([], [(5, math.nan)], 40, 5))
 
 

@@ -47,7 +47,7 @@ def tensorboard_steps(folder):
     return [event.step for event in events.Scalars("x")]
 
 
-def test_only_what_was_asked_for_is_made(tmp_path):
+def test_only_the_selected_trackers_are_opened(tmp_path):
     trackers = Trackers(tmp_path, experiment(tensorboard=False), 0)
     assert record_all(tmp_path, trackers, [1, 2]) + trackers.close() == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

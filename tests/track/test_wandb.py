@@ -1,4 +1,4 @@
-"""W&B, the real package in offline mode: one run id for all attempts, and every record in force in the file it syncs."""
+"""W&B, the real package in offline mode: one run id for all attempts, and every valid record in the file it syncs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_attempt_is_made_whole_by_the_next(folder):
+def test_the_next_attempt_completes_a_killed_one(folder):
     child = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD), str(folder)], cwd=Path(__file__).parents[2])
     assert child.returncode == -signal.SIGKILL
     before = json.loads((folder / "track.json").read_text())["wandb_id"]
