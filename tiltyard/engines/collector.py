@@ -161,7 +161,7 @@ class Collector:
             now = self.envs.step(rollout.action[t])
             rollout.reward[t], rollout.valid[t] = now.reward, now.valid
             rollout.terminated[t], rollout.truncated[t] = now.terminated, now.truncated
-            episodes += now.episodes if self.players is None else self._with_returns(now.episodes, self.players)
+            episodes += now.episodes if self.players is None else self.with_returns(now.episodes, self.players)
             mark = perf_counter()
             spent["env"] += mark - between
 
@@ -184,7 +184,7 @@ class Collector:
         self.now = now
         return episodes
 
-    def _with_returns(self, ends: list[EpisodeEnd], players: MultiPolicyActor) -> list[EpisodeEnd]:
+    def with_returns(self, ends: list[EpisodeEnd], players: MultiPolicyActor) -> list[EpisodeEnd]:
         first_row, completed = self.group * self.rows, []
         for end in ends:
             begun = self.begun[end.row - first_row :][: len(self.spec.agents)].min()  # agents may join later

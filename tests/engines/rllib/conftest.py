@@ -1,4 +1,4 @@
-"""Engines on a real Ray, made and ended for each test."""
+"""Engines on a real Ray, started and ended for each test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ SMALL = ("algo.rollout=32", "algo.minibatch=64", "algo.epochs=2")
 def engine(tmp_path: Path) -> Iterator[Make]:
     """engine(ENV, "key=value", ..., continues=folder): closed at the end, in the order they were made."""
     made: list[Engine] = []
-    own_mark()  # its guard stays as long as this process does
+    own_mark()  # starts the reaper, which lives as long as this process
 
     def make(target: str, *words: str, continues: Path | None = None) -> Engine:
         loaded = load(target, ["engine.kind=rllib", *words])
@@ -34,7 +34,7 @@ def engine(tmp_path: Path) -> Iterator[Make]:
 
 
 def children() -> set[int]:
-    """Every process below this one that is no zombie."""
+    """All descendants of this process except zombies."""
     import os
 
     parents: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Distributions in torch beside those in numpy, and the PPO loss of both engines on the same samples."""
+"""Distributions in torch equal those in numpy, and the PPO loss equals the local engine's on the same samples."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_same_numbers_as_in_numpy(kind, masked):
+def test_distributions_equal_numpy(kind, masked):
     if masked and kind not in ("categorical", "all"):
         masked = False
     _, net, spec = learner(spec=env(*KINDS[kind], masked=masked))
@@ -55,8 +55,8 @@ def test_the_same_numbers_as_in_numpy(kind, masked):
     ],
 )
 @pytest.mark.parametrize("memory", ["none", "lstm"])
-def test_the_loss_is_that_of_the_local_engine(settings, memory):
-    """One minibatch of everything, weights moved a little: each term, and the gradient of the whole."""
+def test_loss_equals_local_engine(settings, memory):
+    """One minibatch of all samples, weights changed a little: each term, and the gradient of the sum."""
     algo = Settings(rollout=16, minibatch=10_000, epochs=1, max_grad_norm=None, **settings)
     model = Model(hidden=[16], memory=Memory(kind=memory, size=8, bptt=16), normalise=Normalise(returns=True))
     ppo, net, spec = learner(algo, model, env(CATEGORICAL, CONTINUOUS))
@@ -86,9 +86,8 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
         old_value=torch.from_numpy(np.asarray(outputs, np.float32)),
         advantage=torch.from_numpy(np.asarray(advantage, np.float32)),
         target=torch.from_numpy(np.asarray(net.normaliser.normalise_value(returns), np.float32)),
-        valid=torch.from_numpy(rollout.valid),
     )
-    losses = ppo_losses(samples, algo, now)
+    losses = ppo_losses(samples.select(torch.from_numpy(rollout.valid)), algo, now)
     np.testing.assert_allclose(losses["loss/policy"].item(), policy, rtol=2e-4, atol=2e-6)
     np.testing.assert_allclose(losses["loss/value"].item(), value, rtol=2e-4)
     np.testing.assert_allclose(losses["loss/entropy"].item(), entropy, rtol=2e-4)
@@ -97,14 +96,14 @@ def test_the_loss_is_that_of_the_local_engine(settings, memory):
     ours = torch.cat([part.flatten() for part in ppo.adam.gradient_parts() if part.numel()])
     assert ours.numel() == theirs.numel()
     np.testing.assert_allclose(theirs, ours, rtol=2e-3, atol=2e-6)
-    assert float(log_ratio.std()) > 0.01  # else every ratio is 1 and nothing was compared
+    assert float(log_ratio.std()) > 0.01  # otherwise every ratio is 1 and nothing is compared
 
 
 def test_padding_is_undone():
     lengths = [5, 2, 4]
     array = np.arange(11.0)
     shape = (4, 4)  # two rows for the first, one for each of the others
-    there = padded(array, lengths, shape)
-    assert there.shape == shape
-    np.testing.assert_array_equal(unpadded(there, lengths), array)
+    rows = padded(array, lengths, shape)
+    assert rows.shape == shape
+    np.testing.assert_array_equal(unpadded(rows, lengths), array)
     np.testing.assert_array_equal(unpadded(array, lengths), array)

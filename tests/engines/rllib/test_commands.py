@@ -1,4 +1,4 @@
-"""As a user types it: trained with Ray, stopped, killed, resumed, and the policy used where there is no Ray."""
+"""The commands with Ray: train, stop, kill, resume; and the policy used without Ray."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tiltyard.run.folder import find
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-WITHOUT = "raise ImportError('there is no Ray here')\n"
+NO_RAY = "raise ImportError('there is no Ray here')\n"
 
 
 def trained(*words: str, expect: int = 0) -> Path:
@@ -36,10 +36,10 @@ def trained(*words: str, expect: int = 0) -> Path:
 
 
 def without_ray(folder: Path, *words: str) -> str:
-    """`tiltyard ...` where importing Ray fails."""
+    """Run `tiltyard ...` where importing Ray fails."""
     blocked = folder / "blocked"
     blocked.mkdir(exist_ok=True)
-    (blocked / "ray.py").write_text(WITHOUT)
+    (blocked / "ray.py").write_text(NO_RAY)
     environment = os.environ | {"PYTHONPATH": str(blocked)}
     done = subprocess.run(
         [sys.executable, "-m", "tiltyard", *words], capture_output=True, text=True, timeout=300, env=environment
@@ -78,7 +78,7 @@ QUICK = ("ppo",)
 
 
 @pytest.mark.parametrize("algo", GOALS)
-def test_each_algorithm_learns_and_its_policy_needs_no_ray(runs: Path, tmp_path: Path, algo: str) -> None:
+def test_algorithms_learn_and_policies_need_no_ray(runs: Path, tmp_path: Path, algo: str) -> None:
     if algo not in QUICK and not LONG:
         pytest.skip("minutes: make test-long runs it")
     env, goal, words = GOALS[algo]
@@ -93,9 +93,8 @@ def test_each_algorithm_learns_and_its_policy_needs_no_ray(runs: Path, tmp_path:
     )
     status = json.loads((run / "status.json").read_text())
     assert "stop.return" in status["reason"], status
-    told = without_ray(tmp_path, "eval", str(run), "--episodes", "20", "--json")
-    measured = json.loads(told)
-    assert measured["mean"] >= goal - abs(goal) * 0.15  # other seeds than those it stopped at
+    measured = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "20", "--json"))
+    assert measured["mean"] >= goal - abs(goal) * 0.15  # other seeds than in the last evaluation
 
 
 def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_path: Path) -> None:
@@ -132,18 +131,18 @@ def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_
     status = json.loads((run / "status.json").read_text())
     assert ("stop.return" if LONG else "stop.updates") in status["reason"]
     assert "net.py" in (run / "experiment.yaml").read_text()
-    told = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "4", "--json"))
+    measured = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "4", "--json"))
     if LONG:
-        assert told["mean"] >= 130
+        assert measured["mean"] >= 130
     first, *_, last = (checkpoint.read_tree(each / "policies", "main")["weights"] for each in _checkpoints(run))
     own = "model.body.0.weight"
-    assert (first[own] != last[own]).any(), "it is the file's own model that is trained"
+    assert (first[own] != last[own]).any(), "the model from the file is trained"
 
 
-def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
-    """SIGTERM saves; kill -9 loses at most an interval; nothing of Ray is left; no file is a pickle."""
+def test_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
+    """SIGTERM saves; kill -9 loses at most one save interval; no process of Ray is left; no file is a pickle."""
     words = [*SMALL, "engine.kind=rllib", "engine.runners=1", "engine.envs=4", "stop.env_steps=1e9", "eval.every=0"]
-    place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))  # sockets have short names
+    place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))  # socket paths must be short
     words += ["save.updates=1", f"engine.temp_dir={place}"]
     child = _started("train", "CartPole-v1", *words)
     wait_until(lambda: list(runs.glob("*/0*/checkpoints/0*")), 200)
@@ -152,14 +151,14 @@ def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None
     assert child.wait(120) == 75
     stopped = _env_steps(run.folder)
     assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
-    assert _rays(place) == []
+    assert _ray_processes(place) == []
 
     child = _started("resume", run.id)
     wait_until(lambda: _env_steps(run.folder) > stopped, 200)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     killed = _env_steps(run.folder)
-    wait_until(lambda: _rays(place) == [], 200)  # those of a killed driver notice it themselves
+    wait_until(lambda: _ray_processes(place) == [], 200)  # Ray's processes notice that the driver was killed
 
     child = _started("resume", run.id)
     wait_until(lambda: _env_steps(run.folder) > killed, 200)
@@ -171,22 +170,24 @@ def test_a_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None
     shutil.rmtree(place)
 
 
-def test_what_others_have_planted_is_ignored(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of another cluster, and an address that leads nowhere."""
+def test_foreign_token_and_address_are_ignored(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of another cluster, and an unreachable address."""
     home = tmp_path / "home"
     (home / ".ray").mkdir(parents=True)
-    (home / ".ray" / "auth_token").write_text("somebody else's")
+    (home / ".ray" / "auth_token").write_text("another token")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("RAY_ADDRESS", "10.9.9.9:6379")
     both = [_started("train", "CartPole-v1", *SMALL, "engine.kind=rllib", "engine.runners=1", "engine.envs=4",
                      "stop.updates=3", f"name=run{number}") for number in range(2)]  # fmt: skip
     assert [child.wait(300) for child in both] == [0, 0]
-    assert (home / ".ray" / "auth_token").read_text() == "somebody else's"
+    assert (home / ".ray" / "auth_token").read_text() == "another token"
     assert sorted(path.name for path in runs.iterdir() if path.name.startswith("run")) == ["run0", "run1"]
 
 
-def test_without_ray_one_line_says_what_to_type(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As it is where the extra is not installed."""
+def test_without_ray_the_error_names_the_install_command(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As if the extra `ray` was not installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m\n"
         "true = m.version\n"
@@ -221,8 +222,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("0*"))
 
 
-def _rays(place: Path) -> list[int]:
-    """Processes whose command names a folder."""
+def _ray_processes(place: Path) -> list[int]:
+    """Processes with this folder in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -240,6 +241,6 @@ def _is_pickle(path: Path) -> bool:
         return False
     try:
         *_, (last, _, at) = pickletools.genops(data)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError):  # what a disassembler says to other files
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError):  # what the disassembler raises for other files
         return False
     return last.name == "STOP" and at is not None

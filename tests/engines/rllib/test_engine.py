@@ -1,4 +1,4 @@
-"""The engine's contract on a real Ray: it grows, saves, goes on, ends; losing processes costs their samples only."""
+"""The engine's contract on a real Ray: step, save, load, close; a lost process costs only its samples."""
 
 import os
 import shutil
@@ -21,11 +21,11 @@ from tiltyard.errors import ConfigError, UseError
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_progress_grows_and_nothing_is_left(engine: Make) -> None:
+def test_progress_grows_and_no_process_is_left(engine: Make) -> None:
     before = children()
     made = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=2", "engine.cpus=3")
-    told = "\n".join(made.describe())
-    assert "2 runners with 2 envs each" in told and "acts without Ray" in told
+    description = "\n".join(made.describe())
+    assert "2 runners with 2 envs each" in description and "acts without Ray" in description
     first = made.step()
     second = made.step()
     assert first.progress.env_steps == 128 and second.progress.env_steps == 256
@@ -35,7 +35,7 @@ def test_progress_grows_and_nothing_is_left(engine: Make) -> None:
     assert second.time_split["learn"] > 0 and second.time_split["wait"] > 0
     rows = {end.row for report in (first, second) for end in report.episodes}
     seeds = [end.seed for report in (first, second) for end in report.episodes]
-    assert len(seeds) == len(set(seeds)) and max(rows) >= 2  # of both runners, no seed twice
+    assert len(seeds) == len(set(seeds)) and max(rows) >= 2  # from both runners, no seed twice
     weights = made.snapshot().weights
     made.step()
     assert any((made.snapshot().weights[name] != array).any() for name, array in weights.items())
@@ -46,7 +46,7 @@ def test_progress_grows_and_nothing_is_left(engine: Make) -> None:
     assert children() - before == set()
 
 
-def test_one_runner_acts_as_the_local_engine_does(engine: Make) -> None:
+def test_one_runner_acts_as_the_serial_engine(engine: Make) -> None:
     """Same seed, same first weights, same envs: the first rollout has the same episodes."""
     theirs = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=0", "seed=3")
     ours = engine("CartPole-v1", *SMALL, "engine.envs=4", "seed=3", "engine.kind=serial")
@@ -56,13 +56,13 @@ def test_one_runner_acts_as_the_local_engine_does(engine: Make) -> None:
     assert [(end.row, end.seed, end.total) for end in there.episodes] == [
         (end.row, end.seed, end.total) for end in here.episodes
     ]
-    # one update on the same samples, in other minibatches: nearly the same weights
+    # one update on the same samples in other minibatches gives nearly the same weights
     for name, array in ours.snapshot().weights.items():
         np.testing.assert_allclose(theirs.snapshot().weights[name], array, atol=0.05)
 
 
 @pytest.mark.parametrize("memory", ["none", "lstm"])
-def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> None:
+def test_saved_engine_continues(engine: Make, tmp_path: Path, memory: str) -> None:
     words = [*SMALL, "engine.envs=4", "engine.runners=0", f"model.memory.kind={memory}", "model.normalise.obs=true"]
     words += ["algo.lr={kind: linear, start: 1e-3, end: 0, over: 1000}", "algo.kl={kind: kl_adaptive, start: 0.2}"]
     first = engine("CartPole-v1", *words)
@@ -73,7 +73,7 @@ def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> No
     after = first.step()
     first.close()
 
-    if memory == "none":  # what a policy is goes on anywhere
+    if memory == "none":  # weights can be loaded by any engine
         other = engine("CartPole-v1", *SMALL, "engine.envs=4", "model.normalise.obs=true", "engine.kind=serial")
         assert any("weights are loaded, the optimiser starts anew" in output for output in other.load(tmp_path))
         assert all(array.tobytes() == kept[name].tobytes() for name, array in other.snapshot().weights.items())
@@ -85,12 +85,12 @@ def test_what_was_saved_goes_on(engine: Make, tmp_path: Path, memory: str) -> No
         np.testing.assert_array_equal(array, kept[name])
     again = second.step()
     assert again.progress.env_steps == after.progress.env_steps == report.progress.env_steps + 128
-    assert [end.seed for end in again.episodes] == [end.seed for end in after.episodes]  # running episodes went on
+    assert [end.seed for end in again.episodes] == [end.seed for end in after.episodes]  # running episodes continued
     assert again.metrics["setting/lr"] == pytest.approx(after.metrics["setting/lr"])
     assert again.metrics["setting/kl"] == pytest.approx(after.metrics["setting/kl"])
 
 
-def test_replay_counters_and_exploration_come_back(engine: Make, tmp_path: Path) -> None:
+def test_replay_buffer_counters_and_exploration_are_restored(engine: Make, tmp_path: Path) -> None:
     words = ["algo.id=dqn", "engine.runners=0", "engine.envs=4", "algo.warmup=64", "algo.epsilon=0.25"]
     first = engine("CartPole-v1", *words)
     report = first.step()
@@ -108,7 +108,7 @@ def test_replay_counters_and_exploration_come_back(engine: Make, tmp_path: Path)
     assert second.step().progress.env_steps > filled
 
 
-def test_sac_keeps_its_temperature(engine: Make, tmp_path: Path) -> None:
+def test_sac_restores_its_temperature(engine: Make, tmp_path: Path) -> None:
     words = ["algo.id=sac", "engine.runners=0", "engine.envs=2", "algo.warmup=32", "algo.batch=32", "algo.replays=32"]
     words += ["algo.alpha_lr=0.05"]
     first = engine("Pendulum-v1", *words)
@@ -134,8 +134,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("algo", NAMED)
-def test_an_algorithm_as_rllib_has_it(engine: Make, tmp_path: Path, algo: str) -> None:
-    """Its options reach it, and it is saved and goes on like the others."""
+def test_algorithms_named_as_in_rllib(engine: Make, tmp_path: Path, algo: str) -> None:
+    """Their options take effect, and they are saved and restored like the others."""
     env, options = NAMED[algo]
     words = [f"algo.id={algo}", f"algo.options={options}", "algo.rollout=8", "engine.envs=4", "engine.runners=0"]
     first = engine(env, *words)
@@ -157,7 +157,7 @@ def test_an_algorithm_as_rllib_has_it(engine: Make, tmp_path: Path, algo: str) -
     assert second.step().progress.env_steps > report.progress.env_steps
 
 
-def test_several_learners_share_the_work_and_agree(engine: Make, tmp_path: Path) -> None:
+def test_several_learners_have_equal_weights(engine: Make, tmp_path: Path) -> None:
     only_when_long("a minute")
     words = [*SMALL, "engine.envs=4", "engine.runners=1", "engine.learners=2", "engine.cpus=3"]
     first = engine("CartPole-v1", *words)
@@ -182,8 +182,8 @@ def test_several_learners_share_the_work_and_agree(engine: Make, tmp_path: Path)
     assert second.step().progress.env_steps == 256
 
 
-def test_several_policies_learn_what_they_decided(engine: Make) -> None:
-    """Matching pennies: the one that holds even learns from its rows, the other from its own."""
+def test_several_policies_learn_from_their_own_rows(engine: Make) -> None:
+    """Matching pennies; `odd` has a learning rate of 0."""
     words = [*SMALL, "engine.envs=4", "engine.runners=1", "policies={even: {}, odd: {algo: {lr: 0.0}}}"]
     made = engine("pennies", *words, "match={even: even, odd: odd}")
     before = {name: made.snapshot(name).weights for name in ("even", "odd")}
@@ -196,7 +196,7 @@ def test_several_policies_learn_what_they_decided(engine: Make) -> None:
     assert {"policy/even/loss/policy", "policy/odd/loss/policy"} <= set(report.metrics)
 
 
-def test_a_runner_that_dies_is_replaced_and_told(engine: Make) -> None:
+def test_lost_runner_is_replaced_and_reported(engine: Make) -> None:
     made = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=2", "engine.cpus=3")
     made.step()
     group = made.algo.env_runner_group  # type: ignore[attr-defined]
@@ -216,12 +216,12 @@ def test_a_runner_that_dies_is_replaced_and_told(engine: Make) -> None:
     assert made.step().progress.env_steps > report.progress.env_steps
 
 
-def test_a_node_that_is_lost_is_told_and_the_run_goes_on(engine: Make) -> None:
+def test_lost_node_is_reported_and_training_continues(engine: Make) -> None:
     words = [*SMALL, "engine.envs=2", "engine.runners=2", "engine.nodes=2", "engine.cpus=2"]
     made = engine("CartPole-v1", *words)
     assert "2 emulated nodes" in "\n".join(made.describe())
     before = made.step().progress.env_steps
-    node = made.cluster._own.list_all_nodes()[-1]  # type: ignore[attr-defined]
+    node = made.cluster._emulated.list_all_nodes()[-1]  # type: ignore[attr-defined]
     os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
     output: list[str] = []
     deadline = time.monotonic() + 180
@@ -232,7 +232,7 @@ def test_a_node_that_is_lost_is_told_and_the_run_goes_on(engine: Make) -> None:
     assert report.progress.env_steps > before
 
 
-SOMEBODYS = """
+OTHER_CLUSTER = """
 import sys, ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
 print(ray.get_runtime_context().gcs_address, flush=True)
@@ -241,19 +241,19 @@ for line in sys.stdin:
 """
 
 
-def test_a_cluster_of_somebody_elses_is_joined_and_left_as_it_was(
+def test_existing_cluster_is_joined_and_left_unchanged(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, place = tmp_path / "token", tempfile.mkdtemp(prefix="tyt-", dir="/tmp")
     token.write_text("5" * 64)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    somebody = subprocess.Popen(
-        [sys.executable, "-c", SOMEBODYS, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OTHER_CLUSTER, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert somebody.stdin is not None and somebody.stdout is not None
+    assert owner.stdin is not None and owner.stdout is not None
     try:
-        address = somebody.stdout.readline().strip()
+        address = owner.stdout.readline().strip()
         with pytest.raises(UseError) as refused:
             engine("CartPole-v1", *SMALL, "engine.envs=3", "engine.runners=3", f"engine.address={address}")
         assert "need 3 CPUs" in refused.value.message and "has 2" in refused.value.message
@@ -261,12 +261,12 @@ def test_a_cluster_of_somebody_elses_is_joined_and_left_as_it_was(
         assert address in "\n".join(made.describe())
         assert made.step().progress.env_steps == 128
         made.close()
-        somebody.stdin.write("still there?\n")
-        somebody.stdin.flush()
-        assert somebody.stdout.readline() == "42\n"
+        owner.stdin.write("still there?\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline() == "42\n"
     finally:
-        somebody.stdin.close()
-        somebody.wait(60)
+        owner.stdin.close()
+        owner.wait(60)
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -282,7 +282,7 @@ class CustomEnv(CartPoleEnv):
 """
 
 
-def test_an_env_that_fails_is_told_and_counted(engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_env_is_reported_and_counted(engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cart.py").write_text(FAILS)
     monkeypatch.chdir(tmp_path)
     from tiltyard.errors import TiltyardError
@@ -290,17 +290,17 @@ def test_an_env_that_fails_is_told_and_counted(engine: Make, tmp_path: Path, mon
     made = engine("cart.py", *SMALL, "engine.envs=4", "engine.runners=1", "engine.restarts=2")
     output: list[str] = []
 
-    def go_on() -> None:
+    def run() -> None:
         for _ in range(50):
             output.extend(made.step().events)
 
     with pytest.raises(TiltyardError) as failed:
-        go_on()
+        run()
     assert "the wheel came off" in failed.value.message and "engine.restarts = 2" in failed.value.message
-    assert any("starts its envs anew" in sentence for sentence in output)
+    assert any("restarts its envs" in sentence for sentence in output)
 
 
-def test_more_than_the_machine_has_is_refused_before_ray_starts(engine: Make) -> None:
+def test_missing_cpus_are_refused_before_ray_starts(engine: Make) -> None:
     before = children()
     with pytest.raises(UseError) as refused:
         engine("CartPole-v1", "engine.runners=7", "engine.envs=7", "engine.cpus=2")
@@ -309,7 +309,7 @@ def test_more_than_the_machine_has_is_refused_before_ray_starts(engine: Make) ->
 
 
 @pytest.mark.parametrize(("env", "algo"), [("Pendulum-v1", "dqn"), ("CartPole-v1", "sac")])
-def test_actions_that_an_algorithm_cannot_have_are_refused(engine: Make, env: str, algo: str) -> None:
+def test_unsupported_actions_are_refused(engine: Make, env: str, algo: str) -> None:
     with pytest.raises(ConfigError) as refused:
         engine(env, f"algo.id={algo}")
     assert "algo.id" in refused.value.details and env in refused.value.details

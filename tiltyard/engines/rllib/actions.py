@@ -1,6 +1,6 @@
-"""The distributions of `models.heads` in torch, as RLlib's losses ask for them: the same numbers, with autograd.
+"""The distributions of models/distributions.py in torch, as RLlib's losses need them: same values, with autograd.
 
-What a module puts out for RLlib is one row of numbers: the model's parameters, log_std, and the mask as 0 and 1.
+A module's output for RLlib is one row of numbers: the model's parameters, log_std, and the mask as 0 and 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiltyard.types import ActionPart, EnvSpec
 
 
 def inputs(net: PolicyNet, params: Tensor, mask: Tensor | None) -> Tensor:
-    """The row of numbers: [..., outputs + columns of log_std + mask_size]."""
+    """A module's output: [..., outputs + columns of log_std + mask_size]."""
     parts = [params]
     if net.log_std.numel():
         parts.append(net.log_std.expand(*params.shape[:-1], -1))
@@ -30,7 +30,7 @@ def inputs(net: PolicyNet, params: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class ActionsOf:
-    """What RLlib takes for a class of distributions, of which it only calls `from_logits`."""
+    """Stands for a distribution class in RLlib, which only calls `from_logits`."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class Actions(TorchDistribution):  # type: ignore[misc]
         outputs, stds = distributions.outputs(action), distributions.continuous_columns(action)
         params, log_std = row[..., :outputs], row[..., outputs : outputs + stds]
         mask = row[..., outputs + stds :] > 0.5 if spec.masked else None
-        self.pieces: list[tuple[ActionPart, Tensor, Tensor]] = []  # as `heads.Piece`: parameters, and log_std
+        self.pieces: list[tuple[ActionPart, Tensor, Tensor]] = []  # parameters, log_std
         at = std_at = mask_at = 0
         for part in action.parts:
             width = distributions.part_outputs(part)
@@ -107,7 +107,7 @@ class Actions(TorchDistribution):  # type: ignore[misc]
         return _added(terms)
 
     def _get_torch_distribution(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError  # there is none: what it would do is done above
+        raise NotImplementedError  # unused: all methods are overridden above
 
     @staticmethod
     def required_input_dim(space: gymnasium.Space[Any], **_: Any) -> int:

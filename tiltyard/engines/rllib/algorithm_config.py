@@ -1,4 +1,4 @@
-"""The experiment as one of RLlib's algorithms: which classes, and every number of translate.py put where it belongs."""
+"""Builds the RLlib algorithm of an experiment: its classes, and all settings as settings_map.py lists them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tiltyard.config.rllib_algos import Replay as ReplaySettings
 from tiltyard.engines.collector import LEARN, stream_seed
 from tiltyard.engines.rllib import learners, rl_modules
 from tiltyard.engines.rllib.env_runner import NoEnv, Runner
-from tiltyard.engines.rllib.replay_buffer import Replay
-from tiltyard.engines.rllib.settings_map import envs_each, needs, runners, schedule
+from tiltyard.engines.rllib.replay_buffer import ReplayBuffer
+from tiltyard.engines.rllib.settings_map import envs_per_runner, needs, runner_count, schedule
 from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
 
 CONFIGS: dict[str, Any] = {
@@ -39,21 +39,21 @@ LEARNERS: dict[str, type[Any]] = {
     "dqn": learners.Dqn,
     "sac": learners.Sac,
     "tqc": learners.Tqc,
-    "rllib:PPO": learners.TheirPpo,
+    "rllib:PPO": learners.RllibPpo,
 }
 MODULES: dict[str, type[Any]] = {"dqn": rl_modules.Dueling, "sac": rl_modules.Squashed, "tqc": rl_modules.Quantiles}
-SECONDS_EACH = 1.0  # of an iteration, for algorithms whose iterations have no length of their own
-TIMEOUT = 10.0  # times as long as a step may take, for a whole round of samples
+ITERATION_SECONDS = 1.0  # for algorithms whose iterations have no natural length
+SAMPLE_TIMEOUT = 10.0  # for a round of samples, in units of env.reset_timeout
 
 
-def algorithm(task: WorkerSpec) -> Algorithm:
-    """Built, with its runners and learners started."""
-    algo = configured(task).build_algo()
-    settings, config = task.experiment.algo, algo.config
+def make_algorithm(worker_spec: WorkerSpec) -> Algorithm:
+    """Build the algorithm and start its runners and learners."""
+    algo = make_config(worker_spec).build_algo()
+    settings, config = worker_spec.experiment.algo, algo.config
     if family(settings) in ("dqn", "sac"):
-        seed = stream_seed(task.experiment.seed, LEARN)
+        seed = stream_seed(worker_spec.experiment.seed, LEARN)
         kept = _replay(settings, config)
-        algo.local_replay_buffer = Replay(kept, gamma=config.gamma, n_step=config.n_step, seed=seed)
+        algo.local_replay_buffer = ReplayBuffer(kept, gamma=config.gamma, n_step=config.n_step, seed=seed)
     return algo
 
 
@@ -69,38 +69,38 @@ def _replay(settings: Any, config: Any) -> ReplaySettings:
     )
 
 
-def rllibs_name(algo: Any) -> str:
-    """RLlib's, in small letters."""
+def rllib_name(algo: Any) -> str:
+    """RLlib's name of the algorithm, in lower case."""
     return str(algo.id).removeprefix("rllib:").lower()
 
 
-def configured(task: WorkerSpec) -> Any:
-    """RLlib's settings for a task."""
-    experiment, told = task.experiment, task.told()
+def make_config(worker_spec: WorkerSpec) -> Any:
+    """RLlib's config for a run."""
+    experiment, own_config = worker_spec.experiment, worker_spec.as_config()
     algo, engine = experiment.algo, experiment.engine
     asked = needs(experiment)
-    name = rllibs_name(algo)
+    name = rllib_name(algo)
     config = CONFIGS[name]()
-    _TRAINING["rllib" if isinstance(algo, Named) else name](config, task, max(1, engine.learners))
+    _TRAINING["rllib" if isinstance(algo, Named) else name](config, worker_spec, max(1, engine.learners))
     config.environment(
         NoEnv,
-        env_config=told,
-        observation_space=observation_space(task.spec),
-        action_space=action_space(task),
+        env_config=own_config,
+        observation_space=observation_space(worker_spec.spec),
+        action_space=action_space(worker_spec),
         disable_env_checking=True,
     )
     config.framework("torch")
     rollout = max(algo.rollout, getattr(config, "n_step", 1))
     config.env_runners(
         env_runner_cls=Runner,
-        num_env_runners=runners(experiment),
-        num_envs_per_env_runner=envs_each(experiment),
+        num_env_runners=runner_count(experiment),
+        num_envs_per_env_runner=envs_per_runner(experiment),
         rollout_fragment_length=rollout,
         batch_mode="truncate_episodes",
         num_cpus_per_env_runner=1,
         merge_env_runner_states=False,
         use_env_runner_state_server=False,
-        sample_timeout_s=TIMEOUT * experiment.env.reset_timeout,
+        sample_timeout_s=SAMPLE_TIMEOUT * experiment.env.reset_timeout,
     )
     remote = asked.learners
     config.learners(
@@ -108,7 +108,7 @@ def configured(task: WorkerSpec) -> Any:
         num_cpus_per_learner=1 if remote else 0,
         num_gpus_per_learner=asked.gpus / max(1, engine.learners),
         learner_class=LEARNERS.get(algo.id, LEARNERS[name]),
-        learner_config_dict=told,
+        learner_config_dict=own_config,
     )
     config.fault_tolerance(
         restart_failed_env_runners=True,
@@ -120,26 +120,26 @@ def configured(task: WorkerSpec) -> Any:
     )
     config.debugging(log_level="ERROR")
     config.reporting(metrics_num_episodes_for_smoothing=100)
-    config.rl_module(rl_module_spec=_modules(task, told, config))
+    config.rl_module(rl_module_spec=_modules(worker_spec, own_config, config))
     return config
 
 
-SHAPES = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net")  # of a module, from the algorithm
+MODULE_OPTIONS = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net")  # from the algorithm
 
 
-def _modules(task: WorkerSpec, told: dict[str, Any], config: Any) -> Any:
-    experiment = task.experiment
-    kind = MODULES.get(rllibs_name(experiment.algo), rl_modules.ActorCritic)
-    length = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
-    length |= {name: getattr(config, name) for name in SHAPES if hasattr(config, name)}
+def _modules(worker_spec: WorkerSpec, own_config: dict[str, Any], config: Any) -> Any:
+    experiment = worker_spec.experiment
+    kind = MODULES.get(rllib_name(experiment.algo), rl_modules.ActorCritic)
+    options = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
+    options |= {name: getattr(config, name) for name in MODULE_OPTIONS if hasattr(config, name)}
 
     def spec(policy: str) -> RLModuleSpec:
-        own = {KEY: {**told[KEY], "policy": policy}}
+        own = {KEY: {**own_config[KEY], "policy": policy}}
         return RLModuleSpec(
             module_class=kind,
-            observation_space=observation_space(task.spec),
-            action_space=action_space(task),
-            model_config={**own, **length},
+            observation_space=observation_space(worker_spec.spec),
+            action_space=action_space(worker_spec),
+            model_config={**own, **options},
         )
 
     if len(experiment.policy_settings) == 1:
@@ -147,13 +147,13 @@ def _modules(task: WorkerSpec, told: dict[str, Any], config: Any) -> Any:
     return MultiRLModuleSpec(rl_module_specs={name: spec(name) for name in experiment.learning})
 
 
-# ------------------------------------------------------------------------------------------------ of each algorithm
+# ------------------------------------------------------------------------------------------------ per algorithm
 
 
-def _ppo(config: Any, task: WorkerSpec, learners_: int) -> None:
-    algo, experiment = task.experiment.algo, task.experiment
+def _ppo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    algo, experiment = worker_spec.experiment.algo, worker_spec.experiment
     assert isinstance(algo, Ppo)
-    batch = experiment.batch * len(task.spec.agents)
+    batch = experiment.batch * len(worker_spec.spec.agents)
     config.training(
         lr=schedule(algo.lr, experiment.stop.env_steps),
         gamma=algo.gamma,
@@ -167,17 +167,17 @@ def _ppo(config: Any, task: WorkerSpec, learners_: int) -> None:
     )
     if len(experiment.policy_settings) > 1:
         names = experiment.learning
-        config.multi_agent(policies=set(names), policy_mapping_fn=_seated, policies_to_train=names)
+        config.multi_agent(policies=set(names), policy_mapping_fn=_policy_of_episode, policies_to_train=names)
     config.reporting(min_time_s_per_iteration=0)
 
 
-def _seated(agent: Any, episode: Any, **_: Any) -> Any:
-    """Runners say whose an episode is."""
+def _policy_of_episode(agent: Any, episode: Any, **_: Any) -> Any:
+    """The policy that acted in an episode; runners record it."""
     return episode.module_id
 
 
-def _impala(config: Any, task: WorkerSpec, learners_: int) -> None:
-    algo, stop = task.experiment.algo, task.experiment.stop
+def _impala(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    algo, stop = worker_spec.experiment.algo, worker_spec.experiment.stop
     assert isinstance(algo, Impala | Appo)
     config.training(
         lr=schedule(algo.lr, stop.env_steps),
@@ -190,12 +190,12 @@ def _impala(config: Any, task: WorkerSpec, learners_: int) -> None:
         vtrace_clip_rho_threshold=algo.rho_clip,
         vtrace_clip_pg_rho_threshold=algo.rho_clip,
     )
-    config.reporting(min_time_s_per_iteration=SECONDS_EACH)
+    config.reporting(min_time_s_per_iteration=ITERATION_SECONDS)
 
 
-def _appo(config: Any, task: WorkerSpec, learners_: int) -> None:
-    _impala(config, task, learners_)
-    algo = task.experiment.algo
+def _appo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    _impala(config, worker_spec, learners_)
+    algo = worker_spec.experiment.algo
     assert isinstance(algo, Appo)
     config.training(
         clip_param=algo.clip,
@@ -209,10 +209,10 @@ def _appo(config: Any, task: WorkerSpec, learners_: int) -> None:
     )
 
 
-def _replaying(config: Any, task: WorkerSpec, learners_: int) -> None:
-    algo = task.experiment.algo
+def _replay_settings(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    algo = worker_spec.experiment.algo
     assert isinstance(algo, Dqn | Sac)
-    count = runners(task.experiment)
+    count = runner_count(worker_spec.experiment)
     config.training(
         gamma=algo.gamma,
         n_step=algo.n_step,
@@ -222,25 +222,28 @@ def _replaying(config: Any, task: WorkerSpec, learners_: int) -> None:
         train_batch_size_per_learner=algo.batch,
         target_network_update_freq=algo.target_every,
         num_steps_sampled_before_learning_starts=algo.warmup,
-        # RLlib counts one runner more than there are
+        # RLlib counts one runner too many
         training_intensity=algo.replays * max(1, count) / (count + 1),
-        replay_buffer_config={"type": "PrioritizedEpisodeReplayBuffer", "capacity": 1},  # ours takes its place
+        replay_buffer_config={"type": "PrioritizedEpisodeReplayBuffer", "capacity": 1},  # replaced by ours
     )
-    config.reporting(min_time_s_per_iteration=SECONDS_EACH, min_sample_timesteps_per_iteration=0)
+    config.reporting(min_time_s_per_iteration=ITERATION_SECONDS, min_sample_timesteps_per_iteration=0)
 
 
-def _dqn(config: Any, task: WorkerSpec, learners_: int) -> None:
-    _replaying(config, task, learners_)
-    algo = task.experiment.algo
+def _dqn(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    _replay_settings(config, worker_spec, learners_)
+    algo = worker_spec.experiment.algo
     assert isinstance(algo, Dqn)
     config.training(
-        lr=schedule(algo.lr, task.experiment.stop.env_steps), double_q=algo.double, dueling=algo.dueling, num_atoms=1
+        lr=schedule(algo.lr, worker_spec.experiment.stop.env_steps),
+        double_q=algo.double,
+        dueling=algo.dueling,
+        num_atoms=1,
     )
 
 
-def _sac(config: Any, task: WorkerSpec, learners_: int) -> None:
-    _replaying(config, task, learners_)
-    algo, total = task.experiment.algo, task.experiment.stop.env_steps
+def _sac(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    _replay_settings(config, worker_spec, learners_)
+    algo, total = worker_spec.experiment.algo, worker_spec.experiment.stop.env_steps
     assert isinstance(algo, Sac)
     config.training(
         lr=None,
@@ -253,11 +256,11 @@ def _sac(config: Any, task: WorkerSpec, learners_: int) -> None:
     )
 
 
-def _named(config: Any, task: WorkerSpec, learners_: int) -> None:
-    algo = task.experiment.algo
+def _named(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
+    algo = worker_spec.experiment.algo
     assert isinstance(algo, Named)
     config.training(**algo.options)
-    config.reporting(min_time_s_per_iteration=0 if family(algo) == "ppo" else SECONDS_EACH)
+    config.reporting(min_time_s_per_iteration=0 if family(algo) == "ppo" else ITERATION_SECONDS)
     if family(algo) in ("dqn", "sac"):
         config.reporting(min_sample_timesteps_per_iteration=0)
 

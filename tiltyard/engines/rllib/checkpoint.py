@@ -1,8 +1,8 @@
-"""The whole state of one of RLlib's algorithms as a tree, and back.
+"""The whole state of an RLlib algorithm as a tree of plain values, and back.
 
-RLlib's get_state and set_state do most of it. What they leave out or mix up is done here: counters are set before
-anybody asks for them, the KL coefficient, the temperature, the replay buffer and the learners' random streams are kept,
-and so are the runners' envs. Of RLlib's metrics only the algorithm's own are kept, for their counters.
+RLlib's get_state and set_state do most of it. Added here is what they omit: KL coefficient, temperature, replay buffer,
+the learners' random streams and the runners' envs; and counters are set before they are read. Of RLlib's metrics only
+the algorithm's own are kept, for their counters.
 """
 
 from __future__ import annotations
@@ -24,44 +24,49 @@ METRICS = "metrics_logger"
 
 
 def engine_state(algo: Any) -> tuple[list[Tree], dict[str, Any]]:
-    """Of each runner's envs, and of everything else."""
+    """The state of each runner's envs, and of everything else."""
     state = algo.get_state()
     state.get("learner_group", {}).get("learner", {}).pop(METRICS, None)
-    tree = {"rllib": plain(state), "learner": plain(_first_learner(algo))}
+    tree = {"rllib": to_plain(state), "learner": to_plain(_first_learner(algo))}
     buffer = getattr(algo, "local_replay_buffer", None)
     if buffer is not None:
         tree["replay"] = buffer.pack()
-    groups = _runners(algo, lambda runner: runner.tree())
+    groups = _on_runners(algo, _group_state)
     return [group for group in groups if group is not None], tree
 
 
 def set_engine_state(algo: Any, tree: Tree, groups: list[Tree]) -> list[str]:
-    """Go on from what `engine_state` gave; sentences about what could not be brought back."""
-    state = lively(tree["rllib"])
-    algo.metrics.set_state(state[METRICS])  # first: set_state tells runners the env steps that it finds here
+    """Restore what `engine_state` returned; returns sentences about what could not be restored."""
+    state = from_plain(tree["rllib"])
+    algo.metrics.set_state(state[METRICS])  # first: set_state sends the runners the env steps found here
     algo.set_state(state)
-    extra = lively(tree["learner"])
+    extra = from_plain(tree["learner"])
     group = algo.learner_group
     if group.is_local:
         set_extra_state(group._learner, extra)
     else:
         group.foreach_learner(lambda learner: set_extra_state(learner, extra))
     buffer = getattr(algo, "local_replay_buffer", None)
-    said = buffer.unpack(tree["replay"]) if buffer is not None and "replay" in tree else []
+    warnings = buffer.unpack(tree["replay"]) if buffer is not None and "replay" in tree else []
     steps = algo.metrics.peek((ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME), default=0)
-    found = _runners(algo, lambda runner: _resume(runner, groups, int(steps)))
-    for sentences in found:
-        said += sentences
-    return said
+    for sentences in _on_runners(algo, lambda runner: _restore_group(runner, groups, int(steps))):
+        warnings += sentences
+    return warnings
 
 
-def _resume(runner: Any, groups: list[Tree], steps: int) -> list[str]:
+def _group_state(runner: Any) -> Tree:
+    """Envs, recurrent states and random streams of a runner."""
+    return None if runner.episodes is None else runner.episodes.collector.tree()
+
+
+def _restore_group(runner: Any, groups: list[Tree], steps: int) -> list[str]:
     runner.num_env_steps_sampled_lifetime = steps
-    if runner.rows is None:
+    if runner.episodes is None:
         return []
-    if runner.rows.group >= len(groups):
-        return [f"the checkpoint has no envs of runner {runner.rows.group + 1}: they begin new episodes"]
-    return list(runner.take(groups[runner.rows.group]))
+    group = runner.episodes.group
+    if group >= len(groups):
+        return [f"the checkpoint has no envs of runner {group + 1}: they begin new episodes"]
+    return list(runner.episodes.collector.take(groups[group]))
 
 
 def _first_learner(algo: Any) -> Tree:
@@ -71,15 +76,15 @@ def _first_learner(algo: Any) -> Tree:
     return next(iter(group.foreach_learner(extra_state))).get()
 
 
-def _runners(algo: Any, ask: Any) -> list[Any]:
-    """Answers of all that have envs, in their order."""
+def _on_runners(algo: Any, call: Any) -> list[Any]:
+    """The results of `call` on all runners with envs, in order."""
     group = algo.env_runner_group
     remote = group.num_remote_env_runners() > 0
-    return list(group.foreach_env_runner(ask, local_env_runner=not remote))
+    return list(group.foreach_env_runner(call, local_env_runner=not remote))
 
 
-def give_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
-    """Set what is learned, and let the runners know."""
+def set_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
+    """Set the learners' weights and send them to the runners."""
     group = algo.learner_group
     state = group.get_state(components=COMPONENT_LEARNER + "/" + COMPONENT_RL_MODULE)[COMPONENT_LEARNER]
     modules = {
@@ -87,7 +92,7 @@ def give_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
         for module, weights in state[COMPONENT_RL_MODULE].items()
         if module in arrays
     }
-    for weights in modules.values():  # slower copies start as copies
+    for weights in modules.values():  # target networks start as copies
         for name in weights:
             if name.startswith("target.") and f"net.{name.removeprefix('target.')}" in weights:
                 weights[name] = weights[f"net.{name.removeprefix('target.')}"]
@@ -101,8 +106,8 @@ def give_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
 MARK = "$"
 
 
-def plain(value: Any, path: str = "") -> Tree:
-    """`value` as nested dicts and lists of arrays, numbers, text, booleans and None."""
+def to_plain(value: Any, path: str = "") -> Tree:
+    """Convert to nested dicts and lists of arrays, numbers, strings, booleans and None."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -112,43 +117,43 @@ def plain(value: Any, path: str = "") -> Tree:
     if isinstance(value, np.generic):
         return {MARK: "number", "dtype": value.dtype.str, "items": value.item()}
     if isinstance(value, list):
-        return [plain(each, f"{path}[]") for each in value]
+        return [to_plain(each, f"{path}[]") for each in value]
     if isinstance(value, tuple | set | frozenset):
         kind = "tuple" if isinstance(value, tuple) else "set"
-        return {MARK: kind, "items": [plain(each, path) for each in value]}
+        return {MARK: kind, "items": [to_plain(each, path) for each in value]}
     if isinstance(value, deque):
-        return {MARK: "deque", "length": value.maxlen, "items": [plain(each, path) for each in value]}
+        return {MARK: "deque", "length": value.maxlen, "items": [to_plain(each, path) for each in value]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key != MARK for key in value):
-            return {key: plain(each, f"{path}.{key}") for key, each in value.items()}
+            return {key: to_plain(each, f"{path}.{key}") for key, each in value.items()}
         return {
             MARK: "pairs",
-            "items": [[plain(key, path), plain(each, f"{path}.{key}")] for key, each in value.items()],
+            "items": [[to_plain(key, path), to_plain(each, f"{path}.{key}")] for key, each in value.items()],
         }
     raise TiltyardError(
         f"RLlib's state has a {type(value).__module__}.{type(value).__name__} at {path or 'its top'}, "
-        "which a checkpoint cannot hold",
-        "leave out what keeps it there, or train with another engine",
+        "which a checkpoint cannot store",
+        "remove the option that puts it there, or use another engine",
     )
 
 
-def lively(tree: Tree) -> Any:
-    """The inverse of `plain`."""
+def from_plain(tree: Tree) -> Any:
+    """The inverse of `to_plain`."""
     if isinstance(tree, list):
-        return [lively(each) for each in tree]
+        return [from_plain(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
     kind = tree.get(MARK)
     if kind is None:
-        return {key: lively(each) for key, each in tree.items()}
+        return {key: from_plain(each) for key, each in tree.items()}
     items = tree["items"]
     if kind == "tensor":
         return torch.from_numpy(np.array(items))
     if kind == "number":
         return np.dtype(tree["dtype"]).type(items)
     if kind == "pairs":
-        return {lively(key): lively(each) for key, each in items}
-    made = [lively(each) for each in items]
+        return {from_plain(key): from_plain(each) for key, each in items}
+    made = [from_plain(each) for each in items]
     if kind == "deque":
         return deque(made, maxlen=tree["length"])
     return tuple(made) if kind == "tuple" else set(made)

@@ -1,8 +1,8 @@
-"""What happens to episodes on their way into a learner: our parts in RLlib's pipeline.
+"""Our connectors in RLlib's learner pipeline, which turns episodes into batches.
 
-Memories        the memory that a row had before each chunk of its episode
-Advantages      what ppo learns from, of our own numbers that change while training
-WithOldPolicy   RLlib's own advantages, and what the policy that acted thought
+RecurrentStates    the recurrent state before each chunk of an episode
+Advantages         advantages and value targets of our PPO, whose settings may change while training
+GaeWithOldPolicy   RLlib's advantages, and the action distribution of the policy that acted
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
 
-BEFORE = "state_before"  # column: a row's memory before it acted
-OLD_VALUE = "old_value"  # column: what its value was thought to be, normalised
+STATE_BEFORE = "state_before"  # column: the recurrent state before the action
+OLD_VALUE = "old_value"  # column: the value estimate when it acted, normalised
 
 
 class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
-    """Advantages and targets as in algos.ppo: not standardised here, targets and old values in normalised units.
+    """Advantages and targets as in algos.ppo: advantages not yet normalised, targets and old values normalised.
 
-    Episodes come one step longer than they were, that the last value may be estimated; it is no sample.
+    RLlib extends episodes by one step to estimate the last value; that step is not a sample.
     """
 
     def __init__(self, learner: Any) -> None:
@@ -64,8 +64,8 @@ class Advantages(GeneralAdvantageEstimation):  # type: ignore[misc]
         return batch
 
 
-class WithOldPolicy(GeneralAdvantageEstimation):  # type: ignore[misc]
-    """And what the policy that acted thought of its actions, which the KL divergence is measured from."""
+class GaeWithOldPolicy(GeneralAdvantageEstimation):  # type: ignore[misc]
+    """Also adds the action distribution of the policy that acted, from which the KL divergence is measured."""
 
     def __call__(self, *, rl_module: Any, batch: dict[str, Any], **more: Any) -> dict[str, Any]:
         batch = super().__call__(rl_module=rl_module, batch=batch, **more)
@@ -77,7 +77,7 @@ class WithOldPolicy(GeneralAdvantageEstimation):  # type: ignore[misc]
 
 
 def unpadded(array: np.ndarray[Any, Any], lengths: list[int]) -> np.ndarray[Any, Any]:
-    """[N, T] with episodes cut into rows of T, the last of each filled up, as [sum of lengths]; others as they are."""
+    """[N, T], where episodes are cut into rows of T and padded, as [sum of lengths]; 1-d arrays unchanged."""
     if array.ndim == 1:
         return array
     found, row, width = [], 0, array.shape[1]
@@ -102,14 +102,14 @@ def padded(array: np.ndarray[Any, Any], lengths: list[int], shape: tuple[int, ..
     return made
 
 
-class Memories(ConnectorV2):  # type: ignore[misc]
-    """The memory before each chunk, from the column that the runner kept. Chunks never go beyond their episode."""
+class RecurrentStates(ConnectorV2):  # type: ignore[misc]
+    """The recurrent state before each chunk, from the runner's column. A chunk never crosses an episode's end."""
 
     def __call__(self, *, rl_module: Any, episodes: list[Any], batch: dict[str, Any], **_: Any) -> dict[str, Any]:
         for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
             own = {
-                name.removeprefix(f"{BEFORE}."): episode.extra_model_outputs.pop(name).data
-                for name in [each for each in episode.extra_model_outputs if each.startswith(f"{BEFORE}.")]
+                name.removeprefix(f"{STATE_BEFORE}."): episode.extra_model_outputs.pop(name).data
+                for name in [each for each in episode.extra_model_outputs if each.startswith(f"{STATE_BEFORE}.")]
             }
             if own:
                 module = (
@@ -119,6 +119,6 @@ class Memories(ConnectorV2):  # type: ignore[misc]
                 chunks = -(-len(episode) // every)
                 states = {name: array[: len(episode)][::every] for name, array in own.items()}
                 self.add_n_batch_items(batch, Columns.STATE_IN, states, chunks, episode)
-        for column in [each for each in batch if each.startswith(f"{BEFORE}.")]:
+        for column in [each for each in batch if each.startswith(f"{STATE_BEFORE}.")]:
             del batch[column]
         return batch

@@ -1,9 +1,9 @@
-"""A runner: one group of envs and a copy of the policy, in a process that RLlib has placed on some node.
+"""A runner: one group of envs and a copy of the policy, in a process that RLlib places on a node.
 
     RLlib ── sample() ──> runner ── episodes ──> learner          and set_state(weights) the other way
 
-It samples with the collector of every engine, so that every setting of env, wrappers and model means what it means
-elsewhere. What an episode's end says travels as JSON among RLlib's metrics, under `KEY`.
+It samples with the collector of the other engines, so that settings of envs, wrappers and models mean the same.
+Its notes (steps, ended episodes, failures) travel as JSON among RLlib's metrics, under `KEY`.
 """
 
 from __future__ import annotations
@@ -38,40 +38,43 @@ from ray.rllib.utils.metrics import (
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.policy_set import make_actor
-from tiltyard.engines.rllib.episode_collector import Decided, Rows
+from tiltyard.engines.rllib.episode_collector import Decision, EpisodeCollector
 from tiltyard.engines.rllib.settings_map import epsilon
 from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.types import Array, EpisodeEnd, Tree
+from tiltyard.types import Array
 
 
 class NoEnv(gymnasium.Env[Any, Any]):
-    """What RLlib is told as its env: runners make their own."""
+    """A placeholder for RLlib: runners make their own envs."""
 
 
 class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
-    """RLlib numbers runners from 1; number 0 is the driver's own, which has envs only where there is no other."""
+    """RLlib numbers runners from 1; runner 0 is in the driver and has envs only if there is no other.
+
+    RLlib requires a subclass of EnvRunner.
+    """
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         torch.set_num_threads(1)
-        self.task = WorkerSpec.heard(config.env_config)
+        self.worker_spec = WorkerSpec.from_config(config.env_config)
         self.version = 0
-        self.lives = 0
-        self.failed: dict[str, str] | None = None  # what became of its last envs
-        self.rows: Rows | None = None
+        self.instances = 0
+        self.failed: dict[str, str] | None = None  # why the last envs failed
+        self.episodes: EpisodeCollector | None = None
         self.make_module()
         if self.worker_index or config.num_env_runners == 0:
-            self.make_env(anew=_born_again())
-        wanted = epsilon(self.task.experiment.algo, config)
-        self.epsilon = None if wanted is None else ScheduledValue(wanted, self.task.experiment.stop.env_steps)
+            self.make_env(again=_is_restarted())
+        wanted = epsilon(self.worker_spec.experiment.algo, config)
+        self.epsilon = None if wanted is None else ScheduledValue(wanted, self.worker_spec.experiment.stop.env_steps)
 
-    # ------------------------------------------------------------------------------------------ what RLlib asks for
+    # ------------------------------------------------------------------------------------------ called by RLlib
 
     def make_module(self) -> None:
         spaces = self.get_spaces()
-        experiment = self.task.experiment
+        experiment = self.worker_spec.experiment
         self.nets: dict[str, PolicyNet]
         if len(experiment.policy_settings) > 1:
             self.module = self.config.get_multi_rl_module_spec(spaces=spaces, inference_only=True).build()
@@ -80,24 +83,26 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             self.module = self.config.get_rl_module_spec(spaces=spaces, inference_only=True).build()
             self.nets = {experiment.learning[0]: self.module.net}
 
-    def make_env(self, *, anew: bool = False) -> None:
+    def make_env(self, *, again: bool = False) -> None:
         """Its group of envs; `anew` where there was one: their seeds have been used."""
-        experiment, spec = self.task.experiment, self.task.spec
-        if self.rows is not None:
-            self.rows.close()
-        self.lives += 1
+        experiment, spec = self.worker_spec.experiment, self.worker_spec.spec
+        if self.episodes is not None:
+            self.episodes.close()
+        self.instances += 1
         group = max(0, (self.worker_index or 1) - 1)
-        life = f"{self.task.attempt}.{os.getpid()}.{self.lives}"
-        actor = make_actor(experiment, spec, self.nets, frozen_nets(experiment, spec, self.task.base), {})
-        self.rows = Rows(self.task, actor, self.config.num_envs_per_env_runner, group, life)
-        if anew:
-            self.rows.envs.skip_episodes(int(time.time()) % 2**24)
+        instance = f"{self.worker_spec.attempt}.{os.getpid()}.{self.instances}"
+        actor = make_actor(experiment, spec, self.nets, frozen_nets(experiment, spec, self.worker_spec.base), {})
+        self.episodes = EpisodeCollector(self.worker_spec, actor, self.config.num_envs_per_env_runner, group, instance)
+        if again:
+            self.episodes.collector.envs.skip_episodes(int(time.time()) % 2**24)
 
     def get_spaces(self) -> dict[str, Any]:
-        both = (observation_space(self.task.spec), action_space(self.task))
-        names = self.task.experiment.learning
+        both = (observation_space(self.worker_spec.spec), action_space(self.worker_spec))
+        names = self.worker_spec.experiment.learning
         modules = (
-            dict.fromkeys(names, both) if len(self.task.experiment.policy_settings) > 1 else {DEFAULT_MODULE_ID: both}
+            dict.fromkeys(names, both)
+            if len(self.worker_spec.experiment.policy_settings) > 1
+            else {DEFAULT_MODULE_ID: both}
         )
         return {INPUT_ENV_SPACES: both, INPUT_ENV_SINGLE_SPACES: both, **modules}
 
@@ -105,35 +110,39 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         assert self.module is not None
 
     def sample(self, **_: Any) -> list[SingleAgentEpisode]:
-        """Pieces of episodes; none where the env has failed, of which a note is made."""
-        rows, began = self.rows, time.perf_counter()
-        assert rows is not None
-        rows.spent = {"env": 0.0, "inference": 0.0}
-        frames = -rows.envs.frames_taken
+        """Episode fragments; none if the envs failed, which a note reports."""
+        episodes, began = self.episodes, time.perf_counter()
+        assert episodes is not None
+        episodes.spent = {"env": 0.0, "inference": 0.0}
+        frames = -episodes.collector.envs.frames_taken
         try:
-            pieces, ends = rows.gather(self.config.get_rollout_fragment_length(self.worker_index), self._decide)
+            fragments, ends = episodes.collect(
+                self.config.get_rollout_fragment_length(self.worker_index), self._choose_actions
+            )
         except TiltyardError as error:
-            self.failed = {"message": error.message, "hint": error.hint, "details": error.details, "life": rows.life}
+            failed = {"message": error.message, "hint": error.hint, "details": error.details}
+            self.failed = {**failed, "life": episodes.instance}
             self._note(failed=self.failed)
-            self.make_env(anew=True)
+            self.make_env(again=True)
             self._count(0, 0)
-            # else RLlib would ask again and again within one iteration, and nobody would hear of it
+            # Without steps, RLlib would sample again within the same iteration and drop the note.
             whole = self.config.total_train_batch_size
             self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, whole, reduce="sum")
             return []
-        steps = sum(len(piece) for piece in pieces)
+        steps = sum(len(fragment) for fragment in fragments)
         self._count(steps, len(ends))
-        frames += rows.envs.frames_taken
-        self._note(steps=steps, frames=frames, spent={**rows.spent, "all": time.perf_counter() - began}, ends=ends)
-        return pieces
+        frames += episodes.collector.envs.frames_taken
+        spent = {**episodes.spent, "all": time.perf_counter() - began}
+        self._note(steps=steps, frames=frames, spent=spent, ends=[asdict(end) for end in ends])
+        return fragments
 
-    def _note(self, **words: Any) -> None:
-        ends: list[EpisodeEnd] = words.pop("ends", [])
-        line = json.dumps({**words, "ends": [asdict(end) for end in ends], "runner": self.worker_index or 0})
+    def _note(self, **facts: Any) -> None:
+        """Report facts to the driver as one line of JSON."""
+        line = json.dumps({"ends": [], **facts, "runner": self.worker_index or 0})
         self.metrics.log_value(KEY, line, reduce="item_series")
 
     def _count(self, steps: int, episodes: int) -> None:
-        """The numbers that RLlib's algorithms look at."""
+        """Log the counters that RLlib's algorithms read."""
         for name in (NUM_ENV_STEPS_SAMPLED, (NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID)):
             self.metrics.log_value(name, steps, reduce="sum")
         self.metrics.log_value((NUM_MODULE_STEPS_SAMPLED, DEFAULT_MODULE_ID), steps, reduce="sum")
@@ -150,28 +159,28 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         return self.metrics.reduce()
 
     def stop(self) -> None:
-        if self.rows is not None:
-            self.rows.close()
-            self.rows = None
+        if self.episodes is not None:
+            self.episodes.close()
+            self.episodes = None
 
     # ------------------------------------------------------------------------------------------ acting
 
-    def _decide(self, obs: dict[str, torch.Tensor], first: torch.Tensor, mask: Array | None) -> Decided:
-        rows = self.rows
-        assert rows is not None
+    def _choose_actions(self, obs: dict[str, torch.Tensor], first: torch.Tensor, mask: Array | None) -> Decision:
+        assert self.episodes is not None
+        rows = self.episodes.collector
         allowed = None if mask is None else torch.from_numpy(mask)
         explores = self.epsilon is not None
         acted = rows.actor.act(obs, rows.state, first, allowed, greedy=explores, generator=rows.draws, with_value=False)
-        action = self._explored(acted.action, mask) if explores else acted.action
+        action = self._explore(acted.action, mask, rows.draws) if explores else acted.action
         columns = {} if explores else {Columns.ACTION_LOGP: acted.log_prob}
         columns[WEIGHTS_SEQ_NO] = np.full(len(action), self.version, np.int64)
         return action, columns, acted.state
 
-    def _explored(self, action: Array, mask: Array | None) -> Array:
-        """Some of the choices drawn at random among those that are allowed."""
-        assert self.epsilon is not None and self.rows is not None
-        (part,), count = self.task.spec.action.parts, len(action)
-        draws = torch.rand(2, count, generator=self.rows.draws).numpy()
+    def _explore(self, action: Array, mask: Array | None, generator: torch.Generator) -> Array:
+        """Replace a share `epsilon` of the actions by random allowed ones."""
+        assert self.epsilon is not None
+        (part,), count = self.worker_spec.spec.action.parts, len(action)
+        draws = torch.rand(2, count, generator=generator).numpy()
         allowed = np.ones((count, part.options), bool) if mask is None else mask
         pick = np.minimum((draws[1] * allowed.sum(1)).astype(np.int64), allowed.sum(1) - 1)
         drawn = np.argsort(~allowed, axis=1, kind="stable")[np.arange(count), pick]
@@ -193,8 +202,10 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             if version == 0 or self.version < version:
                 weights = state[COMPONENT_RL_MODULE]
                 weights = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-                alone = not hasattr(self.module, "_rl_modules")
-                self.module.set_state(weights[DEFAULT_MODULE_ID] if alone and DEFAULT_MODULE_ID in weights else weights)
+                single = not hasattr(self.module, "_rl_modules")
+                self.module.set_state(
+                    weights[DEFAULT_MODULE_ID] if single and DEFAULT_MODULE_ID in weights else weights
+                )
             self.version = version or self.version
         if NUM_ENV_STEPS_SAMPLED_LIFETIME in state:
             self.num_env_steps_sampled_lifetime = state[NUM_ENV_STEPS_SAMPLED_LIFETIME]
@@ -202,22 +213,13 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {"config": self.config}
 
-    # ------------------------------------------------------------------------------------------ what the engine asks
 
-    def node(self) -> str:
-        """Ray's id of the node that it is on."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    def tree(self) -> Tree:
-        """Where its envs, memories and random streams stand."""
-        return None if self.rows is None else self.rows.tree()
-
-    def take(self, tree: Tree) -> list[str]:
-        """Go on from there; sentences about what could not be brought back."""
-        return [] if self.rows is None else self.rows.take(tree)
+def node_id() -> str:
+    """Ray's id of the node of this process."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
-def _born_again() -> bool:
-    """Whether Ray has put this process in the place of one that died."""
+def _is_restarted() -> bool:
+    """Whether Ray started this process in place of one that died."""
     context = ray.get_runtime_context()
     return bool(context.get_actor_id() and context.was_current_actor_reconstructed)

@@ -1,15 +1,16 @@
-"""RLlib's learners with what they lack: our PPO loss, schedules that they do not know, statistics, and times.
+"""RLlib's learners with our additions: the PPO loss, schedules, running statistics and times.
 
-    Ppo      our loss on RLlib's minibatches: the same number as on the local engine for the same samples
-    Impala, Appo, Dqn, Sac, TheirPpo, Tqc    RLlib's own losses
+    Ppo                                    our loss on RLlib's minibatches, equal to the local engine's
+    Impala, Appo, Dqn, Sac, RllibPpo, Tqc  RLlib's own losses
 
-What a learner keeps beside weights and optimiser, and RLlib forgets to save, is `extra_state`.
+`extra_state` is the part of a learner's state that RLlib does not save.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -30,16 +31,19 @@ from torch import Tensor
 from tiltyard.algos.ppo import CHANGEABLE, RISES_WITH_KL
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
-from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, Memories, WithOldPolicy
-from tiltyard.engines.rllib.replay_buffer import Replayed
+from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, GaeWithOldPolicy, RecurrentStates
+from tiltyard.engines.rllib.replay_buffer import ReplayBatch
 from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, WorkerSpec
 from tiltyard.types import Tree
 
-FORGOTTEN = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # appo's and sac's, which RLlib's state leaves out
+UNSAVED = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # of appo and sac, missing in RLlib's state
 
 
-class _Ours:
-    """Before RLlib's own class: which parameters learn, Adam's epsilon, how long it took."""
+class _TiltyardLearner:
+    """A mixin for RLlib's learner classes: trainable parameters, recurrent states, time and update counts.
+
+    RLlib's only extension point is overriding methods of its learners, so our additions are mixins before its classes.
+    """
 
     config: Any
     module: Any
@@ -48,14 +52,14 @@ class _Ours:
     _learner_connector: Any
 
     def build(self) -> None:
-        self.task = WorkerSpec.heard(self.config.learner_config_dict)
-        threads = self.task.experiment.engine.threads
+        self.worker_spec = WorkerSpec.from_config(self.config.learner_config_dict)
+        threads = self.worker_spec.experiment.engine.threads
         torch.set_num_threads(threads if isinstance(threads, int) else 1)
         super().build()  # type: ignore[misc]
-        self._put_in(AddStatesFromEpisodesToBatch, Memories())
+        self._replace_connector(AddStatesFromEpisodesToBatch, RecurrentStates())
 
-    def _put_in(self, theirs: type[Any], ours: Any) -> None:
-        """A part of ours in RLlib's pipeline, in the place of its own."""
+    def _replace_connector(self, theirs: type[Any], ours: Any) -> None:
+        """Replace one of RLlib's connectors in the pipeline by ours."""
         pipeline = self._learner_connector
         if pipeline is not None:
             pipeline.connectors = [ours if isinstance(each, theirs) else each for each in pipeline.connectors]
@@ -75,24 +79,24 @@ class _Ours:
         self.metrics.log_value((ALL_MODULES, UPDATES), 1, reduce="sum")
 
     def modules(self) -> dict[str, Any]:
-        """Ours by name, out of what RLlib wraps them in."""
+        """Our modules by name, without RLlib's wrappers."""
         return {name: module.unwrapped() for name, module in self.module._rl_modules.items()}
 
 
-class _OneAdam(_Ours):
-    """A single Adam for everything that learns, with the epsilon of the settings where they have one."""
+class _OneAdam(_TiltyardLearner):
+    """A mixin: one Adam for all trainable parameters, with `algo.adam_eps` if the algorithm has it."""
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         params = self.get_parameters(self.module[module_id])
-        eps = getattr(self.task.experiment.algo, "adam_eps", 1e-8)
+        eps = getattr(self.worker_spec.experiment.algo, "adam_eps", 1e-8)
         adam = torch.optim.Adam(params, eps=eps)
         self.register_optimizer(  # type: ignore[attr-defined]
             module_id=module_id, optimizer=adam, params=params, lr_or_lr_schedule=config.lr
         )
 
 
-class _Observing:
-    """Every batch that is learned from is added to the running statistics, after its loss."""
+class _UpdatesStatistics:
+    """A mixin: adds every batch to the running statistics after its loss."""
 
     module: Any
 
@@ -102,65 +106,67 @@ class _Observing:
         return loss
 
 
-class Impala(_Observing, _OneAdam, IMPALATorchLearner):  # type: ignore[misc]
+class Impala(_UpdatesStatistics, _OneAdam, IMPALATorchLearner):  # type: ignore[misc]
     pass
 
 
-class Appo(_Observing, _OneAdam, APPOTorchLearner):  # type: ignore[misc]
+class Appo(_UpdatesStatistics, _OneAdam, APPOTorchLearner):  # type: ignore[misc]
     pass
 
 
-class _Replaying:
-    """Learns from draws of our own replay buffer, which are batches already."""
+class _UsesReplayBuffer:
+    """A mixin: learns from batches of our replay buffer."""
 
     _learner_connector: Any
     _device: Any
 
     def build(self) -> None:
         super().build()  # type: ignore[misc]
-        self._learner_connector.connectors = [Replayed(self._device)]
+        self._learner_connector.connectors = [ReplayBatch(self._device)]
 
 
-class Dqn(_Replaying, _Observing, _OneAdam, DQNTorchLearner):  # type: ignore[misc]
+class Dqn(_UsesReplayBuffer, _UpdatesStatistics, _OneAdam, DQNTorchLearner):  # type: ignore[misc]
     pass
 
 
-class Sac(_Replaying, _Observing, _Ours, SACTorchLearner):  # type: ignore[misc]
+class Sac(_UsesReplayBuffer, _UpdatesStatistics, _TiltyardLearner, SACTorchLearner):  # type: ignore[misc]
     pass
 
 
-class _Counted:
-    """RLlib's TQC counts the rows of a batch by its observations, taking them for one tensor."""
+class _CountsRewards:
+    """A mixin: RLlib's TQC takes the batch size from the observations, which must be one tensor; rewards are."""
 
     def compute_loss_for_module(self, *, batch: Any, **more: Any) -> Tensor:
-        told = {**batch, Columns.OBS: batch[Columns.REWARDS]}
+        countable = {**batch, Columns.OBS: batch[Columns.REWARDS]}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using a target size")  # each quantile meets each of the target's
-            loss: Tensor = super().compute_loss_for_module(batch=told, **more)  # type: ignore[misc]
+            warnings.filterwarnings(
+                "ignore", "Using a target size"
+            )  # every quantile is compared with every target quantile
+            loss: Tensor = super().compute_loss_for_module(batch=countable, **more)  # type: ignore[misc]
         return loss
 
 
-class Tqc(_Replaying, _Observing, _Counted, _Ours, TQCTorchLearner):  # type: ignore[misc]
+class Tqc(_UsesReplayBuffer, _UpdatesStatistics, _CountsRewards, _TiltyardLearner, TQCTorchLearner):  # type: ignore[misc]
     pass
 
 
-class TheirPpo(_Observing, _OneAdam, PPOTorchLearner):  # type: ignore[misc]
+class RllibPpo(_UpdatesStatistics, _OneAdam, PPOTorchLearner):  # type: ignore[misc]
     def build(self) -> None:
         super().build()
         for place, part in enumerate(self._learner_connector.connectors):
             if isinstance(part, GeneralAdvantageEstimation):
-                self._learner_connector.connectors[place] = WithOldPolicy(gamma=part.gamma, lambda_=part.lambda_)
+                self._learner_connector.connectors[place] = GaeWithOldPolicy(gamma=part.gamma, lambda_=part.lambda_)
 
 
 # ------------------------------------------------------------------------------------------------ PPO
 
 
 class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
-    """`values` are the settings that change while training, of each policy."""
+    """Our PPO loss. `values` are each policy's scheduled settings."""
 
     def build(self) -> None:
         super().build()
-        experiment = self.task.experiment
+        experiment = self.worker_spec.experiment
         self.values: dict[str, dict[str, ScheduledValue]] = {}
         for name, policy in self.policies().items():
             algo = experiment.algo_of(policy)
@@ -170,14 +176,14 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
                 )
                 for setting in CHANGEABLE
             }
-        self.env_steps = 0  # before the batch that is learned from
+        self.env_steps = 0  # before the current batch
         self._counted = 0
-        self._put_in(GeneralAdvantageEstimation, Advantages(self))
+        self._replace_connector(GeneralAdvantageEstimation, Advantages(self))
 
     def policies(self) -> dict[str, str]:
-        """Our name of each module's policy."""
+        """The policy of each module."""
         return {
-            name: module.model_config[KEY].get("policy") or self.task.experiment.learning[0]
+            name: module.model_config[KEY].get("policy") or self.worker_spec.experiment.learning[0]
             for name, module in self.modules().items()
         }
 
@@ -190,7 +196,7 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         for module_id in self.values:
             for _, optimizer in self.get_optimizers_for_module(module_id):
                 self._set_optimizer_lr(optimizer, lr=self.now(module_id)["lr"])
-        self.seen: dict[str, Any] = {}  # what each module learns from
+        self.seen: dict[str, Any] = {}  # the batch of each module
         self.divergences: dict[str, list[float]] = {}
 
     def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
@@ -213,7 +219,7 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         self, *, module_id: str, config: Any, batch: Any, fwd_out: Mapping[str, Tensor]
     ) -> Tensor:
         module = self.module[module_id].unwrapped()
-        now, algo = self.now(module_id), self.task.experiment.algo
+        now, algo = self.now(module_id), self.worker_spec.experiment.algo
         assert isinstance(algo, PpoSettings)
         dist = module.get_train_action_dist_cls().from_logits(fwd_out[Columns.ACTION_DIST_INPUTS])
         samples = Samples(
@@ -224,46 +230,44 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
             old_value=batch[OLD_VALUE],
             advantage=batch[Postprocessing.ADVANTAGES],
             target=batch[Postprocessing.VALUE_TARGETS],
-            valid=batch.get(Columns.LOSS_MASK),
         )
-        losses = ppo_losses(samples, algo, now)
+        losses = ppo_losses(samples.select(batch.get(Columns.LOSS_MASK)), algo, now)
         self.divergences.setdefault(module_id, []).append(float(losses["loss/kl"].detach()))
         total = losses.pop("total")
         self.metrics.log_dict(losses, key=module_id, window=1)
         return total
 
 
+@dataclass(frozen=True)
 class Samples:
-    """One minibatch, every tensor of the same shape."""
+    """One minibatch; all tensors have the same shape."""
 
-    def __init__(
-        self,
-        *,
-        log_prob: Tensor,
-        entropy: Tensor,
-        value: Tensor,
-        old_log_prob: Tensor,
-        old_value: Tensor,
-        advantage: Tensor,
-        target: Tensor,
-        valid: Tensor | None,
-    ) -> None:
-        chosen = slice(None) if valid is None else valid.bool()
-        self.log_prob, self.entropy, self.value = log_prob[chosen], entropy[chosen], value[chosen]
-        self.old_log_prob, self.old_value = old_log_prob[chosen], old_value[chosen]
-        self.advantage, self.target = advantage[chosen], target[chosen]
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor
+    old_log_prob: Tensor
+    old_value: Tensor
+    advantage: Tensor
+    target: Tensor
+
+    def select(self, valid: Tensor | None) -> Samples:
+        """The valid samples, flat; all of them without a mask."""
+        if valid is None:
+            return self
+        mask = valid.bool()
+        return Samples(*(getattr(self, field.name)[mask] for field in fields(self)))
 
 
 def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) -> dict[str, Tensor]:
-    """As in algos.ppo, over valid samples, by autograd: the loss and its terms."""
+    """The loss of algos.ppo and its terms, for autograd."""
     advantage = samples.advantage
     if algo.normalise_advantage:
         centred = advantage - advantage.mean()
         advantage = centred / (centred.square().mean().sqrt() + 1e-8)
     log_ratio = samples.log_prob - samples.old_log_prob
     ratio = log_ratio.exp()
-    capped = ratio.clamp(1 - now["clip"], 1 + now["clip"])
-    policy = -torch.minimum(ratio * advantage, capped * advantage).mean()
+    clipped_ratio = ratio.clamp(1 - now["clip"], 1 + now["clip"])
+    policy = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
     squares = (samples.value - samples.target).square()
     if algo.value_clip is not None:
         moved = samples.old_value + (samples.value - samples.old_value).clamp(-algo.value_clip, algo.value_clip)
@@ -272,14 +276,14 @@ def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) ->
     entropy = samples.entropy.mean()
     divergence = (torch.expm1(log_ratio) - log_ratio).mean()
     total = policy + now["value_coef"] * value - now["entropy"] * entropy + now["kl"] * divergence
-    beyond = ((ratio - 1).abs() > now["clip"]).float().mean()
+    clipped = ((ratio - 1).abs() > now["clip"]).float().mean()
     return {
         "total": total,
         "loss/policy": policy,
         "loss/value": value,
         "loss/entropy": entropy,
         "loss/kl": divergence,
-        "learn/clip_fraction": beyond,
+        "learn/clip_fraction": clipped,
     }
 
 
@@ -287,9 +291,9 @@ def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) ->
 
 
 def extra_state(learner: Any) -> Tree:
-    """What a learner knows and RLlib does not save."""
+    """The part of a learner's state that RLlib does not save."""
     tree: dict[str, Any] = {"torch": torch.get_rng_state().numpy()}
-    for name in FORGOTTEN:
+    for name in UNSAVED:
         if hasattr(learner, name):
             found = getattr(learner, name)
             tree[name] = {key: found[key].detach().cpu().numpy().copy() for key in learner.modules()}
@@ -305,9 +309,9 @@ def extra_state(learner: Any) -> Tree:
 
 
 def set_extra_state(learner: Any, tree: Tree) -> None:
-    """Take it back, in place: an optimiser holds on to what it optimises."""
+    """Restore `extra_state`, in place: optimisers hold references to the tensors."""
     torch.set_rng_state(torch.from_numpy(np.asarray(tree["torch"])))
-    for name in FORGOTTEN:
+    for name in UNSAVED:
         for key, value in tree.get(name, {}).items():
             with torch.no_grad():
                 getattr(learner, name)[key].data.copy_(torch.from_numpy(np.asarray(value)))

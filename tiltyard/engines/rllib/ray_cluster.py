@@ -1,11 +1,11 @@
-"""Ray for one run: started here, for this run alone, and ended with it; or joined where somebody else has started it.
+"""Ray for one run: started for this run and ended with it, or an existing one that the run joins.
 
-    start(engine, needs)   a Ray of our own: local, or `nodes` of it emulated on this machine
-    its address            a running one, which is left as it was
-    allocation()           the one that a job's agents have started over its nodes (launch/ray_nodes.py)
+    engine.address not set   our own Ray: one node, or `engine.nodes` emulated on this machine
+    engine.address           a running one, which is left unchanged
+    allocation()             the one that a job's agents have started on its nodes (slurm/ray_nodes.py)
 
-A Ray of our own has a token that only this user's processes know, a temporary folder of its own, no dashboard and no
-usage statistics, and takes no notice of RAY_ADDRESS or of other Rays on this machine. Its logs are kept with the run.
+Our own Ray has a token that only this user's processes know, its own temporary folder, no dashboard and no usage
+statistics. It ignores RAY_ADDRESS and other Rays on this machine. Its logs are kept with the run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tiltyard.engines.rllib.allocation import allocation, wait_for_nodes
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.resources import free_memory, usable_cores
 
-FRONT = "ty-"  # of the names of Ray's folders
+FOLDER_PREFIX = "ty-"  # of Ray's temporary folders
 INSTALL = "pip install 'tiltyard[ray]'"
-STORE = 0.5  # GiB for what processes send each other, where nothing is said
-LONGEST_LOG = 2**20  # bytes of each of Ray's logs that are kept
+STORE = 0.5  # default GiB of Ray's object store
+LONGEST_LOG = 2**20  # bytes that are kept of each of Ray's logs
 SMALLEST_STORE = 80 * 2**20  # bytes: Ray refuses less
-DETECT_LOSS = {  # a lost node is noticed after seconds instead of a minute
+DETECT_LOSS = {  # notice a lost node after seconds instead of a minute
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -52,14 +52,14 @@ def require_ray() -> None:
     except PackageNotFoundError:
         raise UseError("engine.kind = rllib needs Ray RLlib, which is not installed", INSTALL) from None
     if not found.startswith("2.60."):
-        raise UseError(f"engine.kind = rllib needs Ray 2.60, and {found} is installed", INSTALL)
+        raise UseError(f"engine.kind = rllib needs Ray 2.60, but {found} is installed", INSTALL)
     if any(find_spec(name) is None for name in ("tree", "lz4", "ormsgpack")):
-        raise UseError("Ray is installed without what its RLlib needs", INSTALL)
+        raise UseError("Ray is installed without the packages that RLlib needs", INSTALL)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """CPUs and GPUs that a run's processes take, one CPU each."""
+    """What a run's processes need: one CPU each, and the learners' GPUs."""
 
     runners: int
     learners: int
@@ -70,27 +70,27 @@ class Needs:
         return self.runners + self.learners
 
     def check(self, cpus: float, gpus: float, where: str) -> None:
-        """Refuse what could never be placed: Ray would wait for it without end."""
+        """UseError if the processes do not fit: Ray would wait for resources forever."""
         if self.cpus > cpus:
             raise UseError(
-                f"engine.runners = {self.runners} and {self.learners} learners of their own need {self.cpus} CPUs, "
-                f"and {where} has {cpus:g}",
-                f"set engine.runners={max(0, int(cpus) - self.learners)}, or engine.cpus to more than there are cores",
+                f"engine.runners = {self.runners} and {self.learners} learner processes need {self.cpus} CPUs, "
+                f"but {where} has {cpus:g}",
+                f"set engine.runners={max(0, int(cpus) - self.learners)}, or a larger engine.cpus",
             )
         if self.gpus > gpus:
             raise UseError(
-                f"the learners need {self.gpus:g} GPUs, and {where} has {gpus:g}",
+                f"the learners need {self.gpus:g} GPUs, but {where} has {gpus:g}",
                 "set engine.device=cpu, or engine.gpus",
             )
 
 
 class Cluster:
-    """A Ray that this process is connected to."""
+    """The Ray that this process is connected to."""
 
     def __init__(self, engine: Engine, needs: Needs, logs: Path | None) -> None:
         self.engine, self.logs = engine, logs
-        self._own: Any = None  # the emulated nodes
-        self._place: Path | None = None
+        self._emulated: Any = None  # Ray's cluster of emulated nodes
+        self._temp: Path | None = None
         self._before = {
             name: os.environ.get(name) for name in ("RAY_ADDRESS", *token_variables(Path()), *DETECT_LOSS, *QUIET)
         }
@@ -99,7 +99,7 @@ class Cluster:
         if own:
             cpus = (engine.cpus or usable_cores()) * engine.nodes
             needs.check(cpus, _gpus(), "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
-        with _signals_kept(), self.hushed():
+        with _signals_kept(), self.redirect_stderr():
             self._connect(own)
         if not own:
             import ray
@@ -115,67 +115,65 @@ class Cluster:
     def _connect(self, own: bool) -> None:
         os.environ.update(QUIET)
         if own:
-            self._place = short_folder(self.engine.temp_dir)
+            self._temp = short_folder(self.engine.temp_dir)
             os.environ.pop("RAY_ADDRESS", None)
             os.environ.update({**DETECT_LOSS, **token_variables(_token_file())})
             os.environ.pop("RAY_AUTH_TOKEN", None)
         import ray
 
-        _look_again()
-        how = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        _reload_ray_environment()
+        options = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
         try:
             if self.job is not None:
                 os.environ.pop("RAY_ADDRESS", None)
-                ray.init(address=self.job.address, **how)
+                ray.init(address=self.job.address, **options)
                 wait_for_nodes(self.job)
             elif not own:
-                ray.init(address=self.engine.address, **how)
+                ray.init(address=self.engine.address, **options)
             elif self.engine.nodes == 1:
-                ray.init(address="local", num_cpus=self.engine.cpus or usable_cores(), **self._started(), **how)
+                ray.init(
+                    address="local", num_cpus=self.engine.cpus or usable_cores(), **self._start_options(), **options
+                )
             else:
-                self._emulate(how)
+                self._start_emulated_nodes(options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             self.close()
             address = f"engine.address = {self.engine.address}" if self.job is None else "the job's own Ray"
             where = "Ray could not be started" if own else f"{address}: no Ray answers there"
-            hint = (
-                "its logs are in the run's logs/ray"
-                if own
-                else "check the address, and RAY_AUTH_TOKEN_PATH of that Ray"
-            )
+            hint = "its logs are in the run's logs/ray" if own else "check the address and RAY_AUTH_TOKEN_PATH"
             raise TiltyardError(f"{where}: {str(error).splitlines()[0]}", hint) from error
 
-    def _started(self) -> dict[str, Any]:
+    def _start_options(self) -> dict[str, Any]:
         store = self.engine.object_store or min(STORE, (free_memory() or 2**34) / 2**30 / 8)
         return {
             "include_dashboard": False,
             "object_store_memory": max(SMALLEST_STORE, int(store * 2**30)),
-            "_temp_dir": str(self._place),
+            "_temp_dir": str(self._temp),
         }
 
-    def _emulate(self, how: dict[str, Any]) -> None:
-        """Nodes of this machine, the first without CPUs: it can be relied on when others are lost."""
+    def _start_emulated_nodes(self, options: dict[str, Any]) -> None:
+        """Start emulated nodes on this machine. The head has no CPUs, so that runners are never lost with it."""
         import ray
         from ray.cluster_utils import Cluster as Nodes
 
-        started = self._started()
+        started = self._start_options()
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": started["_temp_dir"]}
         store = {"object_store_memory": started["object_store_memory"]}
-        self._own = Nodes(initialize_head=False)
+        self._emulated = Nodes(initialize_head=False)
         try:
-            self._own.add_node(**head, **store)
+            self._emulated.add_node(**head, **store)
         except FileNotFoundError:
-            # Once the head is up, Ray notes it in a file that all such clusters of a machine share, and that the end of
-            # another one may remove in that moment. Nobody here reads it.
-            if self._own.head_node is None:
+            # After the head has started, Ray writes a file that all such clusters of a machine share. Another cluster
+            # that ends at this moment may remove it. It is not needed here.
+            if self._emulated.head_node is None:
                 raise
         for _ in range(self.engine.nodes):
-            self._own.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
-        ray.init(address=self._own.address, **how)
+            self._emulated.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
+        ray.init(address=self._emulated.address, **options)
 
     @contextlib.contextmanager
-    def hushed(self) -> Iterator[None]:
-        """What Ray says to the terminal goes into driver.log; what it goes on saying later, too."""
+    def redirect_stderr(self) -> Iterator[None]:
+        """Send Ray's terminal output to driver.log, also what its loggers write later."""
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
         place = os.devnull if self.logs is None else self.logs / "driver.log"
@@ -196,13 +194,13 @@ class Cluster:
             os.close(terminal)
 
     def nodes(self) -> dict[str, bool]:
-        """Every node that was seen, by id: whether it is there."""
+        """Whether each node is alive, by id."""
         import ray
 
         return {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
 
     def names(self) -> dict[str, str]:
-        """Every node's own name by its id; the beginning of the id where it has none but its address."""
+        """Node names by id; the beginning of the id for a node that only has its address as a name."""
         import ray
 
         return {
@@ -214,34 +212,34 @@ class Cluster:
         import ray
 
         found = ray.cluster_resources()
-        nodes = sum(self.nodes().values()) - (self._own is not None)
+        nodes = sum(self.nodes().values()) - (self._emulated is not None)
         what = f"{found.get('CPU', 0):g} CPUs" + (f", {found['GPU']:g} GPUs" if found.get("GPU") else "")
         if self.job is not None:
             return f"Ray on the job's {nodes} nodes, {what}"
         if self.engine.address is not None:
             return f"Ray at {self.engine.address}, {what} on {nodes} node{'s' if nodes > 1 else ''}"
-        return f"a Ray of its own, {what}" + (f" on {nodes} emulated nodes" if self._own is not None else "")
+        return f"its own Ray, {what}" + (f" on {nodes} emulated nodes" if self._emulated is not None else "")
 
     def close(self) -> None:
-        """End what was started here, keep its logs, and leave the environment as it was."""
+        """End what was started here, keep its logs, restore the environment."""
         import ray
 
         with _signals_kept():
             ray.shutdown()
-            if self._own is not None:
-                self._own.shutdown()
-                self._own = None
+            if self._emulated is not None:
+                self._emulated.shutdown()
+                self._emulated = None
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _look_again()
-        if self._place is not None:
+        _reload_ray_environment()
+        if self._temp is not None:
             if self.logs is not None:
-                keep_logs(self._place, self.logs)
-            shutil.rmtree(self._place.parent, ignore_errors=True)
-            self._place = None
+                keep_logs(self._temp, self.logs)
+            shutil.rmtree(self._temp.parent, ignore_errors=True)
+            self._temp = None
 
 
 def _gpus() -> int:
@@ -252,16 +250,16 @@ def _gpus() -> int:
 
 # ------------------------------------------------------------------------------------------------ place and token
 
-_tokens: list[Path] = []  # of this process: Ray reads it once
+_tokens: list[Path] = []  # of this process; Ray reads it only once
 
 
 def token_variables(file: Path) -> dict[str, str]:
-    """By which Ray's processes find their token."""
+    """The variables by which Ray's processes find their token."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
-def _look_again() -> None:
-    """Have Ray read its environment, of which it took note when it was imported."""
+def _reload_ray_environment() -> None:
+    """Make Ray read its environment variables again, which it cached when it was imported."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")
@@ -269,7 +267,7 @@ def _look_again() -> None:
 
 
 def _token_file() -> Path:
-    """A secret of this process, in a file that only this user can read."""
+    """The token file of this process, readable only by this user."""
     import atexit
 
     if not _tokens or not _tokens[0].exists():
@@ -283,38 +281,40 @@ def _token_file() -> Path:
     return _tokens[0]
 
 
-_held: list[int] = []  # locks of this process's folders, by which others see that it is there
+_locks: list[int] = []  # locks on this process's folders, which show that it is alive
 
 
 def short_folder(parent: str | None) -> Path:
-    """A new folder that only this user can enter; Ray opens its own folder to everybody, so that is inside. What killed
-    processes have left is removed."""
+    """Make a folder with a short path, inside one that only this user can enter: Ray opens its own to all users.
+
+    Folders of killed processes are removed.
+    """
     place = Path(parent or "/tmp")
     try:
         place.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(place)
-        outer = Path(tempfile.mkdtemp(prefix=FRONT, dir=place))
+        outer = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
         lock = os.open(outer / "new", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         (outer / "new").rename(outer / "lock")
-        _held.append(lock)
+        _locks.append(lock)
     except OSError as error:
         raise UseError(
-            f"engine.temp_dir = {parent}: {error.strerror or error}", "name a folder that you may write to"
+            f"engine.temp_dir = {parent}: {error.strerror or error}", "set it to a folder that you may write to"
         ) from None
     return outer / "r"
 
 
 def _remove_abandoned(place: Path) -> None:
-    for lock in place.glob(f"{FRONT}*/lock"):
+    for lock in place.glob(f"{FOLDER_PREFIX}*/lock"):
         with contextlib.suppress(OSError), lock.open("a") as file:
             if lock.stat().st_uid == os.getuid() and not lock.is_symlink():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its owner lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its owner is alive
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def keep_logs(place: Path, logs: Path) -> None:
-    """The end of what Ray and its workers wrote, newest session only."""
+    """Copy the last part of the logs of Ray's newest session."""
     for session in sorted(place.glob("session_2*"))[-1:]:
         for file in (session / "logs").glob("*"):
             if file.is_file() and file.stat().st_size and file.suffix in (".log", ".err", ".out"):
@@ -326,7 +326,7 @@ def keep_logs(place: Path, logs: Path) -> None:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray puts handlers of its own in place of ours."""
+    """Restore our signal handlers, which Ray replaces."""
     kept = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

@@ -1,9 +1,9 @@
-"""A replay buffer of our own in RLlib's place: one array per column, for drawing, learning and saving.
+"""Our replay buffer in place of RLlib's: one array per column, for sampling, learning and saving.
 
-RLlib's makes a Python object of every step that it draws, which takes several times as long as learning from it, and
-leaves itself out of checkpoints. This one keeps transitions: what was seen, done and paid, and what was seen then.
+RLlib's makes a Python object of every sampled step, which takes several times as long as learning from it, and is not
+part of its checkpoints. This one stores transitions.
 
-    add(pieces)  ->  rows of a ring        sample(n)  ->  one Draw for each learner        pack, unpack  ->  disk
+    add(fragments)  ->  rows of a ring     sample(n)  ->  one Draw per learner     pack, unpack  ->  disk
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import Prioritize
 from tiltyard.config.rllib_algos import Replay as Settings
 from tiltyard.types import Arrays, Tree
 
-TINY = 1e-6  # what nothing surprised about is replayed at times too
+MIN_PRIORITY = 1e-6  # so that every transition can be sampled
 
 
 class Draw:
-    """Transitions drawn at once, with the face of an episode where RLlib counts and cuts them."""
+    """Sampled transitions, with the methods of an episode that RLlib uses to count and slice it."""
 
     def __init__(self, columns: Arrays) -> None:
         self.columns = columns
@@ -40,17 +40,20 @@ class Draw:
         return self[part]
 
 
-class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
-    """A ring of `settings.size` transitions. `n_step` rewards are added up as far as a piece goes."""
+class ReplayBuffer(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
+    """A ring of `settings.size` transitions. `n_step` rewards are summed within a fragment.
+
+    RLlib requires a subclass of its buffer.
+    """
 
     def __init__(self, settings: Settings, *, gamma: float, n_step: int, seed: int) -> None:
-        super().__init__(capacity=1)  # what RLlib looks at besides: its metrics
+        super().__init__(capacity=1)  # RLlib also reads its metrics
         self.settings, self.gamma, self.steps_ahead = settings, gamma, n_step
         self.random = np.random.default_rng(seed)
         self.columns: Arrays = {}
         self.at = self.filled = 0
-        self.tree = Sums(settings.size) if settings.prioritised else None
-        self.most = 1.0  # priority of what nobody has learned from yet
+        self.tree = SumTree(settings.size) if settings.prioritised else None
+        self.most = 1.0  # priority of new transitions
         self.drawn: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def add(self, episodes: list[Any], **_: Any) -> None:
@@ -60,7 +63,7 @@ class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
     def _transitions(self, episode: Any) -> Arrays:
         count, obs = len(episode), episode.observations.data
         rewards = np.asarray(episode.rewards.data, np.float32)
-        ahead = np.minimum(np.arange(count) + self.steps_ahead, count)  # the observation that is bootstrapped from
+        ahead = np.minimum(np.arange(count) + self.steps_ahead, count)  # index of the observation to bootstrap from
         paid, length = np.zeros(count, np.float32), ahead - np.arange(count)
         for step in range(self.steps_ahead):
             reached = length > step
@@ -97,9 +100,9 @@ class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
         return [Draw({**{name: array[self.drawn] for name, array in self.columns.items()}, "weight": weights})]
 
     def update_priorities(self, priorities: Any, *_: Any) -> None:
-        """How much each of those drawn last was a surprise."""
+        """Set the priorities of the transitions that were sampled last, from their TD errors."""
         if self.tree is not None:
-            found = (np.abs(np.asarray(priorities, np.float64).reshape(-1)) + TINY) ** self.settings.alpha
+            found = (np.abs(np.asarray(priorities, np.float64).reshape(-1)) + MIN_PRIORITY) ** self.settings.alpha
             self.tree.set(self.drawn[: len(found)], found)
             self.most = max(self.most, float(found.max()))
 
@@ -118,7 +121,7 @@ class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
         return tree
 
     def unpack(self, tree: Tree) -> list[str]:
-        """Go on from what `pack` gave; what does not fit into a smaller buffer is left out."""
+        """Restore what `pack` returned; a smaller buffer drops the oldest transitions."""
         self.random.bit_generator.state = tree["random"]
         self.most = tree["most"]
         kept = min(tree["filled"], self.settings.size)
@@ -131,11 +134,15 @@ class Replay(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
         if self.tree is not None and "priorities" in tree:
             self.tree.set(np.arange(kept), tree["priorities"][chosen])
         left = tree["filled"] - kept
-        return [f"the replay buffer is smaller than it was: the {left:,} oldest env steps are left out"] if left else []
+        return (
+            [f"the replay buffer is smaller than in the checkpoint: its {left:,} oldest env steps are dropped"]
+            if left
+            else []
+        )
 
 
-class Sums:
-    """Numbers at places, to be drawn in proportion: a binary tree of sums, worked on many at a time."""
+class SumTree:
+    """A binary tree of sums, vectorised, to sample indices in proportion to their values."""
 
     def __init__(self, size: int) -> None:
         self.leaves = 1 << max(0, size - 1).bit_length()
@@ -156,7 +163,7 @@ class Sums:
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def draw(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The places at these shares (0 .. 1) of the sum."""
+        """The indices at these shares (0 .. 1) of the sum."""
         left = shares * self.nodes[1]
         nodes = np.ones(len(shares), np.int64)
         while nodes[0] < self.leaves:
@@ -167,8 +174,8 @@ class Sums:
         return nodes - self.leaves
 
 
-class Replayed(ConnectorV2):  # type: ignore[misc]
-    """Draws as a batch of tensors: the learner's whole pipeline."""
+class ReplayBatch(ConnectorV2):  # type: ignore[misc]
+    """Turns Draws into a batch of tensors: the learner's whole pipeline."""
 
     def __init__(self, device: Any) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Our nets inside RLlib's modules: what its learners ask of a policy, answered by a PolicyNet.
+"""RLlib modules around our nets: the methods that RLlib's learners call, answered by a PolicyNet.
 
-    ActorCritic   ppo, impala, appo   the whole model, with memory: parameters of the actions' distribution, and values
+    ActorCritic   ppo, impala, appo   the whole model, possibly recurrent: distribution parameters and values
     Dueling       dqn                 Q-values: the model's outputs are the advantages, its value the value stream
-    Squashed      sac                 an actor with a mean and a spread for each column, and two critics
-    Quantiles     rllib:TQC           the same actor, and critics that put out several numbers each
+    Squashed      sac                 an actor with mean and standard deviation per column, and two critics
+    Quantiles     rllib:TQC           the same actor, and critics with several outputs each
 
-Acting is not theirs: runners ask the net itself, which is why a policy needs no Ray.
+Runners act with the net itself, not with the module, so a policy needs no Ray.
 """
 
 from __future__ import annotations
@@ -45,26 +45,28 @@ from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ArraySpec, EnvSpec
 
 Batch = Mapping[str, Any]
-ACTION = "action"  # among the observations of a critic
+ACTION = "action"  # key of the action among a critic's observations
 
 
-class _Ours(TorchRLModule):  # type: ignore[misc]
-    """A module whose policy is `self.net`."""
+class _TiltyardModule(TorchRLModule):  # type: ignore[misc]
+    """A base for our modules, whose policy is `self.net`. RLlib requires subclasses of its modules."""
 
     net: PolicyNet
 
     def setup(self) -> None:
-        self.task = WorkerSpec.heard(self.model_config)
-        self.net = self.task.net(self.model_config[KEY].get("policy"))
+        self.worker_spec = WorkerSpec.from_config(self.model_config)
+        self.net = self.worker_spec.net(self.model_config[KEY].get("policy"))
         for parameter in self.net.parameters():
-            parameter.requires_grad_(parameter.numel() > 0)  # several learners wait for a gradient of each
+            parameter.requires_grad_(
+                parameter.numel() > 0
+            )  # several learners wait for the gradient of every trainable parameter
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
         self.net.normaliser.refresh()
 
     def observe(self, batch: Batch) -> None:
-        """Add what was learned from to the running statistics."""
+        """Add a batch to the running statistics."""
         if not self.net.normaliser.names:
             return
         obs = {name: batch[Columns.OBS][name].cpu().numpy() for name in self.net.normaliser.names}
@@ -78,8 +80,8 @@ class _Ours(TorchRLModule):  # type: ignore[misc]
         self.net.normaliser.observe(obs, flags)
 
 
-class ActorCritic(_Ours, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
-    """What comes with memory is [B, T, ...], the rest [B, ...]."""
+class ActorCritic(_TiltyardModule, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+    """Batches are [B, T, ...] with a recurrent model, else [B, ...]."""
 
     def get_initial_state(self) -> dict[str, Tensor]:
         return {name: memory[0] for name, memory in self.net.initial_state(1).items()}
@@ -97,10 +99,10 @@ class ActorCritic(_Ours, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI): 
         }
 
     def compute_values(self, batch: Batch, embeddings: Tensor | None = None) -> Tensor:
-        """Normalised, where returns are."""
+        """[B] or [B, T] values, normalised if `model.normalise.returns` is set."""
         return _unrolled(self.net, batch)[1] if embeddings is None else embeddings
 
-    # ------------------------------------------------------------------------------------------ appo's slower policy
+    # ------------------------------------------------------------------------------------------ appo's target network
 
     def make_target_networks(self) -> None:
         self.target = make_target_network(self.net)
@@ -119,7 +121,7 @@ class ActorCritic(_Ours, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI): 
 
 
 def _unrolled(net: PolicyNet, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Parameters and normalised values of a batch, in its shape."""
+    """Distribution parameters and normalised values of a batch, in its shape."""
     obs = {name: batch[Columns.OBS][name] for name in net.spec.obs}
     if not net.recurrent:
         name, item = next(iter(net.spec.obs.items()))
@@ -129,13 +131,13 @@ def _unrolled(net: PolicyNet, batch: Batch) -> tuple[Tensor, Tensor]:
         return params.reshape(*lead, -1), value.reshape(lead)
     by_time = {name: x.transpose(0, 1) for name, x in obs.items()}
     steps, rows = next(iter(by_time.values())).shape[:2]
-    first = torch.zeros(steps, rows, dtype=torch.bool, device=net.device)  # a chunk never goes beyond its episode
+    first = torch.zeros(steps, rows, dtype=torch.bool, device=net.device)  # a chunk never crosses an episode's end
     params, value = net.unroll(by_time, dict(batch[Columns.STATE_IN]), first)
     return params.transpose(0, 1), value.transpose(0, 1)
 
 
-class Dueling(_Ours, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
-    """Which action is best is the same for the advantages as for the Q-values: the net acts without knowing of them."""
+class Dueling(_TiltyardModule, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+    """The best action is the same by advantages as by Q-values, so the net acts on the advantages."""
 
     def setup(self) -> None:
         super().setup()
@@ -171,15 +173,15 @@ class Dueling(_Ours, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: igno
         return ["target"]
 
 
-class Squashed(_Ours, DefaultSACTorchRLModule):  # type: ignore[misc]
-    """RLlib's own passes over an actor and critics that are ours; its heads have nothing left to do."""
+class Squashed(_TiltyardModule, DefaultSACTorchRLModule):  # type: ignore[misc]
+    """RLlib's forward passes with our actor and critics; its heads are identities."""
 
     def setup(self) -> None:
         super().setup()
         self.twin_q = True
         self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
         if not self.inference_only:
-            first, second = _critics(self.task, self.net, 2)
+            first, second = _critics(self.worker_spec, self.net, 2)
             self.qf_encoder, self.qf = first, nn.Identity()
             self.qf_twin_encoder, self.qf_twin = second, nn.Identity()
 
@@ -189,8 +191,8 @@ class Squashed(_Ours, DefaultSACTorchRLModule):  # type: ignore[misc]
     get_exploration_action_dist_cls = get_inference_action_dist_cls = get_train_action_dist_cls
 
 
-class Quantiles(_Ours, DefaultTQCTorchRLModule):  # type: ignore[misc]
-    """As Squashed, with critics that tell how Q is distributed."""
+class Quantiles(_TiltyardModule, DefaultTQCTorchRLModule):  # type: ignore[misc]
+    """As Squashed, with critics that estimate quantiles of Q."""
 
     def setup(self) -> None:
         super().setup()
@@ -201,22 +203,24 @@ class Quantiles(_Ours, DefaultTQCTorchRLModule):  # type: ignore[misc]
         self.catalog = _Catalog()
         self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
         if not self.inference_only:
-            self.qf_encoders = nn.ModuleList(_critics(self.task, self.net, self.n_critics, self.n_quantiles))
+            self.qf_encoders = nn.ModuleList(_critics(self.worker_spec, self.net, self.n_critics, self.n_quantiles))
             self.qf_heads = nn.ModuleList(nn.Identity() for _ in range(self.n_critics))
 
 
 class _Catalog:
-    """Whom RLlib's TQC asks for the distribution of actions."""
+    """Gives RLlib's TQC the class of the action distribution."""
 
     def get_action_dist_cls(self, framework: str) -> Any:
         return TorchSquashedGaussian
 
 
-def _critics(task: WorkerSpec, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
-    """Each with first weights of its own, which the run's seed decides."""
+def _critics(worker_spec: WorkerSpec, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
+    """Critics with different first weights, determined by the run's seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(task.experiment.seed)
-        return [_Critic(actor, actor.spec, task.experiment.model, task.base, outputs) for _ in range(count)]
+        torch.manual_seed(worker_spec.experiment.seed)
+        return [
+            _Critic(actor, actor.spec, worker_spec.experiment.model, worker_spec.base, outputs) for _ in range(count)
+        ]
 
 
 class _Actor(nn.Module):
@@ -230,13 +234,13 @@ class _Actor(nn.Module):
 
 
 class _Critic(nn.Module):
-    """Q of observations and an action, which is one more of them. It sees what the actor sees, statistics applied."""
+    """Q of observations and an action, which is added to the observations. Uses the actor's normalisation."""
 
     def __init__(self, actor: PolicyNet, spec: EnvSpec, model: Model, base: Sequence[Path], outputs: int) -> None:
         super().__init__()
-        self._actor = [actor]  # in a list: not a part of this module
-        more = {**spec.obs, ACTION: ArraySpec("box", (spec.action.columns,), "float32")}
-        self.tower = Tower(replace(spec, obs=more), model, base)
+        self._actor = [actor]  # in a list, so that it is not a submodule
+        with_action = {**spec.obs, ACTION: ArraySpec("box", (spec.action.columns,), "float32")}
+        self.tower = Tower(replace(spec, obs=with_action), model, base)
         self.head = Mlp([self.tower.size, outputs], "tanh", last_gain=VALUE_GAIN)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -245,7 +249,7 @@ class _Critic(nn.Module):
         return {ENCODER_OUT: self.head(self.tower.features({**seen, ACTION: batch[Columns.ACTIONS]}))}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Critic:
-        """For a target network, which sees through the same eyes."""
+        """Copy for a target network, which shares the actor's normalisation."""
         made = _Critic.__new__(_Critic)
         nn.Module.__init__(made)
         made._actor, made.tower, made.head = self._actor, copy.deepcopy(self.tower), copy.deepcopy(self.head)
@@ -253,7 +257,7 @@ class _Critic(nn.Module):
 
 
 def _freeze_values(net: PolicyNet) -> None:
-    """The value head of a built-in model that nobody asks."""
+    """Freeze the unused value head of a built-in model."""
     for name, parameter in net.named_parameters():
         if name.startswith(("model.value_head.", "model.critic.")):
             parameter.requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Every setting of an experiment in RLlib's terms, or refused by its name and with a reason.
+"""Maps every setting of an experiment to RLlib, or refuses it with a reason.
 
-TRANSLATED says who takes a setting over, REFUSED why RLlib cannot; each setting is in exactly one of them. What the
-runner or the module takes over means what it means on every engine, because the same code does it.
+TRANSLATED names what implements a setting, REFUSED why RLlib cannot; each setting is in exactly one of them. Settings
+that our runner or module implements work as on every engine, because the same code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiltyard.types import EnvSpec
 RUNNER, MODULE, LEARNER, LOOP = "our runner", "our module", "our learner", "the training loop"
 
 TRANSLATED = {
-    "env": RUNNER,  # the whole section: the runner makes and steps envs as every engine does
+    "env": RUNNER,  # the whole section: runners make and step envs as all engines do
     "model": MODULE,
     "policies": "several modules",
     "match": RUNNER,
@@ -32,12 +32,12 @@ TRANSLATED = {
     "eval": LOOP,
     "save": LOOP,
     "track": LOOP,
-    "seed": "streams of each runner's rows, of the weights and of the driver",
+    "seed": "random streams of each runner's rows, the weights and the driver",
     "engine.kind": "this engine",
     "engine.envs": "num_envs_per_env_runner x num_env_runners",
     "engine.runners": "num_env_runners",
     "engine.envs_per_runner": "num_envs_per_env_runner",
-    "engine.learners": "num_learners (1 is in the driver's process)",
+    "engine.learners": "num_learners (a single one runs in the driver)",
     "engine.threads": "torch threads of each learner; auto is 1",
     "engine.restarts": "max_num_env_runner_restarts",
     "engine.device": "num_gpus_per_learner",
@@ -107,26 +107,29 @@ TRANSLATED |= {
     "rllib.options": "training()",
 }
 
-# Setting -> (values that are fine, why the others are not)
+# Setting -> (accepted values, why others are refused)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "engine.workers": (("auto",), "RLlib's processes are set by engine.runners"),
-    "engine.mode": (("sync",), "the algorithm decides: appo and impala are asynchronous, the others are not"),
-    "engine.inference": (("auto", "worker"), "every runner decides for its own envs"),
-    "engine.max_lag": ((20,), "RLlib does not throw old samples away"),
+    "engine.workers": (("auto",), "the number of RLlib's processes is engine.runners"),
+    "engine.mode": (("sync",), "the algorithm decides: appo and impala are asynchronous, the others are synchronous"),
+    "engine.inference": (("auto", "worker"), "every runner chooses the actions for its own envs"),
+    "engine.max_lag": ((20,), "RLlib does not discard old samples"),
     "engine.affinity": ((False,), "Ray places processes"),
     "engine.tune": ((False,), "only the local engine can be tuned"),
-    "ppo.advantage": (("gae",), "RLlib's PPO acts with the newest weights; appo and impala correct for older ones"),
-    "ppo.rho_clip": ((1.0,), "it belongs to other advantages than gae"),
-    "ppo.kl_stop": ((None,), "RLlib's learner cannot leave epochs out"),
+    "ppo.advantage": (("gae",), "RLlib's PPO samples with the newest weights; appo and impala correct for older ones"),
+    "ppo.rho_clip": ((1.0,), "it applies to advantages other than gae"),
+    "ppo.kl_stop": ((None,), "RLlib's learner cannot skip epochs"),
 }
 
 
 def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Problem]:
-    """What this experiment asks for and cannot have; with the env's spec, also what its actions do not allow."""
+    """Settings that RLlib cannot satisfy; with the env's spec, also algorithms that do not support its actions."""
     algo = experiment.algo
     if not isinstance(algo, Ppo | Impala | Appo | Dqn | Sac | Named):
         yield Problem(
-            "algo.id", repr(algo.id), "is not on engine.kind = rllib", "set algo.id=ppo, or engine.kind=local"
+            "algo.id",
+            repr(algo.id),
+            "is not available with engine.kind = rllib",
+            "set algo.id=ppo, or engine.kind=local",
         )
         return
     for setting, (fine, reason) in REFUSED.items():
@@ -136,7 +139,7 @@ def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Pr
         if value not in fine:
             shown = f"algo.{name}" if section == algo.id else setting
             yield Problem(
-                shown, short(value), f"cannot be had with engine.kind = rllib: {reason}", f"leave {shown} out"
+                shown, short(value), f"is not supported with engine.kind = rllib: {reason}", f"remove {shown}"
             )
     yield from _schedules(experiment)
     yield from _models(experiment)
@@ -146,10 +149,10 @@ def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Pr
 
 def _schedules(experiment: Experiment) -> Iterator[Problem]:
     if isinstance(experiment.algo, Ppo):
-        return  # our own learner knows all kinds
+        return  # our own learner supports all kinds
     for name in ("lr", "critic_lr", "alpha_lr", "entropy", "epsilon"):
         if isinstance(getattr(experiment.algo, name, None), KlAdaptive):
-            message = f"adapts to a KL divergence, which RLlib's {experiment.algo.id} does not tell"
+            message = f"adapts to a KL divergence, which RLlib's {experiment.algo.id} does not report"
             yield Problem(f"algo.{name}", "kl_adaptive", message, f"use a linear schedule for algo.{name}")
 
 
@@ -157,28 +160,27 @@ def _models(experiment: Experiment) -> Iterator[Problem]:
     model, algo = experiment.model, experiment.algo
     if family(algo) in ("dqn", "sac"):
         if model.memory.kind != "none":
-            message = f"needs whole sequences, and algo.id = {algo.id} replays single steps"
+            message = f"needs whole sequences, but algo.id = {algo.id} replays single steps"
             yield Problem("model.memory.kind", repr(model.memory.kind), message, "set algo.id=ppo, appo or impala")
         if family(algo) == "sac" and model.id != "actor_critic":
-            message = "is a whole model, and sac needs critics that judge actions"
-            hint = "write an encoder and name it in model.encoder; heads and critics are built around it"
+            message = "is a whole model, but sac needs critics with the action as input"
+            hint = "write an encoder and set model.encoder; heads and critics are built around it"
             yield Problem("model.id", repr(model.id), message, hint)
-        if len(experiment.policy_settings) > 1:
-            yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one", "use algo.id=ppo")
-    elif not isinstance(algo, Ppo) and len(experiment.policy_settings) > 1:
-        yield Problem("policies", "", f"are several, and algo.id = {algo.id} learns one here", "use algo.id=ppo")
+    if not isinstance(algo, Ppo) and len(experiment.policy_settings) > 1:
+        message = f"must be one: RLlib's {algo.id} trains a single policy here"
+        yield Problem("policies", "", message, "use algo.id=ppo")
     if model.normalise.returns and not isinstance(algo, Ppo):
-        message = f"is not done by RLlib's {algo.id}"
-        yield Problem("model.normalise.returns", "true", message, "leave model.normalise.returns out")
+        message = f"is not supported by RLlib's {algo.id}"
+        yield Problem("model.normalise.returns", "true", message, "remove model.normalise.returns")
 
 
 def _actions(experiment: Experiment, spec: EnvSpec) -> Iterator[Problem]:
     parts, algo = spec.action.parts, experiment.algo
     if family(algo) == "dqn" and (len(parts) != 1 or parts[0].kind != "categorical"):
-        message = f"chooses among options, and {experiment.env.id} has other actions"
+        message = f"needs discrete actions, but {experiment.env.id} has others"
         yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or sac")
     if family(algo) == "sac" and not distributions.can_squash(spec.action):
-        message = f"needs actions that are bounded numbers, and {experiment.env.id} has others"
+        message = f"needs bounded continuous actions, but {experiment.env.id} has others"
         yield Problem("algo.id", repr(algo.id), message, "use ppo, appo, impala or dqn")
 
 
@@ -186,28 +188,28 @@ def _actions(experiment: Experiment, spec: EnvSpec) -> Iterator[Problem]:
 
 
 def needs(experiment: Experiment) -> Needs:
-    """Processes beside the driver's and what they take."""
+    """The processes besides the driver, and their resources."""
     engine = experiment.engine
     learners = engine.learners if engine.learners > 1 else 0
     gpus = (1.0 if engine.gpus is None else engine.gpus) if engine.device != "cpu" else 0.0
-    return Needs(runners(experiment), learners, gpus * engine.learners)
+    return Needs(runner_count(experiment), learners, gpus * engine.learners)
 
 
-def runners(experiment: Experiment) -> int:
-    """Runners in processes of their own."""
+def runner_count(experiment: Experiment) -> int:
+    """The number of runner processes; 0 if the driver samples."""
     engine = experiment.engine
     if engine.runners != "auto":
         return engine.runners
     job = allocation() if engine.address is None else None
-    learners = max(1, engine.learners)  # the driver learns, and wants a core for it
+    learners = max(1, engine.learners)  # the driver learns and needs a core
     most = max(1, job.cpus if job is not None else (engine.cpus or usable_cores()) * engine.nodes - learners)
     return max(count for count in range(1, min(most, engine.envs) + 1) if engine.envs % count == 0)
 
 
-def envs_each(experiment: Experiment) -> int:
-    """Copies of the env in each runner."""
+def envs_per_runner(experiment: Experiment) -> int:
+    """The number of envs in each runner."""
     engine = experiment.engine
-    return engine.envs_per_runner or engine.envs // max(1, runners(experiment))
+    return engine.envs_per_runner or engine.envs // max(1, runner_count(experiment))
 
 
 def schedule(value: Any, total: int | None) -> Any:
@@ -221,7 +223,7 @@ def schedule(value: Any, total: int | None) -> Any:
 
 
 def epsilon(algo: Algo, config: Any) -> Scheduled | None:
-    """Share of actions drawn at random, where an algorithm wants some; `config` is RLlib's."""
+    """The share of random actions, for algorithms that explore so; `config` is RLlib's."""
     if isinstance(algo, Dqn):
         return algo.epsilon
     if family(algo) != "dqn":
@@ -233,7 +235,7 @@ def epsilon(algo: Algo, config: Any) -> Scheduled | None:
 
 
 def all_settings(experiment: Experiment) -> list[str]:
-    """Names as in the two tables, of every setting that this experiment has."""
+    """All settings of an experiment, named as in the two tables."""
     word = "rllib" if isinstance(experiment.algo, Named) else experiment.algo.id
     own = [f"{word}.{name}" for name in type(experiment.algo).model_fields]
     engine = [f"engine.{name}" for name in type(experiment.engine).model_fields]

@@ -1,6 +1,6 @@
-"""What every process of a run is told, as plain values: the experiment, the env's spec, where plug-ins lie.
+"""What every process of a run needs, as plain values: experiment, env spec, plug-in folders.
 
-RLlib carries it about in its own settings: as `env_config` to runners, as `model_config` to modules.
+RLlib passes it on in its own settings: `env_config` for runners, `model_config` for modules.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import EnvSpec
 
-KEY = "tiltyard"  # of ours among the keys that RLlib adds by itself
-SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"  # what a learner tells beside RLlib's metrics
+KEY = "tiltyard"  # our entry beside the keys that RLlib adds
+SECONDS, UPDATES = "tiltyard_seconds", "tiltyard_updates"  # our metrics of a learner, beside RLlib's
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """`attempt` counts the starts of the run: what cannot be continued draws other numbers than before."""
+    """`attempt` counts the starts of the run: random streams that cannot be restored get new seeds."""
 
     experiment: Experiment
     spec: EnvSpec
     base: tuple[Path, ...]
     attempt: int = 0
 
-    def told(self) -> dict[str, Any]:
-        """As plain values."""
+    def as_config(self) -> dict[str, Any]:
+        """An entry for RLlib's settings, of plain values."""
         return {
             KEY: {
                 "experiment": self.experiment.model_dump(mode="json", by_alias=True),
@@ -45,22 +45,22 @@ class WorkerSpec:
         }
 
     @staticmethod
-    def heard(told: Mapping[str, Any]) -> WorkerSpec:
-        own = told[KEY]
+    def from_config(config: Mapping[str, Any]) -> WorkerSpec:
+        own = config[KEY]
         base = tuple(Path(place) for place in own["base"])
         return WorkerSpec(
             Experiment.model_validate(own["experiment"]), spec_from_json(own["spec"]), base, own["attempt"]
         )
 
     def net(self, policy: str | None = None) -> PolicyNet:
-        """A policy's net with its first weights: those that it has on every engine."""
+        """A policy's net with its first weights, which are the same on every engine."""
         place = list(self.experiment.policy_settings).index(policy or self.experiment.learning[0])
         seed = stream_seed(self.experiment.seed, INIT, place)
         return PolicyNet(self.spec, self.experiment.model, self.base, seed=seed, squashed=self.experiment.squashed)
 
 
 def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
-    """One row's observations as they are stored, and its mask among them."""
+    """The space of one row's stored observations, including its action mask."""
     spaces: dict[str, gymnasium.Space[Any]] = {}
     for name, item in spec.obs.items():
         dtype = np.dtype(item.dtype)
@@ -74,9 +74,9 @@ def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
     return gymnasium.spaces.Dict(spaces)
 
 
-def action_space(task: WorkerSpec) -> gymnasium.Space[Any]:
-    """The flat action, as the algorithm wants to see it."""
-    action, algo = task.spec.action, family(task.experiment.algo)
+def action_space(worker_spec: WorkerSpec) -> gymnasium.Space[Any]:
+    """The space of flat actions, as the algorithm needs it."""
+    action, algo = worker_spec.spec.action, family(worker_spec.experiment.algo)
     if algo == "dqn":
         return gymnasium.spaces.Discrete(action.parts[0].options)
     bound = 1.0 if algo == "sac" else np.inf

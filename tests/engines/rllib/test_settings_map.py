@@ -9,10 +9,10 @@ from tiltyard.engines.rllib.settings_map import (
     REFUSED,
     TRANSLATED,
     all_settings,
-    envs_each,
+    envs_per_runner,
     needs,
     problems,
-    runners,
+    runner_count,
     schedule,
 )
 from tiltyard.engines.rllib.worker_spec import WorkerSpec
@@ -27,13 +27,13 @@ def experiment(algo: str = "ppo", **engine: object) -> Experiment:
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_every_setting_is_translated_or_refused_and_never_both(algo):
-    named = all_settings(experiment(algo))
-    assert len(named) == len(set(named)) > 30
-    assert [name for name in named if (name in TRANSLATED) == (name in REFUSED)] == []
+def test_every_setting_is_either_translated_or_refused(algo):
+    names = all_settings(experiment(algo))
+    assert len(names) == len(set(names)) > 30
+    assert [name for name in names if (name in TRANSLATED) == (name in REFUSED)] == []
 
 
-def test_the_tables_name_no_setting_that_there_is_not():
+def test_tables_have_no_unknown_setting():
     known = {name for algo in ALGOS for name in all_settings(experiment(algo))}
     assert {*TRANSLATED, *REFUSED} - known == set()
 
@@ -44,7 +44,7 @@ def test_defaults_have_no_problem(algo):
 
 
 @pytest.mark.parametrize(
-    ("algo", "override", "named"),
+    ("algo", "override", "setting"),
     [
         ("ppo", "engine.workers=2", "engine.workers"),
         ("ppo", "engine.mode=async", "engine.mode"),
@@ -60,22 +60,22 @@ def test_defaults_have_no_problem(algo):
         ("appo", "algo.lr={kind: kl_adaptive, start: 1e-3}", "algo.lr"),
     ],
 )
-def test_what_is_refused_is_named_with_its_reason(algo, override, named):
+def test_refusal_names_setting_and_reason(algo, override, setting):
     loaded = load("CartPole-v1", [f"algo.id={algo}", "engine.kind=rllib", override])
     (problem,) = problems(loaded.experiment)
-    assert problem.setting == named and problem.message and problem.hint
+    assert problem.setting == setting and problem.message and problem.hint
 
 
-def test_options_of_rllibs_own_are_judged_before_anything_starts():
+def test_options_of_rllib_are_checked_before_anything_starts():
     def output(algo: str, **options: object) -> list[str]:
         settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}, engine={"runners": 1})
-        task = WorkerSpec(settings, probe(settings.env, base=(), previous=False), ())
-        return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(task)]
+        worker_spec = WorkerSpec(settings, probe(settings.env, base=(), previous=False), ())
+        return [f"{problem.setting}: {problem.message} {problem.hint}" for problem in option_problems(worker_spec)]
 
     assert output("rllib:PPO", lr=1e-4, num_epochs=3) == []
     assert output("rllib:DQN", num_epoch=3, model={}) == [
-        "algo.options.num_epoch: is no option of rllib:DQN did you mean 'num_epochs'?",
-        "algo.options.model: cannot be set: the net is `model`'s leave it out",
+        "algo.options.num_epoch: is not an option of rllib:DQN did you mean 'num_epochs'?",
+        "algo.options.model: cannot be set: the network is set by `model` remove it",
     ]
     (refused,) = output("rllib:PPO", train_batch_size_per_learner=400, minibatch_size=500)
     assert refused.startswith("algo.options: RLlib refuses them: ") and "minibatch_size" in refused
@@ -88,7 +88,7 @@ def test_a2c_is_refused():
     assert problem.setting == "algo.id"
 
 
-def test_an_algorithm_that_only_rllib_has_picks_the_engine_by_itself():
+def test_algorithm_of_rllib_selects_the_engine():
     assert load("CartPole-v1", ["algo.id=dqn"]).experiment.engine.kind == "rllib"
     assert Experiment(env="CartPole-v1", algo="impala").engine.kind == "rllib"
     assert load("CartPole-v1", []).experiment.engine.kind == "local"
@@ -103,7 +103,7 @@ def test_settings_of_rllib_are_refused_by_other_engines():
     assert "engine.runners" in refused.value.details and "engine.nodes" in refused.value.details
 
 
-def test_schedules_become_points_from_env_step_0_on():
+def test_schedules_become_points_from_env_step_0():
     assert schedule(3e-4, 100) == 3e-4
     assert schedule(Linear(kind="linear", start=1.0, end=0.5), 1000) == [[0, 1.0], [1000, 0.5]]
     assert schedule(Piecewise(kind="piecewise", points=[[10, 2.0], [20, 1.0]]), None) == [
@@ -115,14 +115,16 @@ def test_schedules_become_points_from_env_step_0_on():
 
 
 def test_runners_share_the_envs_evenly():
-    assert runners(experiment(runners=2)) == 2 and envs_each(experiment(runners=2)) == 4
-    assert envs_each(experiment(runners=2, envs_per_runner=3)) == 3
+    assert runner_count(experiment(runners=2)) == 2 and envs_per_runner(experiment(runners=2)) == 4
+    assert envs_per_runner(experiment(runners=2, envs_per_runner=3)) == 3
     assert experiment(runners=2, envs_per_runner=3).envs == 6
-    assert envs_each(experiment(runners=0)) == 8
-    assert 8 % runners(experiment(cpus=6)) == 0 and runners(experiment(cpus=6)) == 4  # one is left for the learner
+    assert envs_per_runner(experiment(runners=0)) == 8
+    assert (
+        8 % runner_count(experiment(cpus=6)) == 0 and runner_count(experiment(cpus=6)) == 4
+    )  # one core is left for the learner
 
 
-def test_more_than_there_is_is_refused_with_the_numbers():
+def test_missing_resources_are_refused_with_numbers():
     with pytest.raises(UseError) as refused:
         Needs(runners=7, learners=2, gpus=0).check(4, 0, "this machine")
     assert "9 CPUs" in refused.value.message and "has 4" in refused.value.message

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tiltyard.engines.rllib.checkpoint import lively, plain
+from tiltyard.engines.rllib.checkpoint import from_plain, to_plain
 from tiltyard.errors import TiltyardError
 from tiltyard.run.checkpoint import read_tree, write_tree
 
 
-def test_what_rllib_has_comes_back_as_it_was(tmp_path):
+def test_state_survives_a_round_trip(tmp_path):
     state = {
         "adam": {0: {"step": torch.tensor(3.0), "moment": np.arange(4.0, dtype=np.float32)}, 1: None},
         "betas": (0.9, 0.999),
@@ -18,8 +18,8 @@ def test_what_rllib_has_comes_back_as_it_was(tmp_path):
         "names": {"a"},
         "$": "a key like the mark",
     }
-    write_tree(tmp_path, "state", plain(state))
-    back = lively(read_tree(tmp_path, "state"))
+    write_tree(tmp_path, "state", to_plain(state))
+    back = from_plain(read_tree(tmp_path, "state"))
     assert back["adam"][0]["step"].item() == 3.0 and torch.is_tensor(back["adam"][0]["step"])
     np.testing.assert_array_equal(back["adam"][0]["moment"], np.arange(4.0, dtype=np.float32))
     assert back["adam"][1] is None and back["betas"] == (0.9, 0.999)
@@ -28,7 +28,7 @@ def test_what_rllib_has_comes_back_as_it_was(tmp_path):
     assert back["names"] == {"a"} and back["$"] == "a key like the mark"
 
 
-def test_anything_else_is_refused_by_its_name():
+def test_unknown_types_are_refused_by_name():
     with pytest.raises(TiltyardError) as refused:
-        plain({"learner": {"made": object()}})
+        to_plain({"learner": {"made": object()}})
     assert "builtins.object" in refused.value.message and "learner.made" in refused.value.message
