@@ -1,4 +1,4 @@
-"""A Slurm of the test's own, and the few questions that tests ask it."""
+"""A throw-away Slurm for tests, and a few queries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_slurm = pytest.mark.skipif(
 
 
 class Cluster:
-    """One throw-away Slurm, living in a folder with a short name: its sockets have long ones."""
+    """One throw-away Slurm in a folder with a short path, because socket paths in it are long."""
 
     def __init__(self, *options: str, conf: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
@@ -49,8 +49,8 @@ class Cluster:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def ask(self, *command: str) -> str:
-        """What one of Slurm's commands prints."""
+    def run(self, *command: str) -> str:
+        """Run one of Slurm's commands; returns its output."""
         done = subprocess.run(
             command, env={**os.environ, "SLURM_CONF": str(self.conf)}, capture_output=True, text=True, timeout=60
         )
@@ -58,11 +58,11 @@ class Cluster:
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
+        return self.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T")
 
     def restarts(self, job: str) -> int:
         found = [
-            word for word in self.ask("scontrol", "-o", "show", "job", job).split() if word.startswith("Restarts=")
+            word for word in self.run("scontrol", "-o", "show", "job", job).split() if word.startswith("Restarts=")
         ]
         return int(found[0].partition("=")[2])
 

@@ -1,4 +1,4 @@
-"""Clusters for tests: one shared by those that change nothing about it, and others made to measure."""
+"""Clusters for tests: a shared one, and others with special options."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def shared_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The shared one, as this test's Slurm; with a site file whose profile is called cluster."""
+    """The shared cluster, with a site file whose profile is called cluster."""
     return _enter(shared_cluster, monkeypatch)
 
 
 @pytest.fixture
 def own_cluster(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
-    """Start one of this test's own: own_cluster("--speed", "20", conf="JobRequeue=0")."""
+    """Start a separate cluster: own_cluster("--speed", "20", conf="JobRequeue=0")."""
     started: list[Cluster] = []
 
     def start(*options: str, conf: str = "") -> Cluster:

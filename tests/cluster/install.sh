@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs Debian's Slurm, of which tests start clusters of their own, where that is possible: as root, with apt-get.
-# Nothing of it is configured or started. Elsewhere it says, loudly, what is skipped.
+# Installs Debian's Slurm, from which tests start their own clusters, if possible: as root, with apt-get.
+# Nothing is configured or started. Elsewhere it prints which tests are skipped.
 #
-#   install.sh STAMP      STAMP is touched when all is there
+#   install.sh STAMP      STAMP is touched when everything is installed
 packages="slurmctld slurmd slurm-client munge libfaketime"
 export PATH=$PATH:/usr/sbin:/sbin
 
@@ -17,12 +17,12 @@ skipped() {
 }
 
 complete || {
-    [ "$(id -u)" = 0 ] || skipped "no Slurm here, and only root may install it"
-    command -v apt-get >/dev/null || skipped "no Slurm here, and no apt-get to install it with"
+    [ "$(id -u)" = 0 ] || skipped "Slurm is not installed, and only root may install it"
+    command -v apt-get >/dev/null || skipped "Slurm and apt-get are not installed"
     # A policy file keeps apt from starting the daemons; one that is there already is left alone.
     policy=/usr/sbin/policy-rc.d
     [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy && trap 'rm -f $policy' EXIT; }
-    said=$(apt-get update 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $packages 2>&1) ||
-        skipped "apt-get failed: $(tail -n 1 <<<"$said")"
+    output=$(apt-get update 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $packages 2>&1) ||
+        skipped "apt-get failed: $(tail -n 1 <<<"$output")"
 }
 touch "$1"

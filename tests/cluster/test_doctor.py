@@ -1,4 +1,4 @@
-"""`tiltyard doctor --on`: a short job that checks the nodes of a real Slurm, and what is done about a bad one."""
+"""`tiltyard doctor --on`: a short job that checks the nodes of a real Slurm, and how bad ones are excluded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Put = Callable[..., Path]
 
 @pytest.fixture
 def on_node2(cluster: Cluster, tmp_path: Path) -> Put:
-    """Give all nodes an interpreter that does something else on node2; the profile asks for both nodes."""
+    """Give all nodes an interpreter that behaves differently on node2; the profile requests both nodes."""
 
-    def put(there: str) -> Path:
+    def put(command: str) -> Path:
         path = tmp_path / "python"
         path.write_text(
-            f'#!/bin/bash\nif [ "$SLURMD_NODENAME" = node2 ]; then {there}; fi\nexec {sys.executable} "$@"\n'
+            f'#!/bin/bash\nif [ "$SLURMD_NODENAME" = node2 ]; then {command}; fi\nexec {sys.executable} "$@"\n'
         )
         path.chmod(0o755)
         slurm = f"{{python: {path}, exclude_failed: true, wait: 20}}"
@@ -42,7 +42,7 @@ def on_node2(cluster: Cluster, tmp_path: Path) -> Put:
 
 def nothing_left(cluster: Cluster, runs: Path) -> None:
     assert list(runs.glob(".doctor/visit-*")) == []
-    wait_for(lambda: not cluster.ask("squeue", "-h", "-t", "PD,R,CG"), "the end of all jobs")
+    wait_for(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG"), "the end of all jobs")
 
 
 def findings(text: str, node: str) -> dict[str, dict[str, str]]:
@@ -50,7 +50,7 @@ def findings(text: str, node: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(":")
     output = tiltyard("doctor", "--on", "both")
     assert "is running on node[1-2]" in output.stderr
@@ -61,7 +61,7 @@ def test_the_nodes_of_a_profile_are_checked(tiltyard: Command, cluster: Cluster,
 
 
 @pytest.mark.slow
-def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
+def test_node_with_other_versions_is_excluded_until_it_passes(
     tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put, tmp_path: Path
 ) -> None:
     other = tmp_path / "other" / "ray-0.1.dist-info"
@@ -71,7 +71,7 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
     output = tiltyard("doctor", "--on", "both", "--json", expect=1)
     first, second = findings(output.stdout, "node1"), findings(output.stdout, "node2")
     assert (first["versions"]["state"], second["versions"]["state"]) == ("ok", "bad")
-    assert second["versions"]["found"].startswith("ray 0.1, and ") and second["versions"]["hint"]
+    assert second["versions"]["found"].startswith("ray 0.1, but ") and second["versions"]["hint"]
     assert first["reach"]["state"] == second["reach"]["state"] == second["clocks"]["state"] == "ok"
     assert "node2 is marked as bad" in output.stderr and list(bad_nodes(runs)) == ["node2"]
     nothing_left(cluster, runs)
@@ -82,11 +82,11 @@ def test_a_node_with_other_versions_is_bad_left_out_and_well_again(
 
     on_node2(":")
     output = tiltyard("doctor", "--on", "both", "--nodes", "node2")
-    assert "node2 is well again" in output.stderr and bad_nodes(runs) == {}
+    assert "node2 passed and was removed from the bad nodes" in output.stderr and bad_nodes(runs) == {}
     assert "ok    node2 " in output.stdout and "node1" not in output.stdout
 
 
-def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_run_excludes_bad_nodes(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     text = Path("tiltyard.yaml").read_text()
     Path("tiltyard.yaml").write_text(f"{text}    slurm: {{exclude_failed: true}}\n")
     (runs / ".doctor").mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
     small = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=64", "algo.epochs=1", "eval.at_end=false"]
     output = tiltyard("train", "CartPole-v1", *small, "stop.env_steps=256", "--on", "cluster", "--json")
     assert "excluded    node1 (bad since 2026-03-01: shm: 3 MiB free)" in output.stderr
-    assert cluster.ask("squeue", "-h", "-t", "all", "-j", json.loads(output.stdout)["job"], "-o", "%N") == "node2"
+    assert cluster.run("squeue", "-h", "-t", "all", "-j", json.loads(output.stdout)["job"], "-o", "%N") == "node2"
     assert "excluded     node1\n" in tiltyard("show", "last").stdout
     assert (
         "excluding node1 (found bad by tiltyard doctor)"
@@ -104,7 +104,7 @@ def test_a_run_leaves_out_what_the_doctor_found_bad(tiltyard: Command, cluster: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(FAKETIME is None, reason="no libfaketime here: apt-get install libfaketime")
-def test_a_clock_that_is_wrong_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_wrong_clock_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s")
     output = tiltyard("doctor", "--on", "both", "--json", expect=1)
     found = findings(output.stdout, "node2")
@@ -116,7 +116,7 @@ def test_a_clock_that_is_wrong_on_one_node(tiltyard: Command, cluster: Cluster, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to cut a node off")
-def test_a_node_that_nobody_can_reach(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_unreachable_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(f'exec unshare --net {sys.executable} "$@"')
     output = tiltyard("doctor", "--on", "both", expect=1)
     assert "bad   node2      reach      cannot be reached from node1 (" in output.stdout
@@ -124,7 +124,7 @@ def test_a_node_that_nobody_can_reach(tiltyard: Command, cluster: Cluster, runs:
 
 
 @pytest.mark.slow
-def test_a_node_that_says_nothing(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_node_without_a_report(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2("echo no such image >&2; exit 1")
     output = tiltyard("doctor", "--on", "both", "--json", expect=1)
     assert findings(output.stdout, "node2").keys() == {"checkup"}
@@ -132,7 +132,7 @@ def test_a_node_that_says_nothing(tiltyard: Command, cluster: Cluster, runs: Pat
     nothing_left(cluster, runs)
 
 
-def test_ctrl_c_takes_the_job_out_of_the_queue(cluster: Cluster, runs: Path) -> None:
+def test_ctrl_c_cancels_the_job(cluster: Cluster, runs: Path) -> None:
     profile = "{launcher: slurm, slurm: {extra: ['--begin=now+1hour']}}"
     Path("tiltyard.yaml").write_text(f"profiles:\n  later: {profile}\n")
     words = [sys.executable, "-m", "tiltyard", "doctor", "--on", "later"]
@@ -145,10 +145,10 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(cluster: Cluster, runs: Path) -> 
     nothing_left(cluster, runs)
 
 
-def test_a_profile_that_is_wrong_blames_no_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
-    on_node2(":").write_text("#!/bin/bash\necho there is no such module >&2; exit 1\n")
+def test_wrong_profile_marks_no_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+    on_node2(":").write_text("#!/bin/bash\necho unknown module >&2; exit 1\n")
     output = tiltyard("doctor", "--on", "both", expect=1)
-    assert "error: no node was checked: job " in output.stderr and "there is no such module" in output.stderr
+    assert "error: no node was checked: job " in output.stderr and "unknown module" in output.stderr
     assert "slurm.python" in output.stderr and bad_nodes(runs) == {}
     nothing_left(cluster, runs)
     Path("tiltyard.yaml").write_text("profiles:\n  wrong: {launcher: slurm, slurm: {partition: nowhere}}\n  here:\n")

@@ -1,4 +1,4 @@
-"""A grid of trainings with several seeds as one array on a real Slurm: every trial once, and the one that fails again."""
+"""A grid of trainings with several seeds as one array on a real Slurm: every trial runs once, the failed one again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class CustomEnv(CartPoleEnv):
 
 
 @pytest.mark.timeout(3000 if LONG else 300)
-def test_a_grid_of_trainings_is_one_array_whose_one_failure_is_told_and_mended(
+def test_grid_of_trainings_is_one_array_and_a_failed_trial_is_retried(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path
 ) -> None:
-    """TILTYARD_LONG=1 does the 3 x 2 grid with 5 seeds."""
+    """TILTYARD_LONG=1 runs the 3 x 2 grid with 5 seeds."""
     Path("fragile.py").write_text(FRAGILE)
     bad = tmp_path / "bad"
     bad.write_text("2")  # the array's third task
@@ -55,8 +55,8 @@ def test_a_grid_of_trainings_is_one_array_whose_one_failure_is_told_and_mended(
         return summarize(sweep).state not in ("running", "stopped")
 
     wait_for(over, "the end of the sweep", 2000 if LONG else 200)
-    told = tiltyard("sweep", "status", "grid", expect=1).stdout
-    assert "trial 3 failed" in told and "the pole is broken" in told
+    output = tiltyard("sweep", "status", "grid", expect=1).stdout
+    assert "trial 3 failed" in output and "the pole is broken" in output
     assert summarize(sweep).counts == {"finished": total - 1, "failed": 1}
     assert f"#SBATCH --array=0-{total - 1}%2\n" in (sweep.folder / "slurm" / "array-0001" / "script.sh").read_text()
 
@@ -66,7 +66,7 @@ def test_a_grid_of_trainings_is_one_array_whose_one_failure_is_told_and_mended(
     report = summarize(sweep)
     assert report.counts == {"finished": total}
     assert len({(row.trial.seed, json.dumps(row.trial.settings)) for row in report.rows}) == total
-    assert [row.trial.number for row in report.rows if row.attempt != 1] in ([], [3]), "nobody else was started again"
+    assert [row.trial.number for row in report.rows if row.attempt != 1] in ([], [3]), "no other trial was restarted"
     assert {row.env_steps for row in report.rows} == {1024} and all(row.value is not None for row in report.rows)
     if LONG:
         tiltyard("sweep", "extend", "grid", "--seeds", "1")

@@ -1,4 +1,4 @@
-"""A run as a job of a real Slurm: submitted, followed, listed, stopped, resumed; and what Slurm refuses."""
+"""A run as a job of a real Slurm: submitted, followed, listed, stopped, resumed, refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SHORT = [*SMALL, "stop.env_steps=2048"]
 LONG = [*SMALL, "stop.env_steps=1e9", "save.env_steps=1024"]
 
 
-def site(more: str, name: str = "cluster") -> None:
-    """The site file with more lines in its profile."""
-    Path("tiltyard.yaml").write_text(SITE.replace("cluster:", f"{name}:") + more)
+def site(lines: str, name: str = "cluster") -> None:
+    """Write the site file with additional lines in its profile."""
+    Path("tiltyard.yaml").write_text(SITE.replace("cluster:", f"{name}:") + lines)
 
 
 def saved(run: Run) -> bool:
@@ -39,7 +39,7 @@ def ended(cluster: Cluster, run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     Path("twin.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\nclass Twin(CartPoleEnv):\n    pass\n"
     )
@@ -55,7 +55,7 @@ def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cl
     assert cluster.state(outcome["job"]) == "COMPLETED"
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds.count("started") == 2 and kinds.index("submitted") < kinds.index("started")
-    # A finished run goes on as a job too, or here; changed settings arrive.
+    # A finished run can be resumed as a job or here, with changed settings.
     tiltyard("resume", run.id, "stop.env_steps=3072", "notes='; $(touch never)'", "--detach")
     assert run.status()["state"] == "queued"
     output = tiltyard("logs", "-f", run.id)
@@ -67,23 +67,23 @@ def test_a_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Cl
 
 
 @pytest.mark.slow
-def test_a_queued_job_keeps_its_files_and_names_and_can_be_stopped(
+def test_queued_job_keeps_its_files_and_can_be_stopped(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Submitted into a full cluster from an odd folder, then its sources are edited; stopped while it waits, and runs."""
+    """Submitted to a full cluster from an oddly named folder, then its sources are edited; stopped while pending; run."""
     odd = tmp_path / 'it\'s 100% "odd"; $(touch never)'
     odd.mkdir()
     monkeypatch.chdir(odd)
     monkeypatch.setenv("TILTYARD_RUNS", str(odd / "my runs"))
     value = "$(touch never); 'a' \"b\"\nc"
-    site(f"    environment: {{TOLD: {json.dumps(value)}, MY_TOKEN: {json.dumps(value)}}}\n")
+    site(f"    environment: {{NOTE: {json.dumps(value)}, MY_TOKEN: {json.dumps(value)}}}\n")
     Path("env.py").write_text(
         "import os\nfrom pathlib import Path\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
         "class Mine(CartPoleEnv):\n    def __init__(self, word='', render_mode=None):\n"
         "        super().__init__(render_mode=render_mode)\n"
-        f"        Path({str(tmp_path / 'told.txt')!r}).write_text(word + os.environ['TOLD'] + os.environ['MY_TOKEN'])\n"
+        f"        Path({str(tmp_path / 'seen.txt')!r}).write_text(word + os.environ['NOTE'] + os.environ['MY_TOKEN'])\n"
     )
-    blocking = cluster.ask("sbatch", "--parsable", "-N2", "-c2", "-o", "/dev/null", "--wrap", "sleep 1000")
+    blocking = cluster.run("sbatch", "--parsable", "-N2", "-c2", "-o", "/dev/null", "--wrap", "sleep 1000")
     wait_for(lambda: cluster.state(blocking) == "RUNNING", "a full cluster")
     word = json.dumps({"word": value})
     tiltyard(
@@ -107,12 +107,12 @@ def test_a_queued_job_keeps_its_files_and_names_and_can_be_stopped(
     assert "is stopped" in output.stderr and cluster.state(job) == "CANCELLED"
     tiltyard("resume", run.id, "--detach")
 
-    (tmp_path / "told.txt").unlink()
+    (tmp_path / "seen.txt").unlink()
     Path("env.py").write_text("raise SystemExit('edited after it was submitted')")
     Path("tiltyard.yaml").write_text("profiles: {cluster: {launcher: broken}}")
-    cluster.ask("scancel", blocking)
+    cluster.run("scancel", blocking)
     wait_for(lambda: saved(run), "a checkpoint")
-    assert (tmp_path / "told.txt").read_text() == value * 3
+    assert (tmp_path / "seen.txt").read_text() == value * 3
     assert run.experiment().notes == value
     assert [row["state"] for row in json.loads(tiltyard("ls", "--json", "--root", str(odd / "my runs")).stdout)] == [
         "running"
@@ -143,7 +143,7 @@ def test_ctrl_c_stops_following_and_not_the_job(cluster: Cluster, runs: Path) ->
     assert child.returncode == 130 and f"follow it again with: tiltyard logs -f {run.id}" in output, output
     job = run.status()["job"]["id"]
     assert (cluster.state(job), run.state) == ("RUNNING", "running")
-    cluster.ask("scancel", job)  # from outside: it saves, and nothing of it is left
+    cluster.run("scancel", job)  # cancelled from outside: it saves, and no process is left
     ended(cluster, run)
     wait_for(lambda: run.state == "stopped", "a stopped run")
     left = subprocess.run(["pgrep", "-f", str(run.folder)], capture_output=True, text=True).stdout
@@ -158,19 +158,19 @@ def test_two_jobs_at_once_one_per_seed(tiltyard: Command, cluster: Cluster, runs
     wait_for(lambda: all(run.state == "finished" for run in found), "two finished runs")
 
 
-def test_a_dry_run_prints_the_script_and_makes_nothing(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
-    before = set(cluster.ask("squeue", "-h", "-t", "all", "-o", "%i").split())
+def test_dry_run_prints_the_script_and_creates_nothing(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+    before = set(cluster.run("squeue", "-h", "-t", "all", "-o", "%i").split())
     script = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", "--dry-run").stdout
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=CartPole-v1/NNNN-new-run\n")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert not runs.exists() and set(cluster.ask("squeue", "-h", "-t", "all", "-o", "%i").split()) == before
+    assert not runs.exists() and set(cluster.run("squeue", "-h", "-t", "all", "-o", "%i").split()) == before
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
         ("    slurm: {partition: nowhere}\n", "invalid partition specified: nowhere"),
-        ("    slurm: {account: x, extra: ['--nodelist=nobody']}\n", "Slurm refused the job"),
+        ("    slurm: {account: x, extra: ['--nodelist=unknown']}\n", "Slurm refused the job"),
     ],
 )
 def test_what_slurm_refuses(tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str) -> None:
@@ -179,14 +179,14 @@ def test_what_slurm_refuses(tiltyard: Command, cluster: Cluster, runs: Path, lin
     run = find("last")
     assert words in output.stderr and str(run.folder / FOLDER / "script.sh") in output.stderr
     assert run.status()["state"] == "failed" and "refused" in run.status()["reason"]
-    assert cluster.ask("squeue", "-h", "-n", run.id) == ""
+    assert cluster.run("squeue", "-h", "-n", run.id) == ""
 
 
 @pytest.mark.parametrize("kind", ["missing", "slow"])
 def test_sbatch_that_is_missing_or_slow(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A slow one submits in the end, when nobody waits for it any more: that is taken back."""
+    """A slow sbatch submits after the timeout; that job is cancelled."""
     tools = tmp_path / "bin"
     tools.mkdir()
     path = os.environ["PATH"]
@@ -203,10 +203,10 @@ def test_sbatch_that_is_missing_or_slow(
     assert str(run.folder / FOLDER / "script.sh") in output.stderr
     assert run.status()["state"] == "failed"
     monkeypatch.setenv("PATH", path)
-    wait_for(lambda: cluster.ask("squeue", "-h", "-n", run.id) == "", "an empty queue")
+    wait_for(lambda: cluster.run("squeue", "-h", "-n", run.id) == "", "an empty queue")
 
 
-def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_lost_job_shows_its_output(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     site("    slurm: {setup: ['echo this site is broken', 'exit 3']}\n")
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
@@ -225,9 +225,7 @@ def test_a_job_that_vanishes_is_lost_and_says_why(tiltyard: Command, cluster: Cl
         (["--on", "wide"], "profile wide requests several nodes, but engine.kind = serial uses one"),
     ],
 )
-def test_words_that_do_not_go_together(
-    tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], output: str
-) -> None:
+def test_conflicting_arguments(tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], output: str) -> None:
     site("  wide: {launcher: slurm, resources: {nodes: 2}}\n")
     assert output in tiltyard("train", "CartPole-v1", *SHORT, "engine.kind=serial", *words, expect=2).stderr
     assert not runs.exists()

@@ -1,6 +1,6 @@
-"""A job that is cut short goes on where it was: time limit, requeue, preemption, a dead node, a forbidden requeue.
+"""An interrupted job continues from its last save: time limit, requeue, preemption, dead node, forbidden requeue.
 
-What counts is that nobody can tell afterwards: the same weights and metrics as a run that was never interrupted. The
+The result must equal that of a run that was never interrupted: the same weights and metrics. The
 env is slow as long as there is a file called brake, so that a run lasts until everything has happened to it.
 """
 
@@ -79,19 +79,19 @@ def newest(run: Run) -> int:
 
 
 def running(run: Run, attempt: int = 1) -> None:
-    """Wait until that attempt trains and has saved something new."""
+    """Wait until that attempt is training and has saved a new checkpoint."""
     wait_for(lambda: run.status()["attempt"] >= attempt and run.state == "running", f"attempt {attempt}")
     reached = newest(run)
     wait_for(lambda: newest(run) > reached, f"a checkpoint of attempt {attempt}")
 
 
-def goes_on_to_its_end(tiltyard: Command, run: Run) -> None:
+def finish(tiltyard: Command, run: Run) -> None:
     BRAKE.unlink()
     printed = tiltyard("logs", "-f", run.id)
     assert run.state == "finished", printed.stderr
 
 
-def is_as_if_nothing_had_happened(run: Run) -> None:
+def equals_an_uninterrupted_run(run: Run) -> None:
     whole = product.train("slow.py:Slow", WORDS, live=False)
     assert run.status()["progress"]["env_steps"] == STEPS
     (weights, records), (same, expected) = final(run), final(whole)
@@ -103,25 +103,25 @@ def sentences(run: Run, kind: str) -> list[str]:
     return [event["sentence"] for event in read_events(run) if event["kind"] == kind]
 
 
-def test_a_time_limit_is_nothing_to_worry_about(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
-    """Five minutes on a clock that is ten times as fast; the run needs several times that."""
+def test_time_limit(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    """Five minutes on a clock that runs ten times as fast; the run needs several times as long."""
     cluster = own_cluster("--nodes", "1", "--speed", "10")
     profile(resources='{cpus: 1, time: "5:00"}')
     run, job = submitted(tiltyard)
     wanted = count(3)
     wait_for(lambda: len(sentences(run, "requeued")) >= wanted, f"{wanted} requeues", 290)
-    goes_on_to_its_end(tiltyard, run)
+    finish(tiltyard, run)
     requeued = sentences(run, "requeued")
     assert len(requeued) >= wanted and len(requeued) == cluster.restarts(job)
     assert requeued[wanted - 1].startswith("the time limit is near: saved at env step ")
     assert f"({wanted} of at most 100 times)" in requeued[wanted - 1]
     logs = sorted(path.name for path in (run.folder / "logs").glob("attempt-*.log"))
     assert len(logs) == len(requeued) + 1
-    is_as_if_nothing_had_happened(run)
+    equals_an_uninterrupted_run(run)
 
 
-def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
-    """An update that takes longer than the time that is left; then one that somebody cancels while it saves."""
+def test_save_that_the_time_limit_interrupts(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    """An update that takes longer than the remaining time; then a job that is cancelled while it saves."""
     only_when_long("a minute")
     cluster = own_cluster("--nodes", "1", "--speed", "10", conf="KillWait=100\n")
     profile(1.0, resources='{cpus: 1, time: "5:00"}')  # a minute for an update, half a minute for the job
@@ -132,29 +132,29 @@ def test_a_save_that_comes_too_late_is_not_too_late(tiltyard: Command, own_clust
     assert "ended while saving near the time limit" in " ".join(sentences(run, "stopped"))
     running(run, attempt=2)
     before = cluster.restarts(job)
-    cluster.ask("scancel", "--signal=USR2", job)
-    cluster.ask("scancel", job)
+    cluster.run("scancel", "--signal=USR2", job)
+    cluster.run("scancel", job)
     wait_for(lambda: cluster.state(job) == "CANCELLED", "the end of the job")
     assert (run.state, cluster.restarts(job)) == ("stopped", before)
     tiltyard("resume", run.id, "--detach")
-    goes_on_to_its_end(tiltyard, run)
-    is_as_if_nothing_had_happened(run)
+    finish(tiltyard, run)
+    equals_an_uninterrupted_run(run)
 
 
 @pytest.mark.xdist_group("slurm")
-def test_requeued_from_outside_and_killed_on_the_way(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_requeued_and_killed(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     profile()
     run, job = submitted(tiltyard)
     running(run)
-    cluster.ask("scontrol", "requeue", job)
+    cluster.run("scontrol", "requeue", job)
     wait_for(lambda: cluster.state(job) == "PENDING", "a requeued job")
     assert "queued" in tiltyard("show", run.id).stdout
     running(run, attempt=2)
     os.kill(run.status()["pid"], signal.SIGKILL)
-    goes_on_to_its_end(tiltyard, run)
+    finish(tiltyard, run)
     assert cluster.restarts(job) == 1 and run.status()["attempt"] == 3
     assert any("the trainer was killed by SIGKILL" in sentence for sentence in sentences(run, "warning"))
-    is_as_if_nothing_had_happened(run)
+    equals_an_uninterrupted_run(run)
 
 
 def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
@@ -166,42 +166,40 @@ def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     profile()
     run, job = submitted(tiltyard)
     running(run)
-    urgent = cluster.ask("sbatch", "--parsable", "-p", "urgent", "-o", "/dev/null", "--wrap", "sleep 3")
+    urgent = cluster.run("sbatch", "--parsable", "-p", "urgent", "-o", "/dev/null", "--wrap", "sleep 3")
     wait_for(lambda: cluster.state(urgent) == "COMPLETED", "the end of the urgent job")
-    goes_on_to_its_end(tiltyard, run)
+    finish(tiltyard, run)
     assert cluster.restarts(job) == 1
     assert "stopped at env step" in sentences(run, "stopped")[0]
-    is_as_if_nothing_had_happened(run)
+    equals_an_uninterrupted_run(run)
 
 
-def test_a_node_drops_dead(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+def test_dead_node(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     only_when_long("a minute")
     cluster = own_cluster("--nodes", "2", "--cpus", "1", conf="SlurmdTimeout=4\n")
     profile()
     run, job = submitted(tiltyard)
     running(run)
-    node = cluster.ask("squeue", "-h", "-j", job, "-o", "%N")
+    node = cluster.run("squeue", "-h", "-j", job, "-o", "%N")
     cluster.script("kill-node", node)
-    assert run.state == "lost"  # by its folder
+    assert run.state == "lost"  # according to its folder
     wait_for(lambda: cluster.restarts(job) == 1, "Slurm's notice")
-    goes_on_to_its_end(tiltyard, run)
-    assert cluster.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%N") != node
+    finish(tiltyard, run)
+    assert cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%N") != node
     assert f"job {job} was restarted" in sentences(run, "recovered")[0]
-    is_as_if_nothing_had_happened(run)
+    equals_an_uninterrupted_run(run)
 
 
 @pytest.mark.xdist_group("slurm")
-def test_where_requeue_is_forbidden_the_script_is_submitted_again(
-    tiltyard: Command, cluster: Cluster, runs: Path
-) -> None:
+def test_script_is_resubmitted_where_requeue_is_forbidden(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     profile(slurm="{extra: ['--no-requeue']}")
     run, job = submitted(tiltyard)
     running(run)
-    cluster.ask("scancel", "--signal=USR2", job)  # as at the time limit
-    goes_on_to_its_end(tiltyard, run)
+    cluster.run("scancel", "--signal=USR2", job)  # as at the time limit
+    finish(tiltyard, run)
     again = run.status()["job"]["id"]
     assert int(again) > int(job) and run.status()["attempt"] == 2
     output = (run.folder / "logs" / f"job-{job}.out").read_text()
     assert f"job {job} cannot be requeued; submitting the same script again" in output
     assert not (run.folder / FOLDER / "submitted-again").exists()
-    is_as_if_nothing_had_happened(run)
+    equals_an_uninterrupted_run(run)

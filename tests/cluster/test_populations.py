@@ -1,4 +1,4 @@
-"""A population on a real Slurm: each member that pauses takes the next decision itself, and nobody is logged in."""
+"""A population on a real Slurm: members that pause run the next tick themselves, without a process outside jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiltyard.sweep.report import summarize
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
 
 
-def test_a_population_finishes_with_nobody_logged_in(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_population_finishes_without_a_controller_process(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     plan([3.0, 2.0, 1.0], max_parallel=2, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
     in_own_process("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep, found = find_sweep("steady"), list[str]()

@@ -1,4 +1,4 @@
-"""One Ray over the nodes of a job of a real Slurm: joined, lost in parts, lost as a whole, never complete."""
+"""One Ray over the nodes of a real Slurm job: joined, partly lost, wholly lost, never complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sentences(run: Run) -> str:
 
 
 def processes(*words: str) -> list[int]:
-    """Every process whose command line holds all of these."""
+    """All processes with these words in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -75,7 +75,7 @@ def processes(*words: str) -> list[int]:
 
 
 def folders_of(run: Run) -> set[str]:
-    """The folders in /tmp that the run's Ray has on its nodes, from the command lines of its raylets."""
+    """The folders of the run's Ray in /tmp, from the command lines of its raylets."""
     found = set()
     for pid in processes("ray.scripts.scripts", "start", "--temp-dir="):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -90,7 +90,7 @@ def over(cluster: Cluster, run: Run) -> None:
     wait_for(lambda: cluster.state(job).split()[0] not in ("PENDING", "RUNNING", "COMPLETING"), f"the end of job {job}")
 
 
-def test_three_nodes_train_as_one_and_lose_a_part(
+def test_three_nodes_train_together_and_lose_a_part(
     tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path
 ) -> None:
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
@@ -101,13 +101,13 @@ def test_three_nodes_train_as_one_and_lose_a_part(
     assert "3 runners with 2 envs each on node1 (1), node2 (1), node3 (1)" in log, log
     assert "Ray on the job's 3 nodes, 3 CPUs" in log
 
-    # what nobody else may know is in one file, and nowhere else
+    # the token is in one file and nowhere else
     (place,) = run.folder.glob(f"{FOLDER}/ray-*")
     token = (place / "token").read_text()
     assert stat.S_IMODE((place / "token").stat().st_mode) == 0o600 and stat.S_IMODE(place.stat().st_mode) == 0o700
     assert processes(token) == []
-    told = [path for path in run.folder.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
-    assert told == [place / "token"]
+    holding = [path for path in run.folder.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert holding == [place / "token"]
 
     kept = folders_of(run)
     assert len(kept) == 3
@@ -125,16 +125,15 @@ def test_three_nodes_train_as_one_and_lose_a_part(
     wait_for(lambda: not any(Path(each).parent.exists() for each in kept), "empty folders in /tmp", 100)
     assert not (place / "token").exists()
     assert run.state == "stopped"
-    told = without_ray(tmp_path, "eval", str(run.folder), "--episodes", "2", "--json")
-    assert "mean" in told
+    assert "mean" in without_ray(tmp_path, "eval", str(run.folder), "--episodes", "2", "--json")
 
 
 def _of(pid: int, run: Run) -> bool:
     return f"{run.folder}/" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
 
 
-def test_a_cancelled_job_is_gone_for_good(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
-    """Slurm's SIGTERM ends Ray's processes too; that is no reason to go back into the queue, or to leave anything."""
+def test_cancelled_job_leaves_nothing(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """Slurm's SIGTERM ends Ray's processes too; the job must not be requeued, and no process must be left."""
     only_when_long("a minute")
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
     tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
@@ -142,23 +141,21 @@ def test_a_cancelled_job_is_gone_for_good(tiltyard: Command, nodes: Cluster, run
     job = run.status()["job"]["id"]
     wait_for(lambda: list(run.checkpoints.glob("0*")), "a checkpoint", 400)
     kept = folders_of(run)
-    nodes.ask("scancel", job)
+    nodes.run("scancel", job)
     over(nodes, run)
     assert nodes.state(job) == "CANCELLED" and nodes.restarts(job) == 0
     wait_for(lambda: run.state in ("stopped", "lost"), "an end")
     assert run.status()["job"]["id"] == job and not (run.folder / FOLDER / "submitted-again").exists()
     wait_for(lambda: not [pid for pid in processes("ray") if _of(pid, run)], "the end of Ray's processes")
-    assert nodes.ask("squeue", "-h") == ""
-    tiltyard("resume", run.id, "stop.env_steps=2000")  # which removes what a killed agent has left
+    assert nodes.run("squeue", "-h") == ""
+    tiltyard("resume", run.id, "stop.env_steps=2000")  # removes what a killed agent has left
     assert run.state == "finished"
     over(nodes, run)
     assert not any(Path(each).parent.exists() for each in kept)
 
 
 @pytest.mark.parametrize("lost", ["head", "requeued"])
-def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
-    tiltyard: Command, nodes: Cluster, runs: Path, lost: str
-) -> None:
+def test_job_is_requeued_when_ray_is_wholly_lost(tiltyard: Command, nodes: Cluster, runs: Path, lost: str) -> None:
     only_when_long("two minutes")
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
     tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
@@ -170,7 +167,7 @@ def test_what_is_lost_as_a_whole_goes_back_into_the_queue(
         os.kill(head, signal.SIGKILL)
         wait_for(lambda: "Ray's head on node1 exited" in sentences(run), "word of it", 200)
     else:
-        nodes.ask("scontrol", "requeue", job)
+        nodes.run("scontrol", "requeue", job)
     saved = max(int(path.name) for path in run.checkpoints.glob("0*"))
     wait_for(lambda: nodes.restarts(job) == 1, "a restart", 200)
     wait_for(lambda: run.status()["attempt"] == 2 and run.state == "running", "the second attempt", 400)
@@ -190,8 +187,8 @@ def test_a_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Pat
     over(nodes, run)
 
 
-def test_two_jobs_at_once_never_see_each_other(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
-    """On the same nodes, of the same user: each has a Ray of exactly its own nodes, a port and a token of its own."""
+def test_two_jobs_are_separate(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """On the same nodes, by the same user: each job has its own Ray, port and token."""
     only_when_long("two minutes")
     for seed in ("1", "2"):
         tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=2000", f"seed={seed}", "--on", "three", "--detach")
@@ -207,7 +204,7 @@ def test_two_jobs_at_once_never_see_each_other(tiltyard: Command, nodes: Cluster
 
 
 def wrapper(folder: Path, on_node2: str) -> str:
-    """A Python for the nodes that does something else on node2."""
+    """A Python for the nodes that behaves differently on node2."""
     path = folder / "python.sh"
     path.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" != node2 ] || {on_node2}\nexec {sys.executable} "$@"\n')
     path.chmod(0o700)
@@ -232,15 +229,15 @@ def _has_another_ray(folder: Path) -> str:
         (_has_another_ray, 200, "node2 cannot join Ray: versions differ"),
     ],
 )
-def test_a_node_that_does_not_join_is_named(
+def test_node_that_does_not_join_is_named(
     tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path, what: Callable[[Path], str], wait: float, output: str
 ) -> None:
     if what is _hangs:
         only_when_long("a minute")
     site(wait=wait, python=wrapper(tmp_path, what(tmp_path)))
-    told = tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "three", expect=1)
-    assert output in told.stderr
+    done = tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "three", expect=1)
+    assert output in done.stderr
     run = find("last")
     assert run.state == "failed" and output in run.status()["reason"]
-    nodes.ask("scancel", run.status()["job"]["id"])
+    nodes.run("scancel", run.status()["job"]["id"])
     over(nodes, run)

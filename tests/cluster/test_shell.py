@@ -1,4 +1,4 @@
-"""`tiltyard shell` and `tiltyard top` on the nodes of a real Slurm, and `top` of a run that is none of its jobs."""
+"""`tiltyard shell` and `tiltyard top` on the nodes of a real Slurm, and `top` of a local run."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
     number = json.loads(tiltyard("train", *LONG, "--on", "cluster", "--detach", "--json").stdout)["job"]
     wait_for(lambda: find("last").state == "running", "the training")
     yield number
-    site.ask("scancel", "--full", number)
+    site.run("scancel", "--full", number)
     wait_for(lambda: site.state(number) not in ("RUNNING", "COMPLETING"), "the job's end")
 
 
-def test_a_command_with_a_profiles_set_up(site: Cluster) -> None:
+def test_command_with_a_profiles_setup(site: Cluster) -> None:
     line = 'echo "$SLURMD_NODENAME|$PLAIN|$MY_API_KEY|$FROM_SETUP|$TILTYARD_SET_UP|$1"; echo "$SLURM_CPUS_PER_TASK"; exit 7'
     output = in_own_process(
         "shell", "--on", "cluster", "--cpus", "2", "--", "bash", "-c", line, "x", "--y 'z' $(w)", expect=7
@@ -64,10 +64,10 @@ def test_a_command_with_a_profiles_set_up(site: Cluster) -> None:
     words = ["squeue", "-h", "-t", "R", "-o", "%l"]
     output = in_own_process("shell", "--on", "cluster", "--time", "0:10:00", "--", *words)
     assert output.stdout == "10:00\n"
-    assert site.ask("squeue", "-h", "-t", "R") == ""
+    assert site.run("squeue", "-h", "-t", "R") == ""
 
 
-def test_wrong_words(tiltyard: Command, site: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments(tiltyard: Command, site: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs a RUN or --on PROFILE" in tiltyard("shell", "--", "true", expect=2).stderr
     assert (
         "--cpus 'two': must be a whole number"
@@ -76,11 +76,11 @@ def test_wrong_words(tiltyard: Command, site: Cluster, monkeypatch: pytest.Monke
     output = in_own_process("shell", "--on", "cluster", expect=2, given="")
     assert "a shell needs a terminal" in output.stderr
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "srun cannot be started" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
+    assert "cannot start srun" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
 
 
 def test_a_terminal(site: Cluster) -> None:
-    """What is typed is read by a shell on the node, where functions of the set-up are known."""
+    """A shell on the node reads the input and knows the functions of the setup."""
     front, back = pty.openpty()
     words = [sys.executable, "-m", "tiltyard", "shell", "--on", "cluster"]
     shell = subprocess.Popen(words, stdin=back, stdout=back, stderr=back, start_new_session=True)
@@ -102,7 +102,7 @@ def test_a_terminal(site: Cluster) -> None:
 def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Path, tmp_path: Path) -> None:
     line = 'echo "$SLURM_JOB_ID $SLURMD_NODENAME $FROM_SETUP $TILTYARD_RUNS"; exit 3'
     output = in_own_process("shell", "last", "--", "bash", "-c", line, expect=3)
-    node = site.ask("squeue", "-h", "-j", job, "-o", "%N")
+    node = site.run("squeue", "-h", "-j", job, "-o", "%N")
     assert output.stdout == f"{job} {node} 1 {runs}\n"
     output = in_own_process("shell", "last", "--node", "node7", "--", "true", expect=2)
     assert f"does not run on node7\nhint: it runs on {node}" in output.stderr
@@ -120,30 +120,30 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
     assert shown.startswith("NODE ") and f"{node}: {len(commands)} processes, " in shown
     assert site.state(job) == "RUNNING"
 
-    site.ask("scancel", job)
+    site.run("scancel", job)
     wait_for(lambda: site.state(job) not in ("RUNNING", "COMPLETING"), "the job's end")
     assert "is not running: job" in tiltyard("top", "last", expect=2).stderr
     assert "is not running: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
 
 
 def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
-    """A job of two groups that sleeps, for a run: `top` looks at both, `shell` goes to the one that is named."""
+    """A run's job with two groups that sleep: `top` shows both, `shell` uses the given node."""
     run = api.create_run(preflight.prepare("CartPole-v1"))
     groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
     srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
     Path("het.sh").write_text(f"#!/bin/bash\n{groups}#SBATCH hetjob\n{groups}{srun}\n")
-    number = site.ask("sbatch", "--parsable", "--output=/dev/null", "het.sh")
+    number = site.run("sbatch", "--parsable", "--output=/dev/null", "het.sh")
     try:
         write_status(run, state="queued", job={"profile": "cluster", "id": number})
         wait_for(lambda: sleeping() == {"node1": 1, "node2": 1}, "both sleeps")
         output = in_own_process("shell", "last", "--node", "node2", "--", "printenv", "SLURMD_NODENAME")
         assert output.stdout == "node2\n"
     finally:
-        site.ask("scancel", "--full", number)
+        site.run("scancel", "--full", number)
 
 
 def sleeping() -> dict[str, int]:
-    """How many sleep on each node, by what `top` says."""
+    """The number of `sleep` processes on each node, from `top`."""
     words = [sys.executable, "-m", "tiltyard", "top", "last", "--json"]
     output = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
     nodes = json.loads(output) if output else []
@@ -170,7 +170,7 @@ def pids_of_last() -> list[int]:
 
 
 def watched(*words: str) -> int:
-    """How often a terminal is drawn anew within some seconds, until Ctrl-C ends it with 0."""
+    """How often the terminal is redrawn in some seconds; then Ctrl-C must end it with code 0."""
     front, back = pty.openpty()
     top = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", *words], stdin=back, stdout=back, stderr=subprocess.DEVNULL
@@ -192,6 +192,6 @@ def test_gpus_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0, NVIDIA A100, 87, 1024, 40960'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (told,) = usage.snapshots(lambda: [], 0)
-    assert f"{told['node']}: GPU 0 NVIDIA A100, 87 %, 1024 of 40960 MiB" in drawn([told])
-    assert f"{told['node']}: 0 processes, 0 threads, 0 % CPU, 0 MiB" in drawn([told])
+    (shown,) = usage.snapshots(lambda: [], 0)
+    assert f"{shown['node']}: GPU 0 NVIDIA A100, 87 %, 1024 of 40960 MiB" in drawn([shown])
+    assert f"{shown['node']}: 0 processes, 0 threads, 0 % CPU, 0 MiB" in drawn([shown])

@@ -1,6 +1,6 @@
-"""Sweeps on a real Slurm with nobody at home: arrays, retries, searches that go on by themselves, killed turns.
+"""Sweeps on a real Slurm without a process outside jobs: arrays, retries, searches, killed ticks.
 
-Most trials are small programs, which go the way that trainings go. Each writes down when it began and when it was done.
+Most trials are small programs instead of trainings. Each records when it began and when it was done.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Start = Callable[..., Cluster]
 
 @pytest.fixture
 def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """What a test that fails leaves in the queue would stand in the way of the next one."""
+    """The shared cluster; jobs of a failed test are cancelled, as they would delay the next one."""
     yield cluster
     for file in tmp_path.glob("**/slurm/array-*/number"):
-        cluster.ask("scancel", "--quiet", file.read_text().strip())
+        cluster.run("scancel", "--quiet", file.read_text().strip())
 
 
 def over(sweep: Sweep) -> bool:
@@ -61,7 +61,7 @@ def events(sweep: Sweep) -> str:
     return "\n".join(event["sentence"] for event in atomic.read_lines(sweep.folder / "events.jsonl")[0])
 
 
-def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
+def test_grid_is_one_throttled_array_and_failures_are_retried(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / 'it\'s 100% "odd"; $(touch never)'
@@ -88,8 +88,8 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     refused = tiltyard("rm", Run(sweep.place(6)).id, "--yes", expect=2).stderr
     assert f"has an active Slurm job: job {job}_5 is pending: JobArrayTaskLimit" in refused
     Path("wait").unlink()
-    told = tiltyard("sweep", "watch", "toy", "--every", "0.5", expect=1).stdout
-    assert "trial 3 failed: exit code 1: x is bad today" in told and "trial 4 failed" in told
+    watched = tiltyard("sweep", "watch", "toy", "--every", "0.5", expect=1).stdout
+    assert "trial 3 failed: exit code 1: x is bad today" in watched and "trial 4 failed" in watched
     assert summarize(sweep).counts == {"finished": 4, "failed": 2}
     assert most_at_once() == 2 and arrays(sweep) == ["array-0001"]
     assert Counter((line["given"]["x"], line["given"]["text"]) for line in output("began")) == Counter(
@@ -100,7 +100,7 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     assert list(tmp_path.rglob("never*")) == []
     tiltyard("sweep", "status", "toy", expect=1)
 
-    # Mended, those two are started again and nobody else; then there are more.
+    # After the fix only these two are retried; then trials are added.
     Path("bad").write_text("")
     before = len(output("began"))
     tiltyard("sweep", "retry", "--failed", "toy")
@@ -113,26 +113,26 @@ def test_a_grid_is_one_throttled_array_whose_failures_are_told_and_tried_again(
     assert len(output("done")) == 12 and most_at_once() == 2
 
 
-def test_what_fails_is_tried_again_by_the_task_that_failed(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_failed_trials_are_retried_by_their_task(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2]}, bad="2", max_parallel=2, retries=2, back_off=0.5)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert summarize(sweep).counts == {"finished": 1, "failed": 1}
     tries = [line for line in output("began") if line["given"]["x"] == "2"]
-    assert len(tries) == 3 == len({line["job"] for line in tries}), "each time in a job of its own"
+    assert len(tries) == 3 == len({line["job"] for line in tries}), "each time in a new job"
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
 
 
-def test_a_site_that_is_broken_is_told(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_broken_site_is_reported(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     Path("tiltyard.yaml").write_text(SITE + "    slurm: {setup: ['echo this site is broken', 'exit 3']}\n")
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     wait_for(lambda: summarize(sweep).state != "running", "the end of the jobs")
     assert summarize(sweep).counts == {"lost": 2}
-    told = tiltyard("sweep", "start", "toy", expect=1).stdout
-    assert f"trial 2 failed: job {number(sweep)}_1 ended: FAILED: this site is broken" in told
+    printed = tiltyard("sweep", "start", "toy", expect=1).stdout
+    assert f"trial 2 failed: job {number(sweep)}_1 ended: FAILED: this site is broken" in printed
     Path("tiltyard.yaml").write_text(SITE)
     tiltyard("sweep", "retry", "--failed")
     wait_for(lambda: over(sweep), "the end of the sweep")
@@ -146,7 +146,7 @@ def test_a_site_that_is_broken_is_told(cluster: Cluster, tiltyard: Command, runs
     assert summarize(sweep).counts == {"finished": 4} == Counter(finished=len(output("done")))
 
 
-def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_sweep_is_stopped_and_resumed(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2, 3, 4]}, max_parallel=2)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
@@ -155,7 +155,7 @@ def test_a_sweep_is_stopped_and_goes_on(cluster: Cluster, tiltyard: Command, run
     tiltyard("sweep", "stop")
     assert "taken out of the queue" in Run(sweep.place(4)).status()["reason"]
     assert summarize(sweep).counts == {"stopped": 4} and summarize(sweep).state == "stopped"
-    assert cluster.ask("squeue", "-h", "-j", number(sweep)) == ""
+    assert cluster.run("squeue", "-h", "-j", number(sweep)) == ""
     Path("wait").unlink()
     tiltyard("sweep", "start", "toy")
     wait_for(lambda: over(sweep), "the end of the sweep")
@@ -170,7 +170,7 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
     sweep = find_sweep("toy")
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
     wait_for(lambda: len(output("began")) == 2, "two programs")
-    waiting = cluster.ask("squeue", "-h", "-r", "-j", number(sweep, 3), "-o", "%r").split()
+    waiting = cluster.run("squeue", "-h", "-r", "-j", number(sweep, 3), "-o", "%r").split()
     assert waiting == ["Dependency"] * 2
     Path("wait").unlink()
     wait_for(lambda: over(sweep), "the end of the sweep")
@@ -179,23 +179,23 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
 
 
 def outside_of_jobs(sweep: Sweep) -> list[str]:
-    """Processes that have to do with the sweep and are no part of a job. A task's sbatch is told nothing of Slurm's."""
+    """Processes of the sweep outside jobs. The sbatch of a task has no Slurm variables."""
     own = {"SLURM_JOB_ID", "TILTYARD_JOB"}
     return [
         each.command
         for each in proc.own_processes()
         if str(sweep.folder) in each.command
-        and (told := proc.environment(each.pid))  # nothing: it has ended meanwhile
-        and not own & told.keys()
+        and (variables := proc.environment(each.pid))  # empty if it has ended
+        and not own & variables.keys()
     ]
 
 
-def test_a_search_goes_on_with_nobody_logged_in(cluster: Cluster, runs: Path) -> None:
+def test_search_continues_without_a_controller_process(cluster: Cluster, runs: Path) -> None:
     space = {"x": {"range": [0.0, 1.0]}, "sleep": [0.2]}
     write_plan(space=space, search="tpe", trials=6, max_parallel=2)
     in_own_process("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
-    assert len(sweep.trials()) == 2, "the others are asked for when these are over"
+    assert len(sweep.trials()) == 2, "the next trials are chosen when these are over"
     found = []
     wait_for(lambda: found.extend(outside_of_jobs(sweep)) or len(output("done")) == 6, "six trials")
     wait_for(lambda: over(sweep), "the end of the last job")
@@ -204,7 +204,7 @@ def test_a_search_goes_on_with_nobody_logged_in(cluster: Cluster, runs: Path) ->
     assert len({line["given"]["x"] for line in output("done")}) == 6 and most_at_once() == 2
 
 
-# The first two turns that submit something are killed: one before Slurm hears of it, one after.
+# The first two ticks that submit something are killed: one before sbatch runs, one after.
 KILLER = """#!/bin/bash
 [ -n "$TILTYARD_JOB" ] || exec REAL "$@"
 mkdir killed-before 2>/dev/null && { kill -9 $PPID; exit 1; }
@@ -213,7 +213,7 @@ exec REAL "$@"
 """
 
 
-def test_kill_9_in_the_middle_of_turns_loses_nothing(
+def test_killed_ticks_lose_nothing(
     cluster: Cluster, tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = tmp_path / "bin"
@@ -226,16 +226,16 @@ def test_kill_9_in_the_middle_of_turns_loses_nothing(
     sweep = find_sweep("toy")
     wait_for(lambda: summarize(sweep).state != "running", "no job at work")
     assert Path("killed-before").exists() and Path("killed-after").exists()
-    tiltyard("sweep", "start", "toy")  # nothing is left to do, unless all turns were lost
+    tiltyard("sweep", "start", "toy")  # nothing is left to do, unless all ticks were killed
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert summarize(sweep).counts == {"finished": 8}
     assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 9)})
     assert Counter(line["trial"] for line in output("began")) == Counter(line["trial"] for line in output("done"))
     forgotten = [name for name in arrays(sweep) if (sweep.folder / "slurm" / name / "forgotten").exists()]
-    assert len(forgotten) == 1, "the array that Slurm never heard of; the other was found by its name"
+    assert len(forgotten) == 1, "the array that was never submitted; the other was found by its name"
 
 
-def test_two_turns_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_two_ticks_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=3)
     from tiltyard.sweep import preflight
 
@@ -250,7 +250,7 @@ def test_two_turns_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs:
     assert arrays(sweep) == ["array-0001"] and len(output("began")) == 3
 
 
-# What a training would record: `x` a step, five times; all but the best then wait to be told to end.
+# Records metrics like a training: `x` per step, five times; all but the best then wait for SIGTERM.
 LEARNER = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -265,7 +265,7 @@ with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a", buffering=1) as 
 """
 
 
-def test_who_falls_behind_is_ended_by_the_others(
+def test_worse_trials_are_stopped_early(
     cluster: Cluster, tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "EARLY_STOP_SECONDS", 1.0)
@@ -282,8 +282,8 @@ def test_who_falls_behind_is_ended_by_the_others(
     assert all("env steps" in row.reason for row in summarize(sweep).rows if row.state == "ended")
 
 
-# Works until it is told to end, and the next time until it is done.
-PATIENT = """
+# Runs until it gets a signal, and the next time until it is done.
+INTERRUPTED = """
 import os, pathlib, signal, sys, time
 place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
 def end(*_):
@@ -298,35 +298,33 @@ while not (place / "metrics.jsonl").exists() or pathlib.Path("wait").exists():
 
 
 @pytest.mark.parametrize("way", ["requeued", "submitted again"])
-def test_a_task_near_its_limit_goes_back_into_the_queue_alone(
-    way: str, cluster: Cluster, tiltyard: Command, runs: Path
-) -> None:
-    more = "    slurm: {extra: ['--no-requeue']}\n" if way == "submitted again" else ""
-    Path("tiltyard.yaml").write_text(SITE + more)
+def test_only_the_task_near_its_limit_is_requeued(way: str, cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+    lines = "    slurm: {extra: ['--no-requeue']}\n" if way == "submitted again" else ""
+    Path("tiltyard.yaml").write_text(SITE + lines)
     write_plan(space={"x": [1, 2]}, max_parallel=2)
-    Path("program.py").write_text(PATIENT)
+    Path("program.py").write_text(INTERRUPTED)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
     sweep = find_sweep("toy")
     both = [Run(sweep.place(1)), Run(sweep.place(2))]
     wait_for(lambda: all((run.folder / "ready").exists() for run in both), "two programs")
     job = f"{number(sweep)}_1"  # one of them, whose plain number is the array's own as well
-    cluster.ask("scancel", "--signal=USR2", job)  # as near the time limit
+    cluster.run("scancel", "--signal=USR2", job)  # as near the time limit
     wait_for(lambda: both[1].status()["attempt"] == 2, "the second attempt")
-    told = both[1].status()["job"]["id"]
-    assert (told == job) == (way == "requeued") and told.endswith("_1")
-    assert "running" in tiltyard("ls", "--json").stdout and both[0].status()["attempt"] == 1, "nobody was disturbed"
+    job_id = both[1].status()["job"]["id"]
+    assert (job_id == job) == (way == "requeued") and job_id.endswith("_1")
+    assert "running" in tiltyard("ls", "--json").stdout and both[0].status()["attempt"] == 1, (
+        "the other trial was not disturbed"
+    )
     Path("wait").unlink()
-    cluster.ask("scancel", "--signal=USR2", f"{number(sweep)}_0")
+    cluster.run("scancel", "--signal=USR2", f"{number(sweep)}_0")
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert [row.attempt for row in summarize(sweep).rows] == [2, 2]
     assert arrays(sweep) == ["array-0001"] and summarize(sweep).counts == {"finished": 2}
 
 
 @pytest.mark.parametrize("way", ["requeued", "submitted again"])
-def test_a_training_that_is_cut_short_goes_on_where_it_was(
-    way: str, cluster: Cluster, tiltyard: Command, runs: Path
-) -> None:
+def test_interrupted_training_continues(way: str, cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     only_when_long("a minute")
     profile(**({"slurm": "{extra: ['--no-requeue']}"} if way == "submitted again" else {}))
     tree: dict[str, Any] = {"env": "slow.py:Slow", "name": "slow", "stop": {"env_steps": STEPS}}
@@ -347,20 +345,20 @@ def test_a_training_that_is_cut_short_goes_on_where_it_was(
     tiltyard("stop", last.id)
     assert (last.state, cluster.state(f"{number(sweep)}_2")) == ("stopped", "CANCELLED")
     if way == "requeued":
-        cluster.ask("scontrol", "requeue", job)
-        wait_for(lambda: cluster.state(job) == "PENDING", "a task that waits again")
+        cluster.run("scontrol", "requeue", job)
+        wait_for(lambda: cluster.state(job) == "PENDING", "a requeued task")
         assert "queued" in tiltyard("show", str(first.folder)).stdout
         running(first, attempt=2)
         os.kill(first.status()["pid"], signal.SIGKILL)
         running(first, attempt=3)
     else:
-        cluster.ask("scancel", "--signal=USR2", job)  # as at the time limit
+        cluster.run("scancel", "--signal=USR2", job)  # as at the time limit
         running(first, attempt=2)
         assert first.status()["job"]["id"].endswith("_0") and first.status()["job"]["id"] != job
-    assert Run(sweep.place(2)).status()["attempt"] == 1, "nobody else was disturbed"
+    assert Run(sweep.place(2)).status()["attempt"] == 1, "no other trial was disturbed"
     goes_on_to_its_end(tiltyard, first)
     wait_for(lambda: summarize(sweep).state != "running", "the end of the jobs")
-    assert summarize(sweep).counts == {"finished": 2, "stopped": 1}, "whoever was stopped stays so"
+    assert summarize(sweep).counts == {"finished": 2, "stopped": 1}, "stopped trials stay stopped"
     tiltyard("sweep", "start", "slow")
     wait_for(lambda: over(sweep), "the end of the sweep")
     assert [row.attempt for row in summarize(sweep).rows] == [3 if way == "requeued" else 2, 1, 1]

@@ -24,7 +24,7 @@ from tiltyard.run.folder import find
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NO_RAY = "raise ImportError('there is no Ray here')\n"
+NO_RAY = "raise ImportError('Ray is not installed')\n"
 
 
 def trained(*words: str, expect: int = 0) -> Path:

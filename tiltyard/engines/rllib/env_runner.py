@@ -51,7 +51,7 @@ class NoEnv(gymnasium.Env[Any, Any]):
 
 
 class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
-    """RLlib numbers runners from 1; runner 0 is in the driver and has envs only if there is no other.
+    """RLlib numbers runners from 1; runner 0 is in the driver and has envs only without other runners.
 
     RLlib requires a subclass of EnvRunner.
     """
