@@ -26,7 +26,7 @@ class PolicyWeights:
         """The given policy, by default the first; UseError unless it learns."""
         name = policy or self.learning[0]
         if name not in self.nets:
-            raise UseError(f"{name!r} is not a policy that learns", did_you_mean(name, self.nets))
+            raise UseError(f"unknown learning policy {name!r}", did_you_mean(name, self.nets))
         return name
 
     def pull(self, algo: Any) -> dict[str, PolicyNet]:
