@@ -173,7 +173,7 @@ def test_dry_run_prints_the_script_and_creates_nothing(tiltyard: Command, cluste
         ("    slurm: {account: x, extra: ['--nodelist=unknown']}\n", "Slurm refused the job"),
     ],
 )
-def test_what_slurm_refuses(tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str) -> None:
+def test_slurm_refuses_a_job(tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str) -> None:
     site(lines)
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")

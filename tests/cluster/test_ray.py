@@ -176,7 +176,7 @@ def test_job_is_requeued_when_ray_is_wholly_lost(tiltyard: Command, nodes: Clust
     over(nodes, run)
 
 
-def test_a_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path) -> None:
+def test_one_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path) -> None:
     only_when_long("a minute")
     tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "both")
     run = find("last")

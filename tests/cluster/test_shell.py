@@ -79,7 +79,7 @@ def test_wrong_arguments(tiltyard: Command, site: Cluster, monkeypatch: pytest.M
     assert "cannot start srun" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
 
 
-def test_a_terminal(site: Cluster) -> None:
+def test_interactive_shell(site: Cluster) -> None:
     """A shell on the node reads the input and knows the functions of the setup."""
     front, back = pty.openpty()
     words = [sys.executable, "-m", "tiltyard", "shell", "--on", "cluster"]

@@ -336,7 +336,7 @@ def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ClusterName = mini", slurm.check_slurm, "ok"),
     ],
 )
-def test_what_slurm_allows(
+def test_slurm_settings(
     line: str, check: Callable[[], Finding], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", f"echo 'Configuration data'; echo '{line}'"))

@@ -205,7 +205,7 @@ class RllibEngine:
         for name, net in self.weights.nets.items():
             net.load_arrays(read_tree(folder / "policies", name)["weights"])
         self.weights.push(self.algo)
-        return ["the checkpoint is of another engine or algorithm: weights are taken over, the optimiser starts anew"]
+        return ["the checkpoint is from another engine or algorithm: weights are loaded, the optimiser starts anew"]
 
     # ------------------------------------------------------------------------------------------ between steps
 

@@ -84,7 +84,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             self.nets = {experiment.learning[0]: self.module.net}
 
     def make_env(self, *, again: bool = False) -> None:
-        """Its group of envs; `anew` where there was one: their seeds have been used."""
+        """Make the group of envs. `again`: an earlier group has used their seeds, so episodes are skipped."""
         experiment, spec = self.worker_spec.experiment, self.worker_spec.spec
         if self.episodes is not None:
             self.episodes.close()
@@ -110,13 +110,13 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         assert self.module is not None
 
     def sample(self, **_: Any) -> list[SingleAgentEpisode]:
-        """Episode fragments; none if the envs failed, which a note reports."""
+        """Pieces of episodes; none if the envs failed, which a note reports."""
         episodes, began = self.episodes, time.perf_counter()
         assert episodes is not None
         episodes.spent = {"env": 0.0, "inference": 0.0}
         frames = -episodes.collector.envs.frames_taken
         try:
-            fragments, ends = episodes.collect(
+            pieces, ends = episodes.collect(
                 self.config.get_rollout_fragment_length(self.worker_index), self._choose_actions
             )
         except TiltyardError as error:
@@ -129,12 +129,12 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             whole = self.config.total_train_batch_size
             self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, whole, reduce="sum")
             return []
-        steps = sum(len(fragment) for fragment in fragments)
+        steps = sum(len(piece) for piece in pieces)
         self._count(steps, len(ends))
         frames += episodes.collector.envs.frames_taken
         spent = {**episodes.spent, "all": time.perf_counter() - began}
         self._note(steps=steps, frames=frames, spent=spent, ends=[asdict(end) for end in ends])
-        return fragments
+        return pieces
 
     def _note(self, **facts: Any) -> None:
         """Report facts to the driver as one line of JSON."""

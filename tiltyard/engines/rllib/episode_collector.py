@@ -1,8 +1,8 @@
 """Collects episodes for RLlib: steps the group of envs of engines/collector.py and records RLlib's episodes.
 
-    collect(T): T times { act -> step }  ->  one fragment per row and episode, cut after T steps
+    collect(T): T times { act -> step }  ->  one piece per row and episode, cut after T steps
 
-A fragment has one more observation than actions: the last one of an ended episode, or the next one to act on. Steps
+A piece has one more observation than actions: the last one of an ended episode, or the next one to act on. Steps
 without a decision of the row's agent are left out; their rewards are added to the decision before them.
 """
 
@@ -43,11 +43,11 @@ class EpisodeCollector:
         self.experiment, self.group, self.instance = experiment, group, instance
         self.scalar = family(experiment.algo) == "dqn"  # RLlib needs a single choice as a number, not as a row
         self.obs_space, self.action_space = observation_space(spec), action_space(worker_spec)
-        self.taken = np.zeros(self.collector.rows, np.int64)  # decisions of the running episode in earlier fragments
+        self.taken = np.zeros(self.collector.rows, np.int64)  # decisions of the running episode in earlier pieces
         self.spent = {"env": 0.0, "inference": 0.0}
 
     def collect(self, steps: int, decide: Decide) -> tuple[list[SingleAgentEpisode], list[EpisodeEnd]]:
-        """Fragments of all rows, and the episodes that ended meanwhile."""
+        """Pieces of the episodes of all rows, and the episodes that ended meanwhile."""
         with self.collector.generators.active():
             return self._collect(steps, decide)
 
@@ -78,7 +78,7 @@ class EpisodeCollector:
             log.add(seen, action, {**columns, **memory}, now, numbers, seats)
             spent["env"] += perf_counter() - between
         group.now = now
-        return self._fragments(log, now, steps), ends
+        return self._pieces(log, now, steps), ends
 
     def _recurrent_state(self, first: Array) -> dict[str, torch.Tensor]:
         """Each row's recurrent state before it acts; the initial one at an episode's start."""
@@ -91,14 +91,14 @@ class EpisodeCollector:
             for name, item in group.state.items()
         }
 
-    # ------------------------------------------------------------------------------------------ fragments
+    # ------------------------------------------------------------------------------------------ pieces
 
-    def _fragments(self, log: _Log, now: Step, steps: int) -> list[SingleAgentEpisode]:
+    def _pieces(self, log: _Log, now: Step, steps: int) -> list[SingleAgentEpisode]:
         arrays = log.arrays()
         after = {name: array.copy() for name, array in now.obs.items()}  # the observations to act on next
         if now.mask is not None:
             after[MASK] = now.mask.astype(np.int8)
-        fragments = []
+        pieces = []
         for row in range(self.collector.rows):
             begin = 0
             for at in [*log.ends_of(row), steps]:
@@ -106,13 +106,13 @@ class EpisodeCollector:
                 stop = at + 1 if ended else at
                 if stop > begin:
                     last = log.finals[at, row] if ended else {name: array[row] for name, array in after.items()}
-                    fragments += self._fragment(arrays, log, row, begin, stop, last)
+                    pieces += self._piece(arrays, log, row, begin, stop, last)
                     if ended:
                         self.taken[row] = 0
                 begin = stop
-        return fragments
+        return pieces
 
-    def _fragment(
+    def _piece(
         self, arrays: Arrays, log: _Log, row: int, begin: int, stop: int, last: Arrays
     ) -> list[SingleAgentEpisode]:
         """Steps begin .. stop - 1 of a row as a list of one; empty if they hold no decision."""

@@ -3,7 +3,7 @@
 RLlib's makes a Python object of every sampled step, which takes several times as long as learning from it, and is not
 part of its checkpoints. This one stores transitions.
 
-    add(fragments)  ->  rows of a ring     sample(n)  ->  one Draw per learner     pack, unpack  ->  disk
+    add(pieces)  ->  rows of a ring     sample(n)  ->  one Draw per learner     pack, unpack  ->  disk
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Draw:
 
 
 class ReplayBuffer(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
-    """A ring of `settings.size` transitions. `n_step` rewards are summed within a fragment.
+    """A ring of `settings.size` transitions. `n_step` rewards are summed within a piece.
 
     RLlib requires a subclass of its buffer.
     """
