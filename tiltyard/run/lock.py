@@ -260,20 +260,11 @@ class Lock:
                 raise _busy(self.run, owner)
             self._write()
         if owner is not None:
-            log_event(self.run, "recovered", f"The lock of {_describe(owner)} was taken over: {self._why(owner)}.")
+            log_event(self.run, "recovered", f"The lock of {_describe(owner)} was taken over: {_why_taken(owner)}.")
         return None
 
     def _may_take(self, owner: Owner, given_up: Owner | None) -> bool:
         return _restarted(owner, this_process()) or liveness(owner) == "dead" or owner == given_up
-
-    def _why(self, owner: Owner) -> str:
-        if _restarted(owner, this_process()):
-            return f"job {owner['job']} was restarted"
-        return (
-            "the process is gone"
-            if liveness(owner) == "dead"
-            else f"its heartbeat did not change for {STILL_PERIODS} periods"
-        )
 
     def _watch(self, owner: Owner) -> None:
         """Return once the owner's heartbeat has not changed for long enough by our own clock; raise when it changes."""
@@ -344,3 +335,13 @@ def guard(run: Run) -> Iterator[None]:
 def _restarted(owner: Owner, me: Owner) -> bool:
     restart = owner.get("restart")
     return bool(me["job"]) and owner.get("job") == me["job"] and isinstance(restart, int) and me["restart"] > restart
+
+
+def _why_taken(owner: Owner) -> str:
+    if _restarted(owner, this_process()):
+        return f"job {owner['job']} was restarted"
+    return (
+        "the process is gone"
+        if liveness(owner) == "dead"
+        else f"its heartbeat did not change for {STILL_PERIODS} periods"
+    )
