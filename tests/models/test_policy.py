@@ -14,7 +14,8 @@ from tiltyard.config.load import resolved_yaml
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.models.policy import Policy, load_policy, save_policy
+from tiltyard.models.policy import Policy, load_policy
+from tiltyard.models.policy_files import save_policy
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import commit
 from tiltyard.run.folder import Run

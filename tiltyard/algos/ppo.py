@@ -73,6 +73,7 @@ class Ppo:
 
     # ------------------------------------------------------------------------------------------ the update
 
+    @np.errstate(all="ignore")  # overflow shows up in the loss
     def update(
         self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None = None
     ) -> dict[str, float]:
@@ -84,12 +85,6 @@ class Ppo:
         _check_finite(rollout)
         now = self.current_settings()
         self.used = {**now, "rollout": len(rollout.reward), "adam_eps": self.adam.eps}
-        with np.errstate(all="ignore"):  # overflow shows up in the loss
-            return self._update(rollout, now, after_step)
-
-    def _update(
-        self, rollout: Rollout, now: dict[str, float], after_step: Callable[[], None] | None
-    ) -> dict[str, float]:
         advantage, returns = self._advantages(rollout, now["gamma"], now["gae_lambda"])
         # The net's outputs in the units used until now: value_clip compares outputs.
         old_value = self.net.normaliser.normalise_value(rollout.value)

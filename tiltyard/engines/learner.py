@@ -17,7 +17,7 @@ from tiltyard.config.algos import Own
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, INIT, LEARN, stream_seed
 from tiltyard.errors import UseError
-from tiltyard.models.policy import save_policy
+from tiltyard.models.policy_files import save_policy
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree

@@ -18,7 +18,7 @@ from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.topology import slots_per_worker
 from tiltyard.errors import ConfigError, Problem, UseError
-from tiltyard.models.policy import saved_policies
+from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
 from tiltyard.processes.platforms import is_linux, system_name

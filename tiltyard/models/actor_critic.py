@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tiltyard.config.experiment import Model
 from tiltyard.config.fields import Plugin
 from tiltyard.errors import UseError, did_you_mean
-from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat, Mlp, bytes_to_float
+from tiltyard.models.encoders import BUILTIN_ENCODERS, IMAGE_ENCODERS, Flat
+from tiltyard.models.layers import Mlp, bytes_to_float
 from tiltyard.models.recurrent import Core, State
 from tiltyard.models.user_model import build_module
 from tiltyard.plugins import resolve

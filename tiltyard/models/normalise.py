@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tiltyard.config.experiment import Normalise
-from tiltyard.models.encoders import bytes_to_float
+from tiltyard.models.layers import bytes_to_float
 from tiltyard.types import ArraySpec, EnvSpec
 
 OBS_CLIP = np.float32(10)  # standard deviations

@@ -1,7 +1,4 @@
-"""A trained policy: its files in a checkpoint, and acting on single observations without an engine.
-
-policies/main.safetensors   weights and running statistics, by name
-policies/main.json          schema, env spec, model settings, reward and frame settings, versions
+"""Load a trained policy and act on single observations, without an engine.
 
 policy = load_policy(run_folder);  policy.reset();  action = policy.act(obs)
 """
@@ -15,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-import tiltyard
-from tiltyard.config.experiment import Experiment, Model
+from tiltyard.config.experiment import Model
 from tiltyard.envs.actions import ActionCodec, flat_mask
 from tiltyard.envs.spaces import (
     BARE,
@@ -27,54 +23,17 @@ from tiltyard.envs.spaces import (
     fill_stack,
     hash_words,
     spec_from_json,
-    spec_to_json,
 )
 from tiltyard.errors import UseError, did_you_mean
+from tiltyard.models.policy_files import POLICY_SCHEMA, saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
-from tiltyard.run import atomic
-from tiltyard.run.checkpoint import read_tree, select, write_tree
+from tiltyard.run.checkpoint import read_tree, select
 from tiltyard.run.folder import Run, find
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
 
 if TYPE_CHECKING:
     import gymnasium
-
-POLICY_SCHEMA = 1
-
-
-# ---------------------------------------------------------------------------------------------- files
-
-
-def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experiment: Experiment) -> None:
-    """Write `name`.safetensors and `name`.json into `folder`, the policies folder of a checkpoint."""
-    tree = {
-        "schema": POLICY_SCHEMA,
-        "place": list(experiment.policy_settings).index(name) if name in experiment.policy_settings else 0,
-        "spec": spec_to_json(spec),
-        "model": experiment.model.model_dump(mode="json"),
-        "squashed": net.squashed,
-        "env": {
-            "id": experiment.env.id,
-            "frame_stack": experiment.env.frame_stack,
-            "reward_scale": experiment.env.reward_scale,
-            "reward_clip": experiment.env.reward_clip,
-        },
-        "versions": {"tiltyard": tiltyard.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
-        "weights": net.arrays(),
-    }
-    write_tree(folder, name, tree)
-
-
-def saved_policies(folder: Path) -> list[str]:
-    """Names of the policies of a checkpoint, in order; the first is the one that training evaluated."""
-    files = sorted((folder / "policies").glob("*.json"))
-    if not files:
-        raise UseError(f"{folder} contains no policy", "name a run or one of its checkpoints")
-    if len(files) == 1:
-        return [files[0].stem]
-    places = {path.stem: atomic.read_json(path)["tree"].get("place", 0) for path in files}
-    return sorted(places, key=lambda name: places[name])
 
 
 def load_policy(
@@ -121,9 +80,6 @@ def load_policy(
     return Policy(
         net.eval(), spec, frame_stack=env["frame_stack"], reward_settings=reward_settings, space=space, seed=seed
     )
-
-
-# ---------------------------------------------------------------------------------------------- acting
 
 
 class Policy:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tiltyard.models.encoders import orthogonal_
+from tiltyard.models.layers import orthogonal_
 
 State = dict[str, Tensor]
 

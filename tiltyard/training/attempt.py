@@ -23,7 +23,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.evaluator import Evaluator
 from tiltyard.evaluation.recording import VideoTarget
 from tiltyard.evaluation.rollouts import Cancelled
-from tiltyard.models.policy import saved_policies
+from tiltyard.models.policy_files import saved_policies
 from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run

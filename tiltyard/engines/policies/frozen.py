@@ -19,7 +19,8 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.models.policy import load_policy, saved_policies
+from tiltyard.models.policy import load_policy
+from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins.resolve import model_plugins, own_ref, short
 from tiltyard.plugins.snapshot import Copies

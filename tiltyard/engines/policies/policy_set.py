@@ -28,7 +28,7 @@ from tiltyard.engines.policies.opponent_pool import (
     write_versions,
 )
 from tiltyard.errors import UseError, did_you_mean
-from tiltyard.models.policy import saved_policies
+from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import read_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Rollout, Tree

@@ -26,7 +26,7 @@ from tiltyard.engines.rllib.ray_cluster import Cluster, require_ray
 from tiltyard.engines.rllib.settings_map import envs_per_runner, needs, problems, runner_count
 from tiltyard.engines.rllib.worker_spec import SECONDS, UPDATES, WorkerSpec
 from tiltyard.errors import ConfigError, TiltyardError, UseError
-from tiltyard.models.policy import save_policy
+from tiltyard.models.policy_files import save_policy
 from tiltyard.run.checkpoint import read_tree, write_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 

@@ -40,7 +40,7 @@ from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec
 from tiltyard.envs.spaces import MASK
 from tiltyard.models.actor_critic import VALUE_GAIN, Tower
 from tiltyard.models.distributions import FORBIDDEN
-from tiltyard.models.encoders import Mlp
+from tiltyard.models.layers import Mlp
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ArraySpec, EnvSpec
 
