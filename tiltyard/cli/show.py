@@ -26,11 +26,11 @@ def facts_of(run: Run) -> dict[str, Any]:
     """status.json, with the newest metrics, checkpoints, the time split, damage and the next commands."""
     records = metrics.read(run)
     steps, _ = metrics.series(records, "eval/return")
-    state, said = poll_job(run)
+    state, job = poll_job(run)
     return {
         **run.status(),
         "state": state,
-        "job_says": said,
+        "job_says": job,
         "folder": str(run.folder),
         "metrics": {name: value for record in records for name, value in record["metrics"].items()},
         "evaluated_at": steps[-1] if steps else None,

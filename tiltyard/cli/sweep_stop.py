@@ -27,7 +27,8 @@ def run_stop(args: argparse.Namespace) -> int:
     found = summarize(sweep)
     at_work = [row for row in found.rows if row.state in ("running", "queued")]
     if args.dry_run or (not at_work and found.state != "running"):
-        sys.stderr.write(f"{trial_count(len(at_work))} of {sweep.id} would be stopped\n")
+        count = trial_count(len(at_work))
+        sys.stderr.write(f"would stop {count} of {sweep.id}\n" if at_work else f"no trial of {sweep.id} is running\n")
         return EXIT_DONE
     atomic.write_text(sweep.stop_file, f"{atomic.now()}\n")
     away: dict[int, str] = {}  # trial -> the only host on which it can be signalled

@@ -56,7 +56,7 @@ class CustomQueue:
         return {number: self._poll(job) for number, job in jobs.items()}
 
     def _poll(self, job: str) -> JobState:
-        """The state of a job. A command that fails is no answer (the network may be down), unless `gone` matches."""
+        """The state of a job. A failed command may mean a network problem, so it raises unless `gone` matches."""
         command, alive, gone = words(self.commands.poll, {"id": job}), self.commands.alive, self.commands.gone
         done = run(command)
         if done.returncode == 0:
