@@ -70,7 +70,7 @@ def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> N
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64", "engine.workers=1"], live=False)
     fork = product.fork(run, ["stop.env_steps=128", "engine.workers=2"], live=False)
     output = " ".join(event["sentence"] for event in read_events(fork))
-    assert "no group 1 of envs" in output and "2 of the checkpoint's 4 rows are left" in output
+    assert "the checkpoint has no env group 1" in output and "2 of the checkpoint's 4 rows are left" in output
 
 
 # ------------------------------------------------------------------------------------------------ asynchronous

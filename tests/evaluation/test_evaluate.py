@@ -412,7 +412,7 @@ def test_what_eval_cannot_change_is_said_with_what_can_be(tiltyard: Command, tra
 @pytest.mark.parametrize("name", ["episodes", "steps", "workers"])
 @pytest.mark.parametrize("count", [0, -1, 2.5, True, 10**7, "3"])
 def test_counts_of_the_python_face(name: str, count: object) -> None:
-    with pytest.raises(UseError, match=f"{name} = .* is not a whole number from 1"):
+    with pytest.raises(UseError, match=f"{name} = .* must be a whole number from 1"):
         product.evaluate("no run is looked for", **{name: count})  # type: ignore[arg-type]
 
 

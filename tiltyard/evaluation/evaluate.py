@@ -153,7 +153,7 @@ def _require_apart_from_runs(folder: Path) -> None:
             owner = each if not parts or parts[0].split(".")[0] in RUN_SUBFOLDERS else None
     if owner is not None:
         raise UseError(
-            f"episodes cannot be written to {folder}: it belongs to the run{'s' if owner == root else ''} in {owner}",
+            f"cannot write episodes to {folder}: it belongs to the run{'s' if owner == root else ''} in {owner}",
             "choose another folder, like data",
         )
 
