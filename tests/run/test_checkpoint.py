@@ -295,11 +295,11 @@ def test_a_disk_that_fills_at_any_byte(small_disk):
     run.folder.mkdir(parents=True)
     save(run, 1)
     outcomes = set()
-    room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+    free_bytes = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
     ballast = small_disk / "ballast"
     for spare in range(0, 48, 4):
         ballast.write_bytes(b"")
-        ballast.write_bytes(bytes(max(0, room - spare * 1024)))
+        ballast.write_bytes(bytes(max(0, free_bytes - spare * 1024)))
         try:
             save(run, 2 + spare)
             outcomes.add("saved")
@@ -337,7 +337,7 @@ except TiltyardError as error:
 # ---------------------------------------------------------------------------------------------- kill -9
 
 # Imports once and then forks a saver for every line it is sent, so that two hundred kills take seconds.
-NURSERY = """
+FORK_SERVER = """
 import os, sys
 from pathlib import Path
 import numpy as np
@@ -379,19 +379,19 @@ def confirmations(folder):
 def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, child, tmp_path):
     """Every third step is saved twice, so that replacing a checkpoint is interrupted too."""
     rng = random.Random(5)
-    nursery = child(NURSERY, bare_run.folder, tmp_path / "confirmed")
+    fork_server = child(FORK_SERVER, bare_run.folder, tmp_path / "confirmed")
     last = leftovers = 0
     for kill in range(count(200)):
-        nursery.stdin.write(f"{last}\n")
-        nursery.stdin.flush()
-        pid = int(nursery.stdout.readline())
+        fork_server.stdin.write(f"{last}\n")
+        fork_server.stdin.flush()
+        pid = int(fork_server.stdout.readline())
         # A few saves on, however slow the machine is, and then somewhere inside the next one.
         enough = len(confirmations(tmp_path)) + rng.randrange(4)
         while len(confirmations(tmp_path)) < enough:
             time.sleep(0.001)
         time.sleep(rng.uniform(0.0, 0.02))
         os.kill(pid, signal.SIGKILL)
-        assert nursery.stdout.readline() == "gone\n"
+        assert fork_server.stdout.readline() == "gone\n"
         leftovers += any(name.startswith(".tmp-") for name in names(bare_run)) if bare_run.checkpoints.exists() else 0
         confirmed = max([0, *confirmations(tmp_path)])
         found, warnings = checkpoint.newest_valid(bare_run)
