@@ -53,8 +53,8 @@ def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> No
     trial = Run(find_sweep("toy").place(1))
     write_status(trial, state="running", reason="")
     atomic.write_json(trial.folder / "lock.json", {"host": "elsewhere", "pid": 1, "period": 10.0})
-    told = tiltyard("sweep", "stop", "--wait", "1", expect=1).stderr
-    assert "trial 1 can only be stopped on host elsewhere" in told and "they will save" not in told
+    printed = tiltyard("sweep", "stop", "--wait", "1", expect=1).stderr
+    assert "trial 1 can only be stopped on host elsewhere" in printed and "they will save" not in printed
 
 
 def test_an_extension_is_checked_before_anything_is_written(tiltyard: Command) -> None:
@@ -67,8 +67,8 @@ def test_an_extension_is_checked_before_anything_is_written(tiltyard: Command) -
     made("fine", {"algo.lr": {"log": [1e-4, 1e-3]}}, {"algo.lr": 1e-3})
     assert "by 2 combinations" in tiltyard("sweep", "extend", "fine", "--trials", "2", "--dry-run").stderr
     sweep = made("tiny", {"algo.epochs": {"int": [0, 1]}}, {"algo.epochs": 1})
-    told = tiltyard("sweep", "extend", "tiny", "--trials", "9", expect=2).stderr
-    assert "algo.epochs = 0: must be at least 1 (in algo.epochs=0" in told
+    printed = tiltyard("sweep", "extend", "tiny", "--trials", "9", expect=2).stderr
+    assert "algo.epochs = 0: must be at least 1 (in algo.epochs=0" in printed
     assert "would have 10,001 trials" in tiltyard("sweep", "extend", "tiny", "--seeds", "10000", expect=2).stderr
     tiltyard("sweep", "extend", "tiny", "--seeds", "10000", "--yes", "--dry-run")
     assert sweep.decisions() == []

@@ -125,8 +125,8 @@ def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path,
     env = ["env.options.where=driver", "env.step_timeout=1", f"env.isolate={isolate}"]
     output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    told = "it did not return from step() within 1 s (env.step_timeout)"
-    assert told in output.stderr and told in run.status()["reason"]
+    printed = "it did not return from step() within 1 s (env.step_timeout)"
+    assert printed in output.stderr and printed in run.status()["reason"]
     assert isolate == "process" or "time.sleep(1000)" in output.stderr, "where it hangs is shown"
     assert newest(run) == 192
 
@@ -155,7 +155,7 @@ def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:
     env = ["env.options.where=driver", "env.options.how=lock", "env.step_timeout=1"]
     output = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    told = "an env hangs: it did not return from step() within 1 s"
-    assert f"error: {told}" in output.stderr and "hangs.py, line" in run.status()["reason"]
+    printed = "an env hangs: it did not return from step() within 1 s"
+    assert f"error: {printed}" in output.stderr and "hangs.py, line" in run.status()["reason"]
     assert run.state == "failed" and newest(run) == 192
     assert [event["kind"] for event in read_events(run)][-2:] == ["saved", "failed"]

@@ -106,7 +106,7 @@ def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
     assert len(output("done")) == 16
 
 
-def test_failures_are_retried_with_back_off_told_and_retried_by_hand(tiltyard: Command) -> None:
+def test_failures_are_retried_with_back_off_and_by_hand(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3]}, bad="2", retries=2, back_off=0.3, max_parallel=3)
     out = tiltyard("sweep", "start", "plan.yaml", expect=1)
     assert "3: 2 finished, 1 failed" in out.stdout
@@ -142,7 +142,7 @@ def test_extensions_add_trials(tiltyard: Command) -> None:
     assert "is a grid" in tiltyard("sweep", "extend", "grid", "--trials", "1", expect=2).stderr
 
 
-def test_a_decision_in_a_controllers_last_moment_is_carried_out_by_who_made_it(tiltyard: Command, runs: Path) -> None:
+def test_a_decision_after_the_controllers_last_read_is_run_by_the_command(tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2]}, seeds=1)
     tiltyard("sweep", "start", "plan.yaml")
     held = Lock.acquire(Run(find_sweep("toy").folder))  # a controller that has nothing left to do, and leaves
@@ -154,12 +154,12 @@ def test_a_decision_in_a_controllers_last_moment_is_carried_out_by_who_made_it(t
 def test_options_of_other_actions_are_refused(tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1]})
     tiltyard("sweep", "start", "plan.yaml")
-    for words, told in (
+    for words, printed in (
         (("status", "--every", "5"), "has no --every"),
         (("best", "--wait", "5"), "has no --wait"),
         (("status", "--json", "--csv"), "not allowed with"),
     ):
-        assert told in tiltyard("sweep", *words, expect=2).stderr
+        assert printed in tiltyard("sweep", *words, expect=2).stderr
 
 
 def test_pauses_and_order(tiltyard: Command) -> None:
@@ -215,7 +215,7 @@ def test_in_the_background(tiltyard: Command) -> None:
     assert "4: 4 finished" in tiltyard("sweep", "watch", name).stdout
 
 
-def test_whoever_carries_it_out_hears_of_decisions(tiltyard: Command) -> None:
+def test_a_running_controller_reads_decisions(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, bad="2", max_parallel=3)
     wait = 'while given["x"] == "1" and not pathlib.Path("go").exists():\n    time.sleep(0.1)\n'
     Path("program.py").write_text(PROGRAM.replace("time.sleep(float", wait + "time.sleep(float"))
@@ -367,8 +367,8 @@ def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Pa
     one.step(stop=False)
     place.end(sweep, 1, "failed")
     one.step(stop=False)
-    told = [event["sentence"] for event in read_events(Run(sweep.folder)) if event["kind"] == "failed"]
-    assert told == ["Trial 1 failed: reported by the program; it restarts in 60 s"]
+    printed = [event["sentence"] for event in read_events(Run(sweep.folder)) if event["kind"] == "failed"]
+    assert printed == ["Trial 1 failed: reported by the program; it restarts in 60 s"]
     now = summarize(sweep)
     assert now.counts["to retry"] == 1 and now.state == "stopped" and not now.failed
     asked = tiltyard("sweep", "retry", "--failed", "--dry-run").stderr
@@ -390,7 +390,7 @@ def test_a_retry_by_hand_does_not_wait_until_it_would_be_tried_again(runs: Path)
     assert place.started == [1, 2, 3, 1]
 
 
-def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -> None:
+def test_an_invalid_point_does_not_end_a_tick(runs: Path) -> None:
     """Where trials are jobs nobody comes back who could ask for the next point."""
     envs = ("one.py", "two.py")
     for name in envs:
@@ -412,11 +412,11 @@ def test_a_point_that_makes_no_experiment_is_not_the_end_of_a_turn(runs: Path) -
 
 def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> None:
     write_plan(space={"x": {"range": [1, 3]}}, search="tpe", trials=5, metric="scores")
-    said_ = tiltyard("sweep", "start", "plan.yaml")
+    done = tiltyard("sweep", "start", "plan.yaml")
     assert (
-        said_.stderr.count("None of the 3 finished trials recorded scores: the search has nothing to learn from.") == 1
+        done.stderr.count("None of the 3 finished trials recorded scores: the search has nothing to learn from.") == 1
     )
-    assert "warning  none of the 5 trials that are over recorded scores" in said_.stdout
+    assert "warning  none of the 5 trials that are over recorded scores" in done.stdout
 
 
 def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> None:
@@ -556,7 +556,7 @@ with open(os.environ["TILTYARD_TRIAL"] + "/metrics.jsonl", "a", buffering=1) as 
 
 
 @pytest.mark.slow
-def test_who_falls_behind_is_ended_and_stays_so(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stopping_is_final(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_plan(space={"x": [5, 1, 2]}, max_parallel=3, stop={"rule": "asha", "after": 30})
     Path("program.py").write_text(LEARNER)
     from tiltyard.sweep import controller as controlling

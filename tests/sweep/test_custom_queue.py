@@ -97,7 +97,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
 
 
 def gone(queue: Path, job: int) -> bool:
-    """Whether all of a job has ended, its turn included."""
+    """Whether all of a job has ended, its tick included."""
     return proc.read(atomic.read_json(queue / f"job-{job}")["pid"]) is None
 
 
@@ -146,7 +146,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     assert len(output("began")) == 5 and summarize(sweep).counts == {"finished": 4}
 
 
-def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
+def test_a_search_continues_from_its_jobs(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=5, max_parallel=2)
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
@@ -154,7 +154,7 @@ def test_a_search_goes_on_by_itself(tiltyard: Command, queue: Path) -> None:
     assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 6)})
 
 
-def test_where_jobs_cannot_submit_whoever_watches_does(
+def test_watch_submits_where_jobs_cannot(
     tiltyard: Command, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue's commands are not there in the jobs."""
@@ -171,7 +171,7 @@ def test_where_jobs_cannot_submit_whoever_watches_does(
     assert len(output("began")) == 3
 
 
-def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, queue: Path) -> None:
+def test_watch_survives_a_queue_outage(tiltyard: Command, queue: Path) -> None:
     setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]
     write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
     write_plan(space={"x": [1, 2]}, max_parallel=1)
@@ -192,7 +192,7 @@ def test_who_watches_bears_a_queue_that_is_down_for_a_while(tiltyard: Command, q
     assert "the queue is down" in watched.stderr and "2: 2 finished" in watched.stdout
 
 
-def test_the_last_job_waits_for_a_queue_that_is_down_for_a_while(tiltyard: Command, queue: Path) -> None:
+def test_the_last_job_waits_out_a_queue_outage(tiltyard: Command, queue: Path) -> None:
     """Nobody else is at work or looks: what it does not submit stays undone."""
     write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=2, max_parallel=1)
     Path("wait").touch()
@@ -228,7 +228,7 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     assert summarize(sweep).counts == {"finished": 3}
 
 
-def test_a_retry_leaves_alone_what_somebody_stopped(tiltyard: Command, queue: Path) -> None:
+def test_a_retry_leaves_stopped_trials_alone(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=1, bad="1")
     Path("program.py").write_text(PROGRAM.replace("while pathlib", 'while given["x"] == "2" and pathlib'))
     Path("wait").touch()
@@ -297,7 +297,7 @@ def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command,
     assert summarize(sweep).counts == {"stopped": 1} and summarize(sweep).state == "stopped"
 
 
-def test_a_job_that_is_told_to_end_leaves_its_trial_stopped(tiltyard: Command, queue: Path) -> None:
+def test_a_job_that_gets_a_signal_leaves_its_trial_stopped(tiltyard: Command, queue: Path) -> None:
     """Cancelled or preempted: only a person knows whether it is to go on."""
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
@@ -395,4 +395,4 @@ def test_a_population_decides_in_its_members_jobs(tiltyard: Command, queue: Path
     copies = [(line["trial"], line["source"]) for line in sweep.decisions() if line["kind"] == "exploit"]
     assert copies == [(3, 1)]
     assert {Run(sweep.place(number)).status()["attempt"] for number in (1, 2, 3)} == {2}, "a pause each"
-    assert len(list(queue.glob("job-*"))) > 3  # a pause ends the job, unless it is the same member's turn again
+    assert len(list(queue.glob("job-*"))) > 3  # a pause ends the job, unless it is the same member is next

@@ -303,8 +303,8 @@ def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -
     lines = tiltyard("sweep", "lineage").stdout.splitlines()
     assert len(lines) == len(exploits(sweep))
     assert lines[0].startswith("Member 3 became a copy of member 1 (12 against 4) at env step 64")
-    told = json.loads(tiltyard("sweep", "lineage", "--json", "--member", "3").stdout)
-    assert [each["from"] for each in told["schedules"]["3"]][:2] == [0, 64]
+    printed = json.loads(tiltyard("sweep", "lineage", "--json", "--member", "3").stdout)
+    assert [each["from"] for each in printed["schedules"]["3"]][:2] == [0, 64]
     assert "is a population" in tiltyard("sweep", "extend", "--trials", "1", expect=2).stderr
     best = json.loads(tiltyard("sweep", "best", "--json").stdout)
     ahead = max(summarize(sweep).rows, key=lambda row: row.value or 0.0)
@@ -504,13 +504,13 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
         ({"experiment": {**EXPERIMENT, "eval": {"every": 100}}, "metric": "eval/return"}, "eval.every = 100"),
     ],
 )
-def test_what_makes_no_population_is_refused_with_a_sentence(more: Any, output: str, tiltyard: Command) -> None:
+def test_invalid_populations_are_refused(more: Any, output: str, tiltyard: Command) -> None:
     plan([1.0, 2.0], **more)
     assert output in tiltyard("sweep", "start", "plan.yaml", expect=2).stderr
     assert not Path("runs").exists()
 
 
-def test_what_rllib_can_move_is_said(runs: Path) -> None:
+def test_what_rllib_can_vary_is_in_the_hint(runs: Path) -> None:
     from tiltyard.config.load import load
     from tiltyard.sweep.pbt.members import _movable
 

@@ -31,10 +31,10 @@ def plan(space: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) -> None:
     with pytest.raises(ConfigError) as error:
         preflight.prepare(plan({"algo.lr": [1e-3, -1.0], "algo.gama": [0.9], "algo.epochs": [1, 0]}))
-    told = error.value.details
-    assert "algo.lr = -1.0: must be at least 0 (in algo.lr=-1.0 algo.gama=0.9 algo.epochs=1, and 1 more)" in told
-    assert "algo.epochs = 0: must be at least 1 (in algo.lr=0.001 algo.gama=0.9 algo.epochs=0, and 1 more)" in told
-    assert "did you mean 'algo.gamma'" in told
+    printed = error.value.details
+    assert "algo.lr = -1.0: must be at least 0 (in algo.lr=-1.0 algo.gama=0.9 algo.epochs=1, and 1 more)" in printed
+    assert "algo.epochs = 0: must be at least 1 (in algo.lr=0.001 algo.gama=0.9 algo.epochs=0, and 1 more)" in printed
+    assert "did you mean 'algo.gamma'" in printed
     assert len(error.value.problems) == 3
     assert not runs.exists()
 

@@ -72,8 +72,10 @@ def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
         "from tiltyard.sweep.python_plan import Experiment, RunDescription\n"
         "RUN_DESCRIPTION = RunDescription('s', [Experiment('e', 'python \"x.py')])\n"
     )
-    told = tiltyard("sweep", "start", "study.py", expect=2).stderr
-    assert "cannot parse the command" in told and "No closing quotation" in told and "internal error" not in told
+    printed = tiltyard("sweep", "start", "study.py", expect=2).stderr
+    assert (
+        "cannot parse the command" in printed and "No closing quotation" in printed and "internal error" not in printed
+    )
 
 
 DESCRIPTION = """
@@ -180,9 +182,9 @@ def test_what_is_no_description(tiltyard: Command) -> None:
 )
 def test_what_is_wrong_with_a_description_is_its_authors(text: str, output: str, tiltyard: Command) -> None:
     Path("study.py").write_text(text)
-    told = tiltyard("sweep", "start", "study.py", expect=2).stderr
-    assert output in told and "internal error" not in told
-    assert 'study.py", line' in told, "where it is wrong"
+    printed = tiltyard("sweep", "start", "study.py", expect=2).stderr
+    assert output in printed and "internal error" not in printed
+    assert 'study.py", line' in printed, "where it is wrong"
 
 
 SCORES = """

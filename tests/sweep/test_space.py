@@ -115,13 +115,13 @@ def test_no_draw_comes_twice_while_there_are_others() -> None:
         ({"use": ["classic"]}, "presets"),
     ],
 )
-def test_what_makes_no_space_is_told(space: dict[str, Any], output: str) -> None:
+def test_invalid_spaces_are_refused(space: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as error:
         dimensions(plan(space))
     assert output in error.value.details
 
 
-def test_all_problems_of_a_space_are_told_at_once() -> None:
+def test_all_problems_of_a_space_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         dimensions(plan({"a": [], "b": 3, "c": {"x": 1}}))
     assert len(error.value.problems) == 3
@@ -142,7 +142,7 @@ def test_all_problems_of_a_space_are_told_at_once() -> None:
         ({"experiment": "x", "stop": {"rule": "asha"}}, "stop.after: is missing"),
     ],
 )
-def test_what_makes_no_plan_is_told(values: dict[str, Any], output: str) -> None:
+def test_invalid_plans_are_refused(values: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_plan(values)
     assert output in error.value.details
