@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"rollout": 12, "minibatch": 20, "epochs": 3}
 
 
 def all_at_once(folder: Path, size: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """What `work` returns or raises for each member of a team, in the order of ranks."""
+    """What `work` returns or raises for each learner of a group, in the order of ranks."""
     found: list[Any] = [None] * size
 
     def one(rank: int) -> None:
@@ -64,8 +64,8 @@ class Learning:
         """Weights, metrics and where its streams and settings stand after an update with each rollout."""
         ppo = self.ppo
         ppo.group = group
-        told = [ppo.update(rollout, at * rollout.reward.size) for at, rollout in enumerate(self.rollouts)]
-        return self.net.arrays(), told, [ppo.shuffling.bit_generator.state, ppo.adam.steps, ppo.current_settings()]
+        metrics = [ppo.update(rollout, at * rollout.reward.size) for at, rollout in enumerate(self.rollouts)]
+        return self.net.arrays(), metrics, [ppo.shuffling.bit_generator.state, ppo.adam.steps, ppo.current_settings()]
 
 
 def together(folder: Path, learners: list[Learning]) -> list[Any]:
@@ -76,7 +76,7 @@ def together(folder: Path, learners: list[Learning]) -> list[Any]:
 CASES: dict[str, tuple[ActionPart, Model, Any, float]] = {
     "plain": (CATEGORICAL, Model(hidden=[16]), Settings(**SMALL), 1.0),
     "memory": (CATEGORICAL, LSTM, Settings(**SMALL), 1.0),
-    "memory, and rows in which nobody decides": (CATEGORICAL, LSTM, Settings(**SMALL), 0.6),
+    "memory, and rows without a decision": (CATEGORICAL, LSTM, Settings(**SMALL), 0.6),
     "hardly anybody decides": (CATEGORICAL, LSTM, Settings(**SMALL), 0.1),
     "fewer chunks than learners": (CATEGORICAL, LSTM, Settings(**{**SMALL, "minibatch": 8}), 1.0),
     "numbers": (
@@ -100,17 +100,17 @@ CASES: dict[str, tuple[ActionPart, Model, Any, float]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
     action, model, algo, valid = CASES[name]
-    size = 3 if "learners" in name or "nobody" in name else 2
+    size = 3 if "learners" in name or "decision" in name else 2
     alone = Learning(env(action), model, algo, valid)
     others = [Learning(env(action), model, algo, rollouts=alone.rollouts) for _ in range(size)]
     start = alone.net.arrays()
-    weights, told, place = alone.learn(SingleProcess())
+    weights, metrics, place = alone.learn(SingleProcess())
     members = together(tmp_path, others)
     assert any(not np.array_equal(start[key], array) for key, array in weights.items())
     for theirs, output, end in members:
         for key, array in weights.items():
             np.testing.assert_allclose(theirs[key], array, rtol=1e-4, atol=1e-6, err_msg=key)
-        for one, other in zip(told, output, strict=True):
+        for one, other in zip(metrics, output, strict=True):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
         assert repr(end) == repr(place), "the same shuffling, gradient steps and settings"
     first = members[0]
@@ -118,7 +118,7 @@ def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
         assert all(first[0][key].tobytes() == array.tobytes() for key, array in other[0].items()), "to the bit"
         assert repr(first[1:]) == repr(other[1:])
     if name == "a limit of divergence":
-        assert any(each["learn/epochs"] < algo.epochs for each in told), "the limit has an effect"
+        assert any(each["learn/epochs"] < algo.epochs for each in metrics), "the limit has an effect"
     if name == "adapting to divergence":
         assert place[2]["lr"] != 1e-3, "the schedule has moved"
 

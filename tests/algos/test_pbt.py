@@ -1,4 +1,4 @@
-"""Population-based training on members that are numbers: whoever is right about these is right about trainings."""
+"""Population-based training on members that are only numbers."""
 
 import math
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Evaluation as a user types it: fixed seeds, honest means, files, films and rollouts."""
+"""Evaluation as a user types it: fixed seeds, honest means, files, videos and rollouts."""
 
 import csv
 import json
@@ -129,13 +129,13 @@ def test_rollouts_are_the_episodes_that_were_measured(tiltyard: Command, trained
     assert "--save-rollouts DIR" in tiltyard("eval", "last", "--save-info", expect=2).stderr
 
 
-def frames_of(film: Path) -> list[np.ndarray]:
-    reader = imageio_ffmpeg.read_frames(str(film))
+def frames_of(video: Path) -> list[np.ndarray]:
+    reader = imageio_ffmpeg.read_frames(str(video))
     size = next(reader)["size"]
     return [np.frombuffer(frame, np.uint8).reshape(size[1], size[0], 3) for frame in reader]
 
 
-def test_a_film_needs_no_display_and_shows_the_whole_first_episode(
+def test_a_video_needs_no_display_and_shows_the_whole_first_episode(
     tiltyard: Command, trained: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DISPLAY", raising=False)
@@ -145,7 +145,7 @@ def test_a_film_needs_no_display_and_shows_the_whole_first_episode(
     assert frames[0].std() > 1 and np.abs(frames[0].astype(int) - frames[-1]).max() > 50, "something moves"
 
 
-def test_an_env_that_cannot_draw_is_filmed_by_its_image_or_refused(tiltyard: Command, runs: Path) -> None:
+def test_an_env_that_cannot_draw_is_recorded_by_its_image_or_refused(tiltyard: Command, runs: Path) -> None:
     product.train({**TRAIN, "env": {"id": "identity", "options": {"shows": "image"}}}, live=False)
     found = result(tiltyard("eval", "last", "--episodes", "1", "--video", "--json").stdout)
     assert len(frames_of(Path(found["files"]["video"]))) == 11  # type: ignore[index]
@@ -242,7 +242,7 @@ def workers_of(pid: int) -> list[int]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process still does anything: one that nobody has waited for does not."""
+    """Whether a process still does anything: a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -329,16 +329,16 @@ def drawing(fails: str, **eval_: object) -> dict[str, object]:
         ("at the end", None, "render() raised RuntimeError: no colours left"),
         ("another size", None, "the first was"),
         ("never", "/nowhere/ffmpeg", "/nowhere/ffmpeg: No such file or directory"),
-        ("never", "/bin/false", "ffmpeg ended with code 1"),
+        ("never", "/bin/false", "ffmpeg exited with code 1"),
     ],
 )
-def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbers_in_eval(
+def test_a_video_that_fails_is_a_warning_in_training_and_an_error_after_the_numbers_in_eval(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, ffmpeg: str, why: str
 ) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     if ffmpeg is not None:
         monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", ffmpeg)
-    unfilmed = product.train(drawing(fails), live=False)
+    without_video = product.train(drawing(fails), live=False)
     run = product.train(drawing(fails, video=True), live=False)
     assert run.state == "finished"
     warnings = [event["sentence"] for event in read_events(run) if event["kind"] == "warning"]
@@ -346,7 +346,7 @@ def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbe
         "no video of the evaluation" in sentence and why in sentence for sentence in warnings
     )
     assert warnings[0] in next((run.folder / "logs").iterdir()).read_text()
-    returns = [metrics.series(metrics.read(each.metrics_file), "eval/return") for each in (run, unfilmed)]
+    returns = [metrics.series(metrics.read(each.metrics_file), "eval/return") for each in (run, without_video)]
     assert returns[0] == returns[1] and len(returns[0][0]) == 3, "the numbers count"
     done = tiltyard("eval", run.id, "--video", "--episodes", "3", "--json", "--out", "out", expect=1)
     assert why in done.stderr and "video" not in result(done.stdout)["files"]  # type: ignore[operator]
@@ -355,20 +355,20 @@ def test_a_film_that_fails_is_a_warning_in_training_and_an_error_after_the_numbe
     assert not list(run.folder.glob("videos/*"))
 
 
-def test_a_film_that_fails_in_a_worker_is_told_too(trained: Run, tmp_path: Path) -> None:
-    (tmp_path / "film.mp4").mkdir()
-    (tmp_path / "film.mp4" / "in the way").touch()
+def test_a_video_that_fails_in_a_worker_is_reported_too(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "video.mp4").mkdir()
+    (tmp_path / "video.mp4" / "in the way").touch()
     with pytest.raises(VideoError, match="could not be written: Is a directory") as failed:
-        product.evaluate(trained, episodes=4, workers=2, video=tmp_path / "film.mp4")
+        product.evaluate(trained, episodes=4, workers=2, video=tmp_path / "video.mp4")
     assert failed.value.result.returns == product.evaluate(trained, episodes=4).returns
 
 
-def test_a_training_that_cannot_be_filmed_is_refused(tiltyard: Command, runs: Path) -> None:
+def test_a_training_that_cannot_be_recorded_is_refused(tiltyard: Command, runs: Path) -> None:
     assert "cannot be recorded" in tiltyard("train", "identity", "eval.video=true", expect=2).stderr
     assert not runs.exists()
 
 
-def test_sigterm_in_an_env_step_ends_an_evaluation_and_leaves_no_half_film(
+def test_sigterm_in_an_env_step_ends_an_evaluation_and_leaves_no_half_video(
     tiltyard: Command, runs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)

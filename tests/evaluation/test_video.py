@@ -1,4 +1,4 @@
-"""Films: every kind of frame becomes RGB, and a film is complete or absent."""
+"""Videos: every kind of frame becomes RGB, and a video is complete or absent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 
 
 def read_frames(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The film as ffmpeg decodes it: what it says of itself, and uint8 [H, W, 3] frames."""
+    """The video as ffmpeg decodes it: what it says of itself, and uint8 [H, W, 3] frames."""
     reader = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24")
     meta = next(reader)
     width, height = meta["size"]
@@ -94,12 +94,12 @@ def test_what_is_no_picture_is_refused(bad):
         to_rgb(bad)
 
 
-def test_a_film_plays_with_its_speed_size_and_pictures(tmp_path):
-    path = tmp_path / "deep" / "film.mp4"
-    with VideoWriter(path, fps=25) as film:
+def test_a_video_plays_with_its_speed_size_and_pictures(tmp_path):
+    path = tmp_path / "deep" / "video.mp4"
+    with VideoWriter(path, fps=25) as video:
         for grey in (0, 128, 255):
             for _ in range(10):
-                film.add(np.full((300, 400, 3), grey, np.uint8))
+                video.add(np.full((300, 400, 3), grey, np.uint8))
     meta, frames = read_frames(path)
     assert (meta["codec"], meta["pix_fmt"].split("(")[0], meta["fps"], meta["size"]) == (
         "h264",
@@ -109,15 +109,15 @@ def test_a_film_plays_with_its_speed_size_and_pictures(tmp_path):
     )
     assert len(frames) == 30
     assert [abs(int(frames[i].mean()) - grey) <= 3 for i, grey in ((5, 0), (15, 128), (25, 255))] == [True] * 3
-    assert [p.name for p in path.parent.iterdir()] == ["film.mp4"]
+    assert [p.name for p in path.parent.iterdir()] == ["video.mp4"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (84, 84, 4), (211, 161, 3), (601, 401, 3), (1, 64, 64)])
 def test_small_and_odd_sizes_become_playable(tmp_path, shape):
-    with VideoWriter(tmp_path / "film.mp4") as film:
+    with VideoWriter(tmp_path / "video.mp4") as video:
         for _ in range(3):
-            film.add(RNG.random(shape, dtype=np.float32))
-    meta, frames = read_frames(tmp_path / "film.mp4")
+            video.add(RNG.random(shape, dtype=np.float32))
+    meta, frames = read_frames(tmp_path / "video.mp4")
     assert len(frames) == 3
     assert min(meta["size"]) >= 240
     assert all(side % 2 == 0 for side in meta["size"])
@@ -125,32 +125,32 @@ def test_small_and_odd_sizes_become_playable(tmp_path, shape):
 
 def test_brightness_of_depth_does_not_jump_between_frames(tmp_path):
     near_and_far = np.linspace(0, 1000, 250 * 250).reshape(250, 250)
-    with VideoWriter(tmp_path / "depth.mp4") as film:
-        film.add(near_and_far)
-        film.add(np.full((250, 250), 1.0))  # alone this would be white
+    with VideoWriter(tmp_path / "depth.mp4") as video:
+        video.add(near_and_far)
+        video.add(np.full((250, 250), 1.0))  # alone this would be white
     _, frames = read_frames(tmp_path / "depth.mp4")
     assert frames[1].mean() < 10
 
 
-def test_an_exception_or_a_film_without_frames_leaves_nothing(tmp_path):
+def test_an_exception_or_a_video_without_frames_leaves_nothing(tmp_path):
     def cut() -> None:
-        with VideoWriter(tmp_path / "film.mp4") as film:
-            film.add(np.zeros((300, 300, 3), np.uint8))
+        with VideoWriter(tmp_path / "video.mp4") as video:
+            video.add(np.zeros((300, 300, 3), np.uint8))
             raise KeyError("the env broke")
 
     with pytest.raises(KeyError):
         cut()
     with pytest.raises(TiltyardError, match="no frame"):
-        VideoWriter(tmp_path / "film.mp4").close()
+        VideoWriter(tmp_path / "video.mp4").close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_frame_of_another_size_is_an_error_that_names_both(tmp_path):
-    film = VideoWriter(tmp_path / "film.mp4")
-    film.add(np.zeros((300, 400, 3), np.uint8))
+    video = VideoWriter(tmp_path / "video.mp4")
+    video.add(np.zeros((300, 400, 3), np.uint8))
     with pytest.raises(TiltyardError, match="frame 1 is 500 x 300 pixels, the first was 400 x 300"):
-        film.add(np.zeros((300, 500, 3), np.uint8))
-    film.discard()
+        video.add(np.zeros((300, 500, 3), np.uint8))
+    video.discard()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,42 +158,42 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.raises(TiltyardError, match="no video can be written"),
-        VideoWriter(tmp_path / "file" / "film.mp4") as film,
+        VideoWriter(tmp_path / "file" / "video.mp4") as video,
     ):
-        film.add(np.zeros((300, 400, 3), np.uint8))
+        video.add(np.zeros((300, 400, 3), np.uint8))
 
 
 def test_what_ffmpeg_says_is_passed_on(tmp_path):
-    (tmp_path / f".film.{os.getpid()}.part.mp4").mkdir()  # ffmpeg cannot open its output
+    (tmp_path / f".video.{os.getpid()}.part.mp4").mkdir()  # ffmpeg cannot open its output
 
     def film_it() -> None:
-        film = VideoWriter(tmp_path / "film.mp4")
+        video = VideoWriter(tmp_path / "video.mp4")
         for _ in range(200):
-            film.add(np.zeros((300, 400, 3), np.uint8))
-        film.close()
+            video.add(np.zeros((300, 400, 3), np.uint8))
+        video.close()
 
-    with pytest.raises(TiltyardError, match=r"film.mp4 could not be written: .*directory"):
+    with pytest.raises(TiltyardError, match=r"video.mp4 could not be written: .*directory"):
         film_it()
-    assert not (tmp_path / "film.mp4").exists()
+    assert not (tmp_path / "video.mp4").exists()
 
 
 def test_signals_meant_for_training_do_not_cut_the_film(tmp_path):
-    film = VideoWriter(tmp_path / "film.mp4")
-    film.add(np.zeros((300, 400, 3), np.uint8))
-    child = film._ffmpeg.pid
+    video = VideoWriter(tmp_path / "video.mp4")
+    video.add(np.zeros((300, 400, 3), np.uint8))
+    child = video._ffmpeg.pid
     for number in (signal.SIGINT, signal.SIGUSR2):
         os.kill(child, number)
-        film.add(np.zeros((300, 400, 3), np.uint8))
-    film.close()
-    assert len(read_frames(tmp_path / "film.mp4")[1]) == 3
+        video.add(np.zeros((300, 400, 3), np.uint8))
+    video.close()
+    assert len(read_frames(tmp_path / "video.mp4")[1]) == 3
 
 
-def test_a_film_can_be_made_outside_the_main_thread(tmp_path):
+def test_a_video_can_be_made_outside_the_main_thread(tmp_path):
     def work() -> None:
-        with VideoWriter(tmp_path / "film.mp4") as film:
-            film.add(np.zeros((300, 400, 3), np.uint8))
+        with VideoWriter(tmp_path / "video.mp4") as video:
+            video.add(np.zeros((300, 400, 3), np.uint8))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert len(read_frames(tmp_path / "film.mp4")[1]) == 1
+    assert len(read_frames(tmp_path / "video.mp4")[1]) == 1

@@ -35,7 +35,7 @@ def test_the_stated_equilibrium_is_one() -> None:
 
 
 def test_self_play_goes_round_the_equilibrium() -> None:
-    """One policy for both players, told apart by what they see: its average over training is the game's answer."""
+    """One policy for both players, distinguished by their observations: its average over training is the game's answer."""
     algo = {"id": "a2c", "rollout": 2, "lr": 0.01, "entropy": 0.5, "normalise_advantage": False, "max_grad_norm": None}
     loaded = load({"env": "pennies", "algo": algo, "model": {"hidden": [8]}, "engine": {"kind": "serial", "envs": 32}})
     engine = make_engine(loaded.experiment, probe(loaded.experiment.env, base=[]), [])

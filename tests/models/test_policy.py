@@ -207,8 +207,8 @@ def test_a_models_code_is_run_from_the_run_folder_of_this_user_only(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     obs, first = {"obs": np.zeros((1, 4), np.float32)}, np.zeros(1, bool)
     assert float(load_policy(folder).net.value(obs, {}, first)[0]) == 4000
-    somebody = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    other_user = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other_user)
     with pytest.raises(UseError, match="belongs to another user") as error:
         load_policy(folder)
     assert "--trust-code" in error.value.hint

@@ -280,7 +280,7 @@ def test_images_reach_models_and_encoders_of_the_user_as_numbers_between_0_and_1
     assert ours.value(white, {}, np.zeros(3, bool)) == pytest.approx([(head.weight + head.bias).item()] * 3)
 
 
-def test_a_model_with_memory_is_unrolled_and_forgets_without_its_help(nets):
+def test_a_user_model_with_memory_is_reset_at_episode_starts(nets):
     net = PolicyNet(env(), Model(id="custom.py:Remembering"), (nets,), seed=0)
     assert net.recurrent
     obs = observations(env(), 4, 2)
@@ -291,7 +291,7 @@ def test_a_model_with_memory_is_unrolled_and_forgets_without_its_help(nets):
     assert not torch.allclose(value[2:, 1], again[:, 1])
 
 
-def test_mistakes_in_a_model_are_told_in_a_sentence(nets):
+def test_mistakes_in_a_model_are_one_sentence(nets):
     def build(**settings):
         return PolicyNet(env(), Model(**settings), (nets,), seed=0)
 
