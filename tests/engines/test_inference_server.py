@@ -65,7 +65,7 @@ def asked_in_vain(engine: Any, workers: list[int]) -> Iterator[None]:
     """Inside, the actor stands still and these workers wait for it."""
     pid = actor_of(engine)
     os.kill(pid, signal.SIGSTOP)
-    engine._ask_one_each()
+    engine._request_slots()
     wait_for_questions(engine, workers)
     yield
     os.kill(pid, signal.SIGCONT)
@@ -96,7 +96,7 @@ def test_it_gives_the_weights_that_a_copy_in_the_worker_gives(
     env: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     with built(env, *ONE, *NORMAL, *settings) as own, built(env, *ONE, *NORMAL, *settings, BATCHED) as asked:
-        assert "decisions made in one batch by an actor on cpu" in asked.describe()[-1]
+        assert "batched inference on cpu" in asked.describe()[-1]
         assert "actor" not in own.describe()[-1] and own.shared.inference is None
         for _ in range(3):
             a, b = own.step(), asked.step()
@@ -161,10 +161,10 @@ def test_asynchronous_samples_carry_the_version_that_decided_each_step(
         os.mkfifo(tmp_path / "there")
         while not engine.pool.workers[0].ready:
             assert list(engine.pool.answers(timeout=0.1)) == []
-        engine._ask_one_each()
+        engine._request_slots()
         with (tmp_path / "there").open():  # the env is in its sixth step
-            engine.version += 3
-            engine.shared.publish(engine.learner.net.arrays(), engine.version)
+            engine.versions.current += 3
+            engine.shared.publish(engine.learner.net.arrays(), engine.versions.current)
             (tmp_path / "there").unlink()
             with (tmp_path / "on").open("w"):
                 pass
@@ -226,7 +226,9 @@ def test_the_death_of_the_actor_ends_the_step_with_its_cause() -> None:
         engine.step()
         actor, found = actor_of(engine), [member.pid for member in engine.pool.workers]
         os.kill(actor, signal.SIGKILL)
-        with pytest.raises(TiltyardError, match=rf"the actor \(process {actor}\) was killed by SIGKILL \(.*memory"):
+        with pytest.raises(
+            TiltyardError, match=rf"the inference server \(process {actor}\) was killed by SIGKILL \(.*memory"
+        ):
             step_until_it_fails(engine)
         assert engine.pool.restarts == 0, "no worker is to blame"
     wait_until_gone([actor, *found])

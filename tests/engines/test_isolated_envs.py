@@ -64,9 +64,9 @@ def test_a_worker_whose_isolated_env_hangs_is_explained_and_replaced(
     engine = build("isolated_envs.py:Where", *TWO, *options, "env.step_timeout=1")
     assert isinstance(engine, LocalEngine)
     events = [event for _ in range(10) for event in engine.step().events]
-    assert "did not come back from step() within 1 s (env.step_timeout) (it was in" in events[0]
+    assert "did not return from step() within 1 s (env.step_timeout) (it was in" in events[0]
     assert "isolated_envs.py" in events[0] and "_fail" in events[0]
-    assert "it is replaced, and 2 running episodes were cut" in events[0]
+    assert "a new one replaces it, and 2 running episodes were cut" in events[0]
     assert len(events) == 1 and engine.step().metrics["workers/restarts"] == 1
     assert all(os.sched_getaffinity(member.pid or 0) == os.sched_getaffinity(0) for member in engine.pool.workers)
     engine.close()

@@ -31,7 +31,7 @@ SHORT += ["track.tensorboard=false", "engine.learners=2"]
 
 def pids(engine: Any) -> list[int]:
     """Of the learners beside the driver's."""
-    return [member.pid for member in engine.policies.first.processes._members]
+    return [learner.pid for learner in engine.policies.first.processes._learners]
 
 
 def name_of(pid: int) -> str:

@@ -16,7 +16,7 @@ import tiltyard as product
 from tests.counts import LONG, count
 from tests.engines.test_serial import build
 from tiltyard.engines.local import shared_memory as shared_memory
-from tiltyard.engines.local.engine import LocalEngine
+from tiltyard.engines.local.engine import LocalEngine, _filled
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
 
@@ -80,9 +80,9 @@ def grow_old(engine: Any, updates: int) -> None:
     """Wait until a batch is full, then publish weights that are so much newer than those it was made with."""
     while len(engine.full) < engine.workers:
         for worker, answer in engine.pool.answers():
-            engine._note(worker, answer)
-    engine.version += updates
-    engine.shared.publish(engine.learner.net.arrays(), engine.version)
+            engine.full.append(_filled(worker, answer))
+    engine.versions.current += updates
+    engine.shared.publish(engine.learner.net.arrays(), engine.versions.current)
 
 
 def test_asynchronous_samples_carry_their_version_and_old_ones_are_thrown_away() -> None:
@@ -142,7 +142,7 @@ class CustomEnv(CartPoleEnv):
         ("raise", "step() raised ValueError: the physics blew up"),
         ("exit", "exited with code 3"),
         ("kill", "was killed by SIGKILL"),
-        ("hang", "did not come back from step() within 1 s (env.step_timeout) (it was in"),
+        ("hang", "did not return from step() within 1 s (env.step_timeout) (it was in"),
     ],
 )
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -158,7 +158,11 @@ def test_a_worker_that_goes_is_explained_and_replaced(
     events: list[str] = []
     while not events:
         events += engine.step().events
-    assert len(events) == 1 and output in events[0] and "it is replaced, and 2 running episodes were cut" in events[0]
+    assert (
+        len(events) == 1
+        and output in events[0]
+        and "a new one replaces it, and 2 running episodes were cut" in events[0]
+    )
     if does == "hang":
         assert "faulty.py" in events[0] and "in step" in events[0]
     before = engine.progress
@@ -173,7 +177,7 @@ def test_a_slot_filled_by_a_worker_that_then_died_is_learned_from(mode: str) -> 
     engine = build("CartPole-v1", *TWO, f"engine.mode={mode}")
     engine.step()
     for worker, slot in engine.idle:
-        engine.pool.ask(worker, do="fill", slot=slot)
+        engine.pool.send(worker, {"do": "fill", "slot": slot})
     engine.idle = []
     mine = [slot for slot in range(len(engine.shared.states)) if slot % 2 == 0]
     while not all(
@@ -225,7 +229,7 @@ def test_a_budget_of_restarts_is_kept() -> None:
     engine.step()
     kill_and_go_on()
     engine.step()
-    with pytest.raises(EnvError, match=r"engine\.restarts is used up"):
+    with pytest.raises(EnvError, match=r"engine\.restarts is exhausted"):
         kill_and_go_on()
     engine.close()
 
@@ -236,7 +240,7 @@ def test_whoever_gives_up_tells_the_traceback_and_what_no_report_told(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN)
     engine = build("broken.py", *TWO, "algo.rollout=64", "algo.minibatch=64", "engine.restarts=1")
-    with pytest.raises(EnvError, match=r"no more, and engine\.restarts is used up") as raised:
+    with pytest.raises(EnvError, match=r"no more, and engine\.restarts is exhausted") as raised:
         engine.step()
     assert raised.value.details.startswith("before: worker ")
     assert "broken.py" in raised.value.details and "if self.left < 0" in raised.value.details
@@ -334,10 +338,10 @@ def test_training_learns_while_workers_raise_hang_exit_and_are_killed(runs: Path
     done = log.read_text()
     assert len(done) >= faults and {*done} == {*"rhek"}
     output = " ".join(event["sentence"] for event in read_events(run) if event["kind"] == "warning")
-    assert output.count("it is replaced, and 4 running episodes were cut") >= faults
+    assert output.count("a new one replaces it, and 4 running episodes were cut") >= faults
     for does, words in (
         ("r", "raised ValueError: the physics blew up"),
-        ("h", "did not come back from step() within 1 s"),
+        ("h", "did not return from step() within 1 s"),
         ("e", "exited with code 3"),
         ("k", "was killed by SIGKILL"),
     ):

@@ -115,7 +115,7 @@ def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
     env = ["env.options.where=worker", "env.step_timeout=1", "engine.workers=1"]
     output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.restarts=0", "stop.env_steps=1e6", expect=1)
     run = find("last", runs)
-    assert "engine.restarts is used up" in output.stderr
+    assert "engine.restarts is exhausted" in output.stderr
     assert newest(run) == 192, "six updates were whole"
 
 

@@ -100,7 +100,7 @@ class Learner:
 
             self.processes = LearnerProcesses(self.experiment, self.spec, self.base, self.name, self.net, self.algo)
             self.algo.group = self.processes.group
-        return self.processes.at_work(rollout, self.net.arrays(), self.algo.save(), env_steps)
+        return self.processes.updating(rollout, self.net.arrays(), self.algo.save(), env_steps)
 
     def close(self) -> None:
         """End the other learner processes."""

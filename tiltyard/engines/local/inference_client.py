@@ -1,10 +1,10 @@
-"""A worker's side of a batched actor: the face of a policy whose numbers come from another process (actor.py).
+"""A worker's side of batched inference: looks like a policy, computes in another process (inference_server.py).
 
-    worker   obs, first, memory -> slab, "I ask" -> door        waits on its pipe        draws the action itself
-    actor                               all that wait, in one batch -> slab -> a byte into each one's pipe
+    worker   obs, first, state -> shared memory, number -> socket     waits on its pipe       draws the action itself
+    server                       all waiting workers in one batch -> shared memory -> a byte into each one's pipe
 
-A worker makes the pipe itself and introduces itself with its end for the actor. So what was answered to a predecessor
-went into a pipe that nobody reads, and a pipe that ends is an actor that has ended.
+Each worker makes its own pipe and sends one end to the server first. So an answer to a dead predecessor reaches no
+other worker, and a closed pipe means that the server has ended.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput, choose_ac
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, Rollout
 
-NUMBER = 4  # bytes of a worker's number in a message
+NUMBER_BYTES = 4  # of a worker's number in a message
 
 
 class InferenceServerGone(TiltyardError):
-    """Nobody answers any more; why is known to whoever started the actor."""
+    """The inference server has ended; the driver reports why."""
 
 
 class InferenceClient:
-    """The policy as worker `number` has it. Of the `net` only shapes are used, never its weights."""
+    """The policy of worker `number`. Only shapes of the `net` are used, never its weights."""
 
-    batched_values = False  # the actor has them at once, and a question has as many rows as the worker
+    batched_values = False  # answers contain values, and a request has all rows of the worker
 
-    def __init__(self, net: PolicyNet, inference: InferenceBuffers, number: int, door: int, beat: Array) -> None:
+    def __init__(self, net: PolicyNet, inference: InferenceBuffers, number: int, requests: int, beat: Array) -> None:
         self._net, self._exchange, self._number, self._beat = net, inference, number, beat
         self.device = torch.device("cpu")
         self._versions: list[int] = []
-        self._door = socket.socket(fileno=door)
-        self._name = number.to_bytes(NUMBER, "little")
-        self._bell, theirs = os.pipe2(os.O_CLOEXEC)
+        self._requests = socket.socket(fileno=requests)
+        self._name = number.to_bytes(NUMBER_BYTES, "little")
+        self._wakeup, theirs = os.pipe2(os.O_CLOEXEC)
         try:
-            socket.send_fds(self._door, [self._name], [theirs])
+            socket.send_fds(self._requests, [self._name], [theirs])
         except OSError as error:
-            raise InferenceServerGone("the actor is gone") from error
+            raise InferenceServerGone("the inference server is gone") from error
         finally:
             os.close(theirs)
 
@@ -66,42 +66,42 @@ class InferenceClient:
         generator: torch.Generator | None = None,
         with_value: bool = True,
     ) -> PolicyOutput:
-        """One decision for each row, always with its value; drawn here, from the numbers that the actor gives."""
-        self._ask(obs, state, first)
-        told, at = self._exchange, self._number
-        self._versions.append(int(told.versions[at]))
+        """One action for each row, always with its value; drawn here from the server's outputs."""
+        self._request(obs, state, first)
+        answer, at = self._exchange, self._number
+        self._versions.append(int(answer.versions[at]))
         allowed = None if mask is None else np.asarray(mask)
-        dist = distributions.ActionDist(self._net.spec.action, told.params[at], told.log_std[at], allowed)
-        after = {key: torch.from_numpy(array[at].copy()) for key, array in told.after.items()}
-        return choose_action(dist, told.value[at].copy(), after, greedy=greedy, generator=generator)
+        dist = distributions.ActionDist(self._net.spec.action, answer.params[at], answer.log_std[at], allowed)
+        after = {key: torch.from_numpy(array[at].copy()) for key, array in answer.after.items()}
+        return choose_action(dist, answer.value[at].copy(), after, greedy=greedy, generator=generator)
 
     def value(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> NDArray[Any]:
         """[B] in units of reward."""
-        self._ask(obs, state, first)
+        self._request(obs, state, first)
         found: NDArray[Any] = self._exchange.value[self._number].copy()
         return found
 
-    def date(self, rollout: Rollout) -> int:
-        """Write into a rollout that was just filled which weights decided each step; returns the oldest."""
+    def stamp_versions(self, rollout: Rollout) -> int:
+        """Write the version of the weights of each step into a filled rollout; returns the oldest."""
         rollout.policy_version[...] = np.asarray(self._versions)[:, None]
         oldest = min(self._versions)
         self._versions.clear()
         return oldest
 
-    def _ask(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> None:
-        """Lay out a question and wait for the answer. Meanwhile no env is to blame for the time that passes."""
-        asked, at = self._exchange, self._number
-        for key, array in asked.obs.items():
+    def _request(self, obs: ObsIn, state: State, first: Tensor | NDArray[Any]) -> None:
+        """Send a request and wait for the answer. The heartbeat is idle meanwhile: no env is running."""
+        request, at = self._exchange, self._number
+        for key, array in request.obs.items():
             array[at] = obs[key]
-        asked.first[at] = first
-        for key, array in asked.memory.items():
+        request.first[at] = first
+        for key, array in request.memory.items():
             array[at] = state[key]
         before, self._beat[1] = self._beat[1], IDLE
         try:
-            self._door.send(self._name)
-            rung = os.read(self._bell, 1)
+            self._requests.send(self._name)
+            woken = os.read(self._wakeup, 1)
         except ConnectionError:
-            rung = b""
-        if not rung:
-            raise InferenceServerGone("the actor is gone")
+            woken = b""
+        if not woken:
+            raise InferenceServerGone("the inference server is gone")
         self._beat[1] = before

@@ -1,11 +1,11 @@
-"""The driver's side of the learners beside its own: it lays out what is to be learned from, and all learn at once.
+"""The driver's side of the other learner processes of a policy: all of them compute each update together.
 
-    driver ── board: rollout, weights, moments ──> colearner 1, 2, ...
-    driver ── {"do": "update", "env_steps": 4096, ...} ──> each of them ── {"said": "updated"} ──> driver
-    meanwhile, at every gradient step: the sum of the team's gradients (algos.team)
+    driver ── shared memory: rollout, weights, moments ──> learner 1, 2, ...
+    driver ── {"do": "update", "env_steps": 4096, ...} ──> each learner ── {"done": "updated"} ──> driver
+    at every gradient step the learners sum their gradients (algos/allreduce.py)
 
-Before each update everybody is given everything: a colearner has nothing that would have to be saved, and what was
-loaded or adopted since reaches all of them. One that ends, however, ends the training: its cause is raised here.
+Before each update every learner gets the whole state: it has nothing to save, and sees everything that was loaded or
+adopted since. A learner that ends, ends the training: its cause is raised here.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tiltyard.processes.child import killed_by
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 
-GRACE = 10.0  # seconds from the end of a process until its cause is told
-HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.learners=1 continues without it"
+GRACE = 10.0  # seconds to wait for the cause when a learner is lost
+HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.learners=1 runs in one process"
 
 
 class LearnerMemory:
-    """Shared memory that the driver writes before an update and colearners read; both build the same layout."""
+    """Written by the driver before an update, read by the learners; both build the same layout."""
 
     def __init__(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo, fd: int | None = None) -> None:
         measure = Layout()
@@ -60,7 +60,7 @@ class LearnerMemory:
         self.rollout: Rollout = empty_rollout(experiment, spec, net, experiment.engine.envs, layout.array)
 
     def write(self, rollout: Rollout, weights: Mapping[str, Array], algo: Tree) -> Tree:
-        """Take over all arrays, a rollout of fewer rows too; returns the rest of the algorithm's state, as JSON."""
+        """Write all arrays (the rollout may have fewer rows); returns the rest of the algorithm's state, as JSON."""
         gather([rollout], self.rollout)
         adam = algo["adam"]
         for ours, theirs in ((self.weights, weights), (self.first, adam["first"]), (self.second, adam["second"])):
@@ -69,13 +69,13 @@ class LearnerMemory:
         return {**algo, "adam": {"steps": adam["steps"]}}
 
     def read(self, rest: Tree) -> Tree:
-        """The algorithm's state from its arrays here and what `write` returned."""
+        """The algorithm's state: the arrays here and what `write` returned."""
         return {**rest, "adam": {**rest["adam"], "first": self.first, "second": self.second}}
 
 
 @dataclass
-class _Member:
-    """One colearner: its process and its pipes."""
+class _LearnerProcess:
+    """One learner: its process and its pipes."""
 
     rank: int
     commands: int
@@ -85,17 +85,17 @@ class _Member:
 
 
 class LearnerProcesses:
-    """Learners 1 .. engine.learners - 1 of a policy; the driver's own, `rank` 0 of the `team`, is given to it."""
+    """Learners 1 .. engine.learners - 1 of a policy; the driver's own is rank 0 of the `group`."""
 
     def __init__(
         self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], policy: str, net: PolicyNet, algo: Ppo
     ) -> None:
         size = experiment.engine.learners
-        self._board = LearnerMemory(experiment, spec, net, algo)
+        self._memory = LearnerMemory(experiment, spec, net, algo)
         self._fork_server = ForkServer(PRELOAD, "engine.learners=1 needs no learner processes")
-        self._members: list[_Member] = []
-        self._deaths: dict[int, int] = {}  # pid -> exit code, negative for a signal
-        rendezvous = Path(tempfile.mkdtemp(prefix="tiltyard-meeting-"))  # for this user only
+        self._learners: list[_LearnerProcess] = []
+        self._deaths: dict[int, int] = {}  # pid -> exit code; negative: signal
+        rendezvous = Path(tempfile.mkdtemp(prefix="tiltyard-rendezvous-"))  # for this user only
         task = {
             "run": LEARNER,
             "experiment": experiment.model_dump(mode="json", by_alias=True),
@@ -107,10 +107,10 @@ class LearnerProcesses:
         try:
             for rank in range(1, size):
                 self._start({**task, "name": f"tiltyard-l{rank}", "number": rank})
-            self._hear("ready")  # before anybody waits for them in the meeting
-            self._tell({"do": "join"})
-            self.group = ProcessGroup(rendezvous, 0, size, net.log_std.device, self._look)
-            self._hear("joined")
+            self._wait_for("ready")  # before anybody waits for them in the meeting
+            self._send({"do": "join"})
+            self.group = ProcessGroup(rendezvous, 0, size, net.log_std.device, self._check_exits)
+            self._wait_for("joined")
         except BaseException:
             self.close()
             raise
@@ -118,62 +118,62 @@ class LearnerProcesses:
             shutil.rmtree(rendezvous, ignore_errors=True)
 
     def _start(self, task: dict[str, Any]) -> None:
-        heard, commands = os.pipe2(os.O_CLOEXEC)
-        answers, told = os.pipe2(os.O_CLOEXEC)
-        self._members.append(_Member(task["number"], commands, os.fdopen(answers)))
-        self._fork_server.fork(task, [heard, told, self._board.fd])
-        os.close(heard)
-        os.close(told)
+        commands_end, commands = os.pipe2(os.O_CLOEXEC)
+        answers, answers_end = os.pipe2(os.O_CLOEXEC)
+        self._learners.append(_LearnerProcess(task["number"], commands, os.fdopen(answers)))
+        self._fork_server.fork(task, [commands_end, answers_end, self._memory.fd])
+        os.close(commands_end)
+        os.close(answers_end)
 
     @contextlib.contextmanager
-    def at_work(self, rollout: Rollout, weights: Mapping[str, Array], algo: Tree, env_steps: int) -> Iterator[None]:
-        """Inside, all of them do the update that the driver does there; afterwards they have finished it too."""
-        rest = self._board.write(rollout, weights, algo)
+    def updating(self, rollout: Rollout, weights: Mapping[str, Array], algo: Tree, env_steps: int) -> Iterator[None]:
+        """Within this, all learners compute the update that the driver computes here."""
+        rest = self._memory.write(rollout, weights, algo)
         place = {"rows": rollout.reward.shape[1], "env_steps": env_steps}
-        self._tell({"do": "update", **place, "algo": rest, "threads": torch.get_num_threads()})
+        self._send({"do": "update", **place, "algo": rest, "threads": torch.get_num_threads()})
         try:
             yield
         except PeerLostError as error:
             raise self._cause() from error
-        self._hear("updated")
+        self._wait_for("updated")
 
-    # ------------------------------------------------------------------------------------------ talking
+    # ------------------------------------------------------------------------------------------ messages
 
-    def _tell(self, word: dict[str, Any]) -> None:
-        for member in self._members:
-            with contextlib.suppress(BrokenPipeError):  # that it died is told when it is waited for
-                os.write(member.commands, json.dumps(word).encode() + b"\n")
+    def _send(self, command: dict[str, Any]) -> None:
+        for learner in self._learners:
+            with contextlib.suppress(BrokenPipeError):  # `_wait_for` reports that it died
+                os.write(learner.commands, json.dumps(command).encode() + b"\n")
 
-    def _hear(self, wanted: str) -> None:
-        """Wait until all of them have said this."""
-        silent = list(self._members)
+    def _wait_for(self, wanted: str) -> None:
+        """Wait until all learners have reported this."""
+        waiting = list(self._learners)
         until = time.monotonic() + TIMEOUT.total_seconds()
-        while silent:
-            pipes = [member.answers.fileno() for member in silent]
+        while waiting:
+            pipes = [learner.answers.fileno() for learner in waiting]
             left = max(0.0, until - time.monotonic())
             ready = select.select([self._fork_server.fileno(), *pipes], [], [], left)[0]
             self._handle_events()
             if not ready or self._deaths:
                 raise self._cause()
-            for member in [member for member in silent if member.answers.fileno() in ready]:
-                if self._take(member, member.answers.readline()) == wanted:
-                    silent.remove(member)
+            for learner in [learner for learner in waiting if learner.answers.fileno() in ready]:
+                if self._handle(learner, learner.answers.readline()) == wanted:
+                    waiting.remove(learner)
 
-    def _take(self, member: _Member, line: str) -> str:
-        """What a colearner says with a line; it has none left when it is gone, or the beginning of one."""
-        word = json.loads(line) if line.endswith("\n") else {}
-        if "error" in word:
-            member.error_report = word
-        return str(word.get("said", ""))
+    def _handle(self, learner: _LearnerProcess, line: str) -> str:
+        """Handle a line of a learner; returns what it has done. Empty if it is gone; the last line may be cut."""
+        message = json.loads(line) if line.endswith("\n") else {}
+        if "error" in message:
+            learner.error_report = message
+        return str(message.get("done", ""))
 
     def _handle_events(self) -> None:
-        while (word := self._fork_server.poll_events()) is not None:
-            if "started" in word:
-                self._members[word["number"] - 1].pid = word["started"]
+        while (event := self._fork_server.poll_events()) is not None:
+            if "started" in event:
+                self._learners[event["number"] - 1].pid = event["started"]
             else:
-                self._deaths[word["exited"]] = word["status"]
+                self._deaths[event["exited"]] = event["status"]
 
-    def _look(self) -> None:
+    def _check_exits(self) -> None:
         self._handle_events()
         if self._deaths:
             raise PeerLostError("a learner is gone")
@@ -181,32 +181,32 @@ class LearnerProcesses:
     # ------------------------------------------------------------------------------------------ faults
 
     def _cause(self) -> TiltyardError:
-        """Why a colearner is gone; those that only lost the others are no cause."""
+        """Why a learner is gone; learners that merely lost the others are not the cause."""
         until = time.monotonic() + GRACE
         while True:
             self._handle_events()
-            for member in self._members:
-                if member.pid in self._deaths and (found := self._reported_error(member, self._deaths[member.pid])):
+            for learner in self._learners:
+                if learner.pid in self._deaths and (found := self._reported_error(learner, self._deaths[learner.pid])):
                     return found
             left = until - time.monotonic()
             if left <= 0 or not select.select([self._fork_server.fileno()], [], [], left)[0]:
                 minutes = TIMEOUT.total_seconds() / 60
-                return TiltyardError(f"the learners have not heard from each other for {minutes:g} minutes", HINT)
+                return TiltyardError(f"the learners have not answered each other for {minutes:g} minutes", HINT)
 
-    def _reported_error(self, member: _Member, status: int) -> TiltyardError | None:
-        """What one that has ended says, or its exit code."""
-        for line in member.answers:
-            self._take(member, line)
-        told = member.error_report
-        if told is not None:
-            return None if told["lost"] else TiltyardError(told["error"], told["hint"], told["details"])
-        how = killed_by(-status) if status < 0 else f"ended with exit code {status}"
-        return TiltyardError(f"learner {member.rank} (process {member.pid}) {how}", HINT)
+    def _reported_error(self, learner: _LearnerProcess, status: int) -> TiltyardError | None:
+        """The error of a learner that has ended: its report, or its exit code."""
+        for line in learner.answers:
+            self._handle(learner, line)
+        report = learner.error_report
+        if report is not None:
+            return None if report["lost"] else TiltyardError(report["error"], report["hint"], report["details"])
+        how = killed_by(-status) if status < 0 else f"exited with code {status}"
+        return TiltyardError(f"learner {learner.rank} (process {learner.pid}) {how}", HINT)
 
     def close(self) -> None:
-        """End every process and give back what was taken."""
+        """End all processes and close their files."""
         self._fork_server.close()
-        for member in self._members:
-            os.close(member.commands)
-            member.answers.close()
-        os.close(self._board.fd)
+        for learner in self._learners:
+            os.close(learner.commands)
+            learner.answers.close()
+        os.close(self._memory.fd)

@@ -1,13 +1,13 @@
-"""One piece of shared memory for driver and workers: slots with their states, heartbeats, and the published weights.
+"""The shared memory of driver and workers: slots with their states, heartbeats, and the published weights.
 
     slots     FREE -> ACTING -> FULL -> LEARNING -> FREE     a rollout [T, rows] each; a worker owns it while ACTING
-    beats     one counter and one phase per worker           a counter that stands still is an env that hangs
+    beats     one counter and one phase per worker           a counter that stands still means a hung env
     weights   two buffers and the version of each            the driver writes one while workers read the other
-    shelves   past versions of policies, and their marks     written when there is a new one, in a place that is free
-    exchange  what each worker asks an actor and is told     only where decisions are made in one batch
+    version_pools   past versions and their marks            a new version is written into a free place
+    inference       requests and answers of each worker      only with an inference server
 
-The memory has no name: it is a file descriptor that workers inherit, so that nothing is left behind when all of them
-are gone, however they went. It is taken from RAM, not from /dev/shm; where that fails, a deleted file serves.
+The memory has no name: workers inherit its file descriptor, so that nothing is left behind however they end. It is a
+memfd, not a file in /dev/shm; where that fails, a deleted temporary file serves.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ STATES = ("free", "acting", "full", "learning")
 
 @dataclass(frozen=True)
 class InferenceBuffers:
-    """Questions to the actor and its answers, [workers, rows, ...] unless said otherwise. A worker writes its questions
-    and then says so; it reads the answers when it was told that they are there."""
+    """Requests to the inference server and its answers, [workers, rows, ...] unless noted. A worker writes its request,
+    sends its number, and reads the answer when the server wakes it."""
 
     obs: Arrays
     first: Array
@@ -47,13 +47,13 @@ class InferenceBuffers:
     params: Array
     value: Array  # in units of reward
     log_std: Array  # [workers, columns]
-    after: Arrays  # the memory
-    versions: Array  # [workers] of the weights that it was answered with
-    counts: Array  # batches, and rows in all of them
+    after: Arrays  # the recurrent state
+    versions: Array  # [workers] of the weights that answered
+    counts: Array  # batches, rows
 
 
 class SharedMemory:
-    """Driver and workers build the same layout from the same experiment; only the driver makes the memory."""
+    """Driver and workers build the same layout from the same experiment; only the driver allocates it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SharedMemory:
         self.rows = experiment.engine.envs // workers
         measure = Layout()
         self._array = measure.array
-        self._lay_out(experiment, spec, net, workers, slots)  # without memory yet, to learn how much is needed
+        self._lay_out(experiment, spec, net, workers, slots)  # without memory, to measure its size
         self.size = measure.size
         self.fd = make_memory(self.size) if fd is None else fd
         self._array = Layout(mmap.mmap(self.fd, self.size)).array
@@ -78,25 +78,27 @@ class SharedMemory:
 
     def _lay_out(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int) -> None:
         self.states = self._array("states", (slots,), np.int64)
-        self.beats = self._array("beats", (workers, 8), np.int64)  # a line each: [worker, 0] counter, [worker, 1] phase
+        self.beats = self._array(
+            "beats", (workers, 8), np.int64
+        )  # a cache line each: [worker, 0] counter, [worker, 1] phase
         self.versions = self._array("versions", (8,), np.int64)  # begun, finished
         own = {name: (tuple(item.shape), item.cpu().numpy().dtype) for name, item in net.state_dict().items()}
         weights = joined([own] * len(experiment.learning))
         self.buffers = [
             {name: self._array(name, shape, dtype) for name, (shape, dtype) in weights.items()} for _ in range(2)
         ]
-        self.version_pools = {name: self._shelf(own, past.keep) for name, past in experiment.past.items()}
+        self.version_pools = {name: self._version_pool(own, past.keep) for name, past in experiment.past.items()}
         self.slots: list[Rollout] = [empty_rollout(experiment, spec, net, self.rows, self._array) for _ in range(slots)]
-        self.inference = self._exchange(spec, net, workers) if self.batched else None
+        self.inference = self._inference_buffers(spec, net, workers) if self.batched else None
 
-    def _shelf(self, own: Mapping[str, tuple[tuple[int, ...], Any]], keep: int) -> tuple[Array, list[Arrays]]:
-        """Env step and mark of the version in each place, mark 0 where there is none, and the weights there. One place
-        more than are kept: a new version is there before the oldest goes."""
+    def _version_pool(self, own: Mapping[str, tuple[tuple[int, ...], Any]], keep: int) -> tuple[Array, list[Arrays]]:
+        """Env step and mark of the version in each place (mark 0: free), and its weights. There is one more than
+        `keep`: a new version is written before the oldest is dropped."""
         places = range(keep + 1)
         labels = self._array("labels", (len(places), 2), np.int64)
         return labels, [{name: self._array(name, *kind) for name, kind in own.items()} for _ in places]
 
-    def _exchange(self, spec: EnvSpec, net: PolicyNet, workers: int) -> InferenceBuffers:
+    def _inference_buffers(self, spec: EnvSpec, net: PolicyNet, workers: int) -> InferenceBuffers:
         rows = self.rows * len(spec.agents)
         memory = {key: (item.shape[1:], item.cpu().numpy().dtype) for key, item in net.initial_state(rows).items()}
 
@@ -118,14 +120,14 @@ class SharedMemory:
     # ------------------------------------------------------------------------------------------ weights
 
     def publish(self, arrays: Mapping[str, Array], version: int) -> None:
-        """The driver: make these the newest weights."""
+        """Driver: publish the newest weights."""
         self.versions[0] = version
         for name, target in self.buffers[version % 2].items():
             target[...] = arrays[name]
         self.versions[1] = version
 
     def fetch(self, into: Mapping[str, Array]) -> int:
-        """A worker: copy the newest weights; returns their version. Repeated when they were overwritten meanwhile."""
+        """Worker: copy the newest weights; returns their version. Copies again if they were overwritten meanwhile."""
         while True:
             version = int(self.versions[1])
             for name, source in self.buffers[version % 2].items():
@@ -133,14 +135,14 @@ class SharedMemory:
             if int(self.versions[0]) <= version + 1:  # the writer was at most in the other buffer
                 return version
 
-    def stock(self, name: str, pool: VersionPool) -> None:
-        """The driver: make these the past versions of a pool."""
+    def publish_versions(self, name: str, pool: VersionPool) -> None:
+        """Driver: publish the past versions of a pool."""
         labels, places = self.version_pools[name]
         there = {tuple(label): place for place, label in enumerate(labels.tolist())}
         free = [place for place, (_, mark) in enumerate(labels.tolist()) if mark == 0]
         for env_steps, mark in pool.marks.items():
             if (env_steps, mark) not in there:
-                place = free.pop() if free else self._emptied(labels, pool)
+                place = free.pop() if free else self._free_place(labels, pool)
                 for key, array in pool.versions[env_steps].arrays().items():
                     places[place][key][...] = array
                 labels[place] = (env_steps, mark)
@@ -149,14 +151,14 @@ class SharedMemory:
                 labels[place] = 0
 
     @staticmethod
-    def _emptied(labels: Array, pool: VersionPool) -> int:
-        """A place whose version is no longer kept."""
+    def _free_place(labels: Array, pool: VersionPool) -> int:
+        """Free a place whose version is no longer kept."""
         place = next(place for place, (at, mark) in enumerate(labels.tolist()) if pool.marks.get(at) != mark)
         labels[place] = 0
         return place
 
-    def restock(self, name: str, pool: VersionPool) -> None:
-        """A worker: have the past versions of a pool as the driver has them. Repeated when overwritten meanwhile."""
+    def fetch_versions(self, name: str, pool: VersionPool) -> None:
+        """Worker: copy the past versions of a pool. Copies again if they were overwritten meanwhile."""
         labels, places = self.version_pools[name]
         while True:
             now = {place: (at, mark) for place, (at, mark) in enumerate(labels.tolist()) if mark}
@@ -172,18 +174,18 @@ class SharedMemory:
 
 
 class Layout:
-    """Arrays one after another in a piece of memory; without memory they are only measured."""
+    """Places arrays one after another in a memory; without memory it only measures them."""
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         self._memory = memory
         self.size = 0
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """The next piece of the memory; while it is not there yet, something of that shape that takes no room."""
+        """The next array of the memory, or a stand-in while measuring."""
         kind = np.dtype(dtype)
         begin = self.size
         count = int(np.prod(shape, dtype=np.int64))
-        end = begin + count * kind.itemsize  # and on to a full cache line: two workers never write into the same one
+        end = begin + count * kind.itemsize  # rounded up to a cache line: workers never share one
         self.size = -(-end // CACHE_LINE) * CACHE_LINE
         if self._memory is None:
             return _Nothing()  # type: ignore[return-value]
@@ -191,25 +193,25 @@ class Layout:
 
 
 class _Nothing:
-    """Takes any assignment and keeps none: stands for an array while the layout is only being measured."""
+    """Stands for an array while the layout is measured: accepts assignments and keeps nothing."""
 
     def __setitem__(self, key: object, value: object) -> None:
         return
 
 
 def make_memory(size: int) -> int:
-    """A file descriptor of `size` zeroed bytes that no name leads to."""
+    """A file descriptor of `size` zeroed bytes without a name in the file system."""
     if hasattr(os, "memfd_create"):
-        with contextlib.suppress(OSError):  # no RAM to be had that way
+        with contextlib.suppress(OSError):  # fall back to a file
             return _allocated(os.memfd_create("tiltyard", os.MFD_CLOEXEC), size)
     try:
         with tempfile.TemporaryFile(prefix="tiltyard-") as file:
             return _allocated(os.dup(file.fileno()), size)
     except OSError as error:
         raise TiltyardError(
-            f"{size / 2**20:,.0f} MiB that workers share cannot be had: neither memory, nor a file in "
-            f"{tempfile.gettempdir()} ({error.strerror})",
-            "set TMPDIR to a folder with more room, or lower engine.envs or algo.rollout",
+            f"cannot allocate {size / 2**20:,.0f} MiB of shared memory, neither in RAM nor in {tempfile.gettempdir()} "
+            f"({error.strerror})",
+            "set TMPDIR to a folder with more space, or lower engine.envs or algo.rollout",
         ) from error
 
 

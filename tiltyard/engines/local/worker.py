@@ -1,10 +1,10 @@
-"""A worker: one group of envs and who acts in it, its own copy of the policy or an actor that it asks (remote.py). It
-fills slots of the slab as the driver asks.
+"""A worker: fills slots of the shared memory from one group of envs, on the driver's command. It acts with its own copy
+of the policy, or through the inference server (inference_client.py).
 
     driver ── {"do": "fill", "slot": 2} ──> worker ── {"filled": 2, "version": 17, "episodes": [...], ...} ──> driver
 
-Commands and answers are lines of JSON through two pipes; a pipe that closes ends the worker. It knows nothing of
-learning, other workers or the run folder, except where it is told to write its part of a checkpoint.
+Commands and answers are lines of JSON through two pipes; a closed pipe ends the worker. It knows nothing of learning,
+other workers or the run folder; `save` names the folder for its part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from tiltyard.run.checkpoint import write_tree
 
 
 def work(task: dict[str, Any], fds: list[int]) -> None:
-    """The whole life of a worker."""
+    """Run a worker until its pipes close."""
     commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
-    faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # where a worker that hangs is hanging
+    faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # shows where a hung worker is
     torch.set_num_threads(1)
     if task["experiment"]["engine"]["affinity"]:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[task["number"] % len(cores)]})
     try:
-        _Worker(task, fds[2], answers, *fds[4:]).obey(commands)
+        _Worker(task, fds[2], answers, *fds[4:]).run(commands)
     except TiltyardError as error:
         _report_error(answers, error)
         sys.exit(1)
 
 
 class _Worker:
-    """`door` is where an actor is asked, if there is one."""
+    """`requests` is the socket of the inference server, if there is one."""
 
-    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO, door: int | None = None) -> None:
+    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO, requests: int | None = None) -> None:
         self.number, self.answers = task["number"], answers
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
         nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
         self.nets = list(nets.values())
-        batched = door is not None
+        batched = requests is not None
         self.shared = SharedMemory(
             experiment, spec, self.nets[0], task["workers"], task["slots"], memory, batched=batched
         )
@@ -69,49 +69,49 @@ class _Worker:
         self.weights = joined(views)
         self.version = -1
         self.beat = self.shared.beats[self.number]
-        self.beat[1] = RESETTING  # making envs may take what their resets may
-        self.remote: InferenceClient | None = None
-        if door is not None and self.shared.inference is not None:
-            self.remote = InferenceClient(self.nets[0], self.shared.inference, self.number, door, self.beat)
+        self.beat[1] = RESETTING  # making envs may take as long as a reset
+        self.client: InferenceClient | None = None
+        if requests is not None and self.shared.inference is not None:
+            self.client = InferenceClient(self.nets[0], self.shared.inference, self.number, requests, self.beat)
         self.version_pools = {name: VersionPool(past, experiment, spec, base) for name, past in experiment.past.items()}
-        actor = self.remote or make_actor(
+        actor = self.client or make_actor(
             experiment, spec, nets, frozen_nets(experiment, spec, base), self.version_pools
         )
-        share = max(1, usable_cores() // task["workers"])  # all step their envs at the same time
+        share = max(1, usable_cores() // task["workers"])  # all workers step at the same time
         in_worker = InWorker(self.beat, share)
         self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, in_worker)
         self.beat[1] = IDLE
         self.replaces = task["skip_episodes"] > 0
         if self.replaces:
-            untold = int(experiment.env.decorrelate > 0)  # the first of each copy, which was not counted
-            self.collector.envs.skip_episodes(task["skip_episodes"] + untold)
+            uncounted = int(experiment.env.decorrelate > 0)  # the first episode of each copy
+            self.collector.envs.skip_episodes(task["skip_episodes"] + uncounted)
         self.answer(ready=True)
 
-    def answer(self, **word: Any) -> None:
-        self.answers.write(json.dumps(word) + "\n")
+    def answer(self, **fields: Any) -> None:
+        self.answers.write(json.dumps(fields) + "\n")
 
-    def obey(self, commands: TextIO) -> None:
+    def run(self, commands: TextIO) -> None:
         mark = perf_counter()
         for line in commands:
             waited = perf_counter() - mark
-            word = json.loads(line)
-            if word["do"] == "fill":
-                self.fill(word["slot"], waited)
-            elif word["do"] == "save":
-                self.answer(saved=self.save(Path(word["folder"])))
-            elif word["do"] == "load":
-                self.restock()  # who plays on is among them
-                self.beat[1] = RESETTING  # replaying an episode takes as long as it did
-                said = self.collector.load(Path(word["folder"]))
-                self.answer(loaded=(int(self.collector.envs.stats.number.max()), said))
+            command = json.loads(line)
+            if command["do"] == "fill":
+                self.fill(command["slot"], waited)
+            elif command["do"] == "save":
+                self.answer(saved=self.save(Path(command["folder"])))
+            elif command["do"] == "load":
+                self.fetch_versions()  # those that running episodes need
+                self.beat[1] = RESETTING  # re-running an episode takes as long as it did
+                notes = self.collector.load(Path(command["folder"]))
+                self.answer(loaded=(int(self.collector.envs.stats.number.max()), notes))
                 self.beat[1] = IDLE
             mark = perf_counter()
         self.collector.close()
 
     def save(self, folder: Path) -> tuple[int, str] | None:
-        """Write this group's part of a checkpoint; what the system refuses is the driver's to tell."""
-        self.beat[1] = RESETTING  # an env's get_state() may take what its reset may
-        if self.replaces:  # else a resume would begin with the episodes that its predecessor had
+        """Write this group's part of a checkpoint; returns a system error for the driver to report."""
+        self.beat[1] = RESETTING  # get_state() may take as long as a reset
+        if self.replaces:  # else a resume would repeat its predecessor's episodes
             self.collector.begin()
         try:
             self.collector.save(folder)
@@ -121,25 +121,25 @@ class _Worker:
             self.beat[1] = IDLE
         return None
 
-    def restock(self) -> None:
-        """Have the past versions that there are now."""
+    def fetch_versions(self) -> None:
+        """Copy the past versions from the shared memory."""
         for name, pool in self.version_pools.items():
-            self.shared.restock(name, pool)
+            self.shared.fetch_versions(name, pool)
 
     def fill(self, slot: int, waited: float) -> None:
         mark = perf_counter()
-        if self.remote is None and int(self.shared.versions[1]) != self.version:
+        if self.client is None and int(self.shared.versions[1]) != self.version:
             self.version = self.shared.fetch(self.weights)
             for net in self.nets:
                 net.normaliser.refresh()
-            self.restock()
+            self.fetch_versions()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
         frames = -self.collector.envs.frames_taken
         self.shared.states[slot] = ACTING
         self.beat[1] = STEPPING
         episodes = self.collector.fill(self.shared.slots[slot], self.version, spent)
-        if self.remote is not None:
-            self.version = self.remote.date(self.shared.slots[slot])
+        if self.client is not None:
+            self.version = self.client.stamp_versions(self.shared.slots[slot])
         self.beat[1] = IDLE
         self.shared.states[slot] = FULL
         frames += self.collector.envs.frames_taken
@@ -150,10 +150,10 @@ class _Worker:
 
 
 def _report_error(answers: TextIO, error: TiltyardError) -> None:
-    """Say what went wrong, with the arrays that did it where they are what matters."""
+    """Send an error, with the batch that caused a divergence."""
     lost = isinstance(error, InferenceServerGone)
-    word = {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost, "diverged": ""}
+    report = {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost, "diverged": ""}
     if isinstance(error, DivergedError):
-        word["diverged"] = folder = tempfile.mkdtemp(prefix="tiltyard-diverged-")
+        report["diverged"] = folder = tempfile.mkdtemp(prefix="tiltyard-diverged-")
         write_tree(Path(folder), "batch", error.batch)
-    answers.write(json.dumps(word) + "\n")
+    answers.write(json.dumps(report) + "\n")

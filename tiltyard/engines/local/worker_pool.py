@@ -1,9 +1,8 @@
-"""The driver's side of the workers: commands out, answers in, and a replacement for every worker that dies or hangs.
+"""The driver's side of the workers: sends commands, receives answers, replaces workers that die or hang.
 
-A worker has at most a few commands outstanding. When it is replaced, the new one is given the same commands again, so
-whoever waits for an answer gets one; episodes that were running in the dead worker are lost, and that is said. Nothing
-is polled but heartbeats: a death is a message of the nursery, an answer is a line in a pipe. An actor that decides for
-all of them is not replaced: its end is raised here with its cause, and workers that only lost it are no cause.
+A replacement gets the commands that its predecessor had not answered, so that every command is answered; episodes that
+were running in the dead worker are lost, and an event says so. Only heartbeats are polled: the fork server reports
+exits, and answers are lines in a pipe. The inference server is not replaced: its end is raised here with its cause.
 """
 
 from __future__ import annotations
@@ -24,43 +23,34 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.engines.local import INFERENCE_SERVER, PRELOAD, WORKER
+from tiltyard.engines.local.hang_location import STACK_BYTES, hang_location
 from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
-from tiltyard.envs.isolation.server import STACK
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.processes import fork_server
 from tiltyard.processes.child import killed_by
-from tiltyard.processes.proc import tree
 from tiltyard.run.checkpoint import read_tree
 
-POLL_SECONDS = 0.5  # seconds between two looks at the heartbeats
-GLANCE = 0.05  # seconds between two looks for deaths while the driver learns
-SUSPENDED = 10 * POLL_SECONDS  # seconds that a look takes when not we alone were held up
-FRUITLESS = 5  # replacements in a row without a filled slot: then it is not bad luck
-STACK_BYTES = 1 << 16
-WAITING = (
-    "tiltyard/envs/isolation/pool.py",
-    "tiltyard/envs/isolation/wire.py",
-)  # for an env in a thread or process of its own
-CLOSING = 3.0  # seconds that workers have to finish their rollout and close their envs
-STACK_SECONDS = 2.0  # that a worker that hangs has to say where
-
-
-HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.inference=worker continues without it"
+POLL_SECONDS = 0.5  # between two checks of the heartbeats
+EXIT_POLL_SECONDS = 0.05  # between two checks for exits while the driver learns
+SUSPENDED_SECONDS = 10 * POLL_SECONDS  # a select that takes longer means that the whole job was suspended
+MAX_FAILURES = 5  # of one worker in a row, without a filled slot
+CLOSE_SECONDS = 3.0  # that workers have to finish their rollout and close their envs
+HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.inference=worker runs without an inference server"
 
 
 @dataclass
-class _Actor:
-    """The process that decides for all workers: where workers ask it, and where it says why it ends."""
+class _InferenceServer:
+    """Its process, the socket for requests of workers, and the file for its error report."""
 
-    door: socket.socket
-    words: int
+    requests: socket.socket
+    report: int
     pid: int | None = None
 
 
 @dataclass
 class _WorkerProcess:
-    """One worker: its process, its pipes, what it was asked and has not answered yet."""
+    """One worker: its process, its pipes, and the commands that it has not answered yet."""
 
     number: int
     pid: int | None = None
@@ -68,18 +58,25 @@ class _WorkerProcess:
     answers: int = -1
     stack: int = -1
     text: bytes = b""
-    asked: deque[dict[str, Any]] = field(default_factory=deque)
+    pending: deque[dict[str, Any]] = field(default_factory=deque)
     error_report: dict[str, Any] | None = None
     ready: bool = False
-    fruitless: int = 0
+    failures: int = 0
     beat: int = -1
     beat_since: float = field(default_factory=time.monotonic)
     kill_reason: str = ""
-    """why we killed it, if we did"""
+    """set when it is killed for hanging"""
+
+    def release(self) -> None:
+        """Close its pipes and files."""
+        for fd in (self.commands, self.answers, self.stack):
+            if fd >= 0:
+                os.close(fd)
+        self.commands = self.answers = self.stack = -1
 
 
 class WorkerPool:
-    """Workers 0 .. count - 1. `task` is what every worker is told, its number apart."""
+    """Workers 0 .. count - 1. `task` is what all of them are given."""
 
     def __init__(
         self,
@@ -101,101 +98,96 @@ class WorkerPool:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fork_server, selectors.EVENT_READ, None)
         self.workers = [_WorkerProcess(number) for number in range(count)]
-        self._unborn: deque[_WorkerProcess | _Actor] = deque()
-        self._attended = 0.0
-        self._last_words: list[tuple[int, dict[str, Any]]] = []  # answers of workers that are gone
-        self._inference_server = self._start_actor() if shared.batched else None
+        self._starting: deque[_WorkerProcess | _InferenceServer] = deque()
+        self._checked = 0.0
+        self._late_answers: list[tuple[int, dict[str, Any]]] = []  # of workers that are gone
+        self._inference_server = self._start_inference_server() if shared.batched else None
         for worker in self.workers:
             self._start(worker)
 
-    # ------------------------------------------------------------------------------------------ talking
+    # ------------------------------------------------------------------------------------------ messages
 
-    def ask(self, number: int, **word: Any) -> None:
-        """Give a worker a command. One that dies before it answers is replaced, and the new one is asked again."""
+    def send(self, number: int, command: dict[str, Any]) -> None:
+        """Send a command. If the worker dies before it answers, its replacement gets the command again."""
         worker = self.workers[number]
-        worker.asked.append(word)
+        worker.pending.append(command)
         if worker.ready:
-            self._send(worker, word)
+            _write(worker, command)
 
     def is_busy(self, number: int) -> bool:
-        """Whether a worker has something left to answer."""
-        return bool(self.workers[number].asked)
+        """Whether a worker has not answered all commands."""
+        return bool(self.workers[number].pending)
 
     def answers(self, timeout: float | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(worker, answer) as they come in: at least one, unless the timeout is over."""
+        """(worker, answer) as they arrive: at least one, unless the timeout passes."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             left = POLL_SECONDS if until is None else min(POLL_SECONDS, max(0.0, until - time.monotonic()))
-            began = time.monotonic()
-            # The nursery last: a death that it tells gives the member another pipe than the one that was seen here.
+            start = time.monotonic()
+            # The fork server last: an exit replaces the worker and its pipes.
             ready = sorted(self._selector.select(left), key=lambda each: each[0].data is None)
-            if time.monotonic() - began > SUSPENDED:  # the whole job was, and nobody could have come back meanwhile
+            if time.monotonic() - start > SUSPENDED_SECONDS:  # no env could return in that time
                 for worker in self.workers:
                     worker.beat_since = time.monotonic()
-            found = [answer for key, _ in ready for answer in self._hear(key.data)]
+            found = [answer for key, _ in ready for answer in self._recv(key.data)]
             self._check_heartbeats()
-            found += self._last_words
-            self._last_words = []
+            found += self._late_answers
+            self._late_answers = []
             yield from found
             if found or (until is not None and time.monotonic() >= until):
                 return
 
     def check_processes(self) -> None:
-        """Replace who died, for a driver that is busy with something else. Cheap: it may be called very often."""
+        """Replace workers that died, while the driver learns. Cheap: may be called very often."""
         now = time.monotonic()
-        if now - self._attended > GLANCE:
-            self._attended = now
+        if now - self._checked > EXIT_POLL_SECONDS:
+            self._checked = now
             if select.select([self._fork_server], [], [], 0)[0]:
                 self._handle_events()
 
-    def _hear(self, worker: _WorkerProcess | None) -> list[tuple[int, dict[str, Any]]]:
+    def _recv(self, worker: _WorkerProcess | None) -> list[tuple[int, dict[str, Any]]]:
         if worker is None:
             self._handle_events()
             return []
         got = os.read(worker.answers, 1 << 20)
-        if not got:  # its death will be told; until then there is nothing more to read
+        if not got:  # closed: the fork server will report its exit
             self._selector.unregister(worker.answers)
             os.close(worker.answers)
             worker.answers = -1
             return []
         *lines, worker.text = (worker.text + got).split(b"\n")
-        return [answer for line in lines for answer in self._take(worker, json.loads(line))]
+        return [answer for line in lines for answer in self._handle(worker, json.loads(line))]
 
-    def _take(self, worker: _WorkerProcess, word: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-        if "ready" in word:
+    def _handle(self, worker: _WorkerProcess, answer: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        if "ready" in answer:
             worker.ready = True
-            for each in worker.asked:
-                self._send(worker, each)
+            for each in worker.pending:
+                _write(worker, each)
             return []
-        if "error" in word:
-            worker.error_report = word
+        if "error" in answer:
+            worker.error_report = answer
             return []
-        worker.asked.popleft()
-        if "filled" in word:
-            worker.fruitless = 0
-            self.episodes_begun[worker.number] += len(word["episodes"])
-        return [(worker.number, word)]
+        worker.pending.popleft()
+        if "filled" in answer:
+            worker.failures = 0
+            self.episodes_begun[worker.number] += len(answer["episodes"])
+        return [(worker.number, answer)]
 
-    def _send(self, worker: _WorkerProcess, word: dict[str, Any]) -> None:
-        worker.beat_since = time.monotonic()  # nobody may have looked while there was nothing to do
-        with contextlib.suppress(BrokenPipeError):  # it died a moment ago, and its successor will be asked
-            os.write(worker.commands, json.dumps(word).encode() + b"\n")
+    # ------------------------------------------------------------------------------------------ starts and exits
 
-    # ------------------------------------------------------------------------------------------ births and deaths
-
-    def _start_actor(self) -> _Actor:
+    def _start_inference_server(self) -> _InferenceServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = make_memory(1)  # grows with what is written; a pipe that nobody reads would hold up a long text
+        report = make_memory(1)  # grows with what is written; nothing reads it before the end, so a pipe could block
         task = {**self._task, "run": INFERENCE_SERVER, "name": "tiltyard-a0", "number": 0}
-        self._fork_server.fork(task, [self.shared.fd, theirs.fileno(), words])
+        self._fork_server.fork(task, [self.shared.fd, theirs.fileno(), report])
         theirs.close()
-        actor = _Actor(ours, words)
-        self._unborn.append(actor)
-        return actor
+        server = _InferenceServer(ours, report)
+        self._starting.append(server)
+        return server
 
     def _start(self, worker: _WorkerProcess) -> None:
-        heard, commands = os.pipe2(os.O_CLOEXEC)
-        answers, told = os.pipe2(os.O_CLOEXEC)
+        commands_end, commands = os.pipe2(os.O_CLOEXEC)
+        answers, answers_end = os.pipe2(os.O_CLOEXEC)
         stack = make_memory(STACK_BYTES)
         begun = self.episodes_begun[worker.number]
         task = {
@@ -205,94 +197,65 @@ class WorkerPool:
             "number": worker.number,
             "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
         }
-        door = [] if self._inference_server is None else [self._inference_server.door.fileno()]
-        self._fork_server.fork(task, [heard, told, self.shared.fd, stack, *door])
-        os.close(heard)
-        os.close(told)
+        requests = [] if self._inference_server is None else [self._inference_server.requests.fileno()]
+        self._fork_server.fork(task, [commands_end, answers_end, self.shared.fd, stack, *requests])
+        os.close(commands_end)
+        os.close(answers_end)
         worker.commands, worker.answers, worker.stack, worker.text = commands, answers, stack, b""
         worker.pid, worker.ready, worker.error_report, worker.kill_reason = None, False, None, ""
         worker.beat_since = time.monotonic()
-        self.shared.beats[worker.number, 1] = IDLE  # whatever the one before was doing
+        self.shared.beats[worker.number, 1] = IDLE  # not what its predecessor was doing
         self._selector.register(answers, selectors.EVENT_READ, worker)
-        self._unborn.append(worker)
+        self._starting.append(worker)
 
     def _handle_events(self) -> None:
-        while (word := self._fork_server.poll_events()) is not None:
-            if "started" in word:
-                self._unborn.popleft().pid = word["started"]
+        while (event := self._fork_server.poll_events()) is not None:
+            if "started" in event:
+                self._starting.popleft().pid = event["started"]
                 continue
-            if self._inference_server is not None and self._inference_server.pid == word["exited"]:
-                raise self._end_of(self._inference_server, word["status"])
-            worker = next((each for each in self.workers if each.pid == word["exited"]), None)
+            if self._inference_server is not None and self._inference_server.pid == event["exited"]:
+                raise _server_error(self._inference_server, event["status"])
+            worker = next((each for each in self.workers if each.pid == event["exited"]), None)
             if worker is not None:
-                self._replace(worker, word["status"])
+                self._replace(worker, event["status"])
 
     def _replace(self, worker: _WorkerProcess, status: int) -> None:
-        while worker.answers >= 0 and self._readable(worker):  # slots that it filled before it died are good
-            self._last_words += self._hear(worker)
-        if worker.error_report is not None and worker.error_report["lost"]:  # the actor's end will be told, too
-            self._forget(worker)
+        while worker.answers >= 0 and _readable(worker):  # slots that it filled before it died are valid
+            self._late_answers += self._recv(worker)
+        if worker.error_report is not None and worker.error_report["lost"]:  # it lost the inference server
+            self._release(worker)
             worker.ready = False
             return
-        cause = self._cause(worker, status)
-        self._forget(worker)
-        worker.fruitless += 1
+        cause = _cause(worker, status)
+        self._release(worker)
+        worker.failures += 1
         self._restarts_left -= 1
-        if worker.fruitless > FRUITLESS or self._restarts_left < 0:
+        if worker.failures > MAX_FAILURES or self._restarts_left < 0:
             raise self._given_up(worker, cause)
         self.restarts += 1
         lost = self.shared.rows
-        self.events.append(f"worker {worker.number} {cause}; it is replaced, and {lost} running episodes were cut")
+        self.events.append(
+            f"worker {worker.number} {cause}; a new one replaces it, and {lost} running episodes were cut"
+        )
         self._start(worker)
 
-    def _readable(self, worker: _WorkerProcess) -> bool:
-        selector = selectors.DefaultSelector()
-        selector.register(worker.answers, selectors.EVENT_READ)
-        return bool(selector.select(0))
-
-    def _cause(self, worker: _WorkerProcess, status: int) -> str:
-        told = worker.error_report
-        if told is not None:
-            if told["diverged"]:
-                batch = read_tree(Path(told["diverged"]), "batch")
-                shutil.rmtree(told["diverged"])
-                raise DivergedError(told["error"], told["hint"], batch)
-            return f"failed: {told['error']}"
-        if worker.kill_reason:
-            return worker.kill_reason
-        if status < 0:
-            return killed_by(-status, explained=True)
-        return f"exited with code {status}"
-
-    def _end_of(self, actor: _Actor, status: int) -> TiltyardError:
-        """Why there is no actor any more: what it says, or how it ended."""
-        text = os.pread(actor.words, os.fstat(actor.words).st_size, 0).rstrip(b"\0")
-        if text:
-            told = json.loads(text)
-            return TiltyardError(told["error"], told["hint"] or HINT, told["details"])
-        how = killed_by(-status, explained=True) if status < 0 else f"exited with code {status}"
-        return TiltyardError(f"the actor (process {actor.pid}) {how}", HINT)
-
-    def _given_up(self, worker: _WorkerProcess, cause: str) -> TiltyardError:
-        told = worker.error_report
-        if self._restarts_left < 0:
-            message = f"worker {worker.number} {cause}, and engine.restarts is used up"
-            hint = "`tiltyard fork` with a higher engine.restarts continues"
-        elif told is not None:
-            message, hint = told["error"], told["hint"]
-        else:
-            message = f"worker {worker.number} {cause}, {FRUITLESS} times in a row before it had filled a rollout"
-            hint = "engine.kind=serial runs the env in this process, where --pdb can look at it"
-        before = "".join(f"before: {sentence}\n" for sentence in self.events)  # no report will tell these
-        return EnvError(message, hint, before + (told["details"] if told is not None else ""))
-
-    def _forget(self, worker: _WorkerProcess) -> None:
+    def _release(self, worker: _WorkerProcess) -> None:
         if worker.answers >= 0:
             self._selector.unregister(worker.answers)
-            os.close(worker.answers)
-        os.close(worker.commands)
-        os.close(worker.stack)
-        worker.answers = worker.commands = worker.stack = -1
+        worker.release()
+
+    def _given_up(self, worker: _WorkerProcess, cause: str) -> TiltyardError:
+        report = worker.error_report
+        if self._restarts_left < 0:
+            message = f"worker {worker.number} {cause}, and engine.restarts is exhausted"
+            hint = "continue with `tiltyard fork` and a higher engine.restarts"
+        elif report is not None:
+            message, hint = report["error"], report["hint"]
+        else:
+            message = f"worker {worker.number} {cause}, {MAX_FAILURES} times in a row without a filled rollout"
+            hint = "debug the env in this process: engine.kind=serial with --pdb"
+        before = "".join(f"before: {event}\n" for event in self.events)  # no later report would show these
+        return EnvError(message, hint, before + (report["details"] if report is not None else ""))
 
     # ------------------------------------------------------------------------------------------ hanging
 
@@ -303,81 +266,78 @@ class WorkerPool:
             if count != worker.beat or phase not in self._timeouts or worker.pid is None:
                 worker.beat, worker.beat_since = count, now
             elif now - worker.beat_since > self._timeouts[phase] and not worker.kill_reason:
-                self._end_hung(worker, "step" if phase == STEPPING else "reset", self._timeouts[phase])
-
-    def _end_hung(self, worker: _WorkerProcess, doing: str, seconds: float) -> None:
-        assert worker.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGUSR1)
-            stack = self._stack_of(worker)
-            where = f" (it was in {stack})" if stack else ""
-            worker.kill_reason = f"did not come back from {doing}() within {seconds:g} s (env.{doing}_timeout){where}"
-            os.kill(worker.pid, signal.SIGKILL)
-
-    @staticmethod
-    def _stack_of(worker: _WorkerProcess) -> str:
-        """The innermost frame that the hung worker wrote down, or one of its envs in a process of its own."""
-        assert worker.pid is not None
-        if found := _innermost(worker.stack):
-            return found
-        for stack in _stacks_below(worker.pid):
-            found = found or _innermost(stack)
-            os.close(stack)
-        return found
+                _kill_hung(worker, "step" if phase == STEPPING else "reset", self._timeouts[phase])
 
     def close(self) -> None:
-        """End every process and give back what was taken."""
+        """End all processes and close their files."""
         self._selector.close()
-        self._say_goodbye()
+        self._let_workers_close()
         self._fork_server.close()
         if self._inference_server is not None:
-            self._inference_server.door.close()
-            os.close(self._inference_server.words)
+            self._inference_server.requests.close()
+            os.close(self._inference_server.report)
         for worker in self.workers:
-            for fd in (worker.commands, worker.answers, worker.stack):
-                if fd >= 0:
-                    os.close(fd)
+            worker.release()
 
-    def _say_goodbye(self) -> None:
-        """Give workers a moment to close their envs, which may have files and processes of their own."""
+    def _let_workers_close(self) -> None:
+        """Give workers a moment to close their envs, which may own files and processes."""
         waiting = set()
         for worker in self.workers:
             if worker.ready and worker.answers >= 0:
                 waiting.add(worker.pid)
                 os.close(worker.commands)
                 worker.commands = -1
-        until = time.monotonic() + CLOSING
+        until = time.monotonic() + CLOSE_SECONDS
         while waiting and select.select([self._fork_server], [], [], max(0.0, until - time.monotonic()))[0]:
             try:
-                word = self._fork_server.poll_events() or {}
-            except TiltyardError:  # gone, and its workers with it
+                event = self._fork_server.poll_events() or {}
+            except TiltyardError:  # it is gone, and so are its workers
                 return
-            waiting.discard(word.get("exited"))
+            waiting.discard(event.get("exited"))
 
 
-def _stacks_below(pid: int) -> list[int]:
-    """Where the processes with an env below a worker say where they are, which they are asked for."""
-    found = []
-    for process in tree(pid):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            for link in Path(f"/proc/{process.pid}/fd").iterdir():
-                if STACK in link.readlink().name:
-                    found.append(os.open(link, os.O_RDONLY))
-                    os.kill(process.pid, signal.SIGUSR1)
-    return found
+def _write(worker: _WorkerProcess, command: dict[str, Any]) -> None:
+    worker.beat_since = time.monotonic()  # an idle worker's heartbeat stands still
+    with contextlib.suppress(BrokenPipeError):  # it just died; its replacement gets the command
+        os.write(worker.commands, json.dumps(command).encode() + b"\n")
 
 
-def _innermost(stack: int) -> str:
-    """The innermost frame of a thread that does not wait for another, as soon as it is written."""
-    until, before = time.monotonic() + STACK_SECONDS, ""
-    while time.monotonic() < until:
-        text = os.pread(stack, STACK_BYTES, 0).decode(errors="replace")
-        for thread in text.split("(most recent call first):\n")[1:]:
-            innermost = thread.partition("\n")[0].strip()
-            if innermost.startswith("File ") and not any(place in innermost for place in WAITING):
-                return innermost.removeprefix("File ")
-        if before.rstrip("\0") and text == before:  # all of it, and every thread waits
-            break
-        before = text
-        time.sleep(0.02)
-    return ""
+def _readable(worker: _WorkerProcess) -> bool:
+    selector = selectors.DefaultSelector()
+    selector.register(worker.answers, selectors.EVENT_READ)
+    return bool(selector.select(0))
+
+
+def _cause(worker: _WorkerProcess, status: int) -> str:
+    """Why a worker ended; raises DivergedError, which no replacement could prevent."""
+    report = worker.error_report
+    if report is not None:
+        if report["diverged"]:
+            batch = read_tree(Path(report["diverged"]), "batch")
+            shutil.rmtree(report["diverged"])
+            raise DivergedError(report["error"], report["hint"], batch)
+        return f"failed: {report['error']}"
+    return worker.kill_reason or _exit_text(status)
+
+
+def _exit_text(status: int) -> str:
+    return killed_by(-status, explained=True) if status < 0 else f"exited with code {status}"
+
+
+def _server_error(server: _InferenceServer, status: int) -> TiltyardError:
+    """Why the inference server ended: the error that it reported, or how it exited."""
+    text = os.pread(server.report, os.fstat(server.report).st_size, 0).rstrip(b"\0")
+    if text:
+        report = json.loads(text)
+        return TiltyardError(report["error"], report["hint"] or HINT, report["details"])
+    return TiltyardError(f"the inference server (process {server.pid}) {_exit_text(status)}", HINT)
+
+
+def _kill_hung(worker: _WorkerProcess, call: str, seconds: float) -> None:
+    assert worker.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.pid, signal.SIGUSR1)
+        frame = hang_location(worker.pid, worker.stack)
+        where = f" (it was in {frame})" if frame else ""
+        worker.kill_reason = f"did not return from {call}() within {seconds:g} s (env.{call}_timeout){where}"
+        os.kill(worker.pid, signal.SIGKILL)
