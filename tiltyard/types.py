@@ -102,6 +102,11 @@ class EnvSpec:
     notes: tuple[str, ...] = ()
     """messages from the probe to the user"""
 
+    @property
+    def filmable(self) -> bool:
+        """Whether there is anything to film: a rendering or an image observation."""
+        return self.renders or any(item.image for item in self.obs.values())
+
 
 # ---------------------------------------------------------------------------------------------- what flows
 

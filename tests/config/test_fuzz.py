@@ -9,8 +9,9 @@ import pytest
 
 from tests.config.test_validation import assert_own_words
 from tests.counts import count
+from tiltyard.config.fields import flat
 from tiltyard.config.load import Loaded, from_resolved, load, resolved_yaml
-from tiltyard.config.reference import describe, flat
+from tiltyard.config.reference import describe
 from tiltyard.config.yaml import dump_yaml, read_yaml
 from tiltyard.errors import UseError
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from tiltyard.config.fields import flat
 from tiltyard.config.load import load
-from tiltyard.config.reference import describe, flat, reference_page, schema
+from tiltyard.config.reference import describe, reference_page, schema
 
 
 def test_every_setting_has_a_row_with_type_and_meaning():

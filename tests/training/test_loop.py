@@ -119,7 +119,7 @@ def test_an_env_that_does_not_replay_is_said_and_starts_fresh_episodes(runs: Pat
         patch.setenv("MOOD", "1")
         product.resume(run, ["stop.env_steps=128"], live=False)
     warnings = [event["sentence"] for event in read_events(run) if event["kind"] == "warning"]
-    assert any("replay" in sentence for sentence in warnings), warnings
+    assert any("re-run" in sentence for sentence in warnings), warnings
     assert run.status()["progress"]["env_steps"] == 128
 
 

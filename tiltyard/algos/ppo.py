@@ -23,7 +23,7 @@ from tiltyard.algos.flat_adam import Adam
 from tiltyard.algos.minibatches import Chunks, make_chunks, shuffled
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config import algos as settings
-from tiltyard.config.search_space import is_number
+from tiltyard.config.fields import is_number
 from tiltyard.errors import DivergedError, UseError, did_you_mean
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Rollout, Tree

@@ -75,7 +75,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _origin_table(values: dict[str, Any], origins: dict[str, str]) -> str:
     """A table with one line per value: name, value, origin."""
-    from tiltyard.config.reference import flat, inline
+    from tiltyard.config.fields import flat
+    from tiltyard.config.reference import inline
 
     rows = [(".".join(path), inline(value), origins[".".join(path)]) for path, value in flat(values)]
     name_width = max(len(name) for name, _, _ in rows)

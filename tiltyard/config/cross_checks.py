@@ -115,7 +115,7 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
         if engine.inference == "batched":
             hint = "set engine.inference=auto, or engine.kind=local with workers"
             yield Problem("engine.inference", "'batched'", none, hint)
-    if engine.inference == "batched" and len(experiment.policy_settings) > 1:
+    if engine.inference == "batched" and experiment.several_policies:
         message = f"works with one policy, but policies has {len(experiment.policy_settings)}"
         yield Problem("engine.inference", "'batched'", message, "set engine.inference=worker")
 

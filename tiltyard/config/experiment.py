@@ -365,6 +365,10 @@ class Experiment(Settings):
         return self.policies or {"main": PolicySettings()}
 
     @property
+    def several_policies(self) -> bool:
+        return len(self.policy_settings) > 1
+
+    @property
     def learning(self) -> list[str]:
         """Names of the policies that learn; evaluations measure the first."""
         return [name for name, policy in self.policy_settings.items() if policy.learns]

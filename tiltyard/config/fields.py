@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -45,3 +47,16 @@ class Plugin(Settings):
 
 
 PluginRef = Annotated[Plugin, BeforeValidator(bare_id)]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of every leaf of nested settings; lists and empty mappings are leaves."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, (*path, key))
+        else:
+            yield (*path, key), value

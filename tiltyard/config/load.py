@@ -19,8 +19,9 @@ from typing import Any
 
 from tiltyard.config.cross_checks import LAYERS, cross_check, makes_own_layers
 from tiltyard.config.experiment import SCHEMA, Experiment
+from tiltyard.config.fields import flat
 from tiltyard.config.merge import ROOT, Merged, Section, fields, nested, override_layer, plain, with_new_names
-from tiltyard.config.reference import describe, flat, schema
+from tiltyard.config.reference import describe, schema
 from tiltyard.config.site import Profile, Site, load_site
 from tiltyard.config.validation import Found, prune, special_answers, validate
 from tiltyard.config.yaml import as_mapping, dump_yaml, parse_yaml, read_text, read_yaml

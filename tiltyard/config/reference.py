@@ -6,7 +6,7 @@ choose appear as `policies.NAME.from`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
@@ -122,15 +122,6 @@ def inline(value: Any) -> str:
     return (
         text.removeprefix("x:").strip().removeprefix("[").removesuffix("]") if "\n" not in text.strip() else str(value)
     )
-
-
-def flat(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, value) of every leaf of nested settings; lists and empty mappings are leaves."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def _type_text(entry: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tiltyard.config.fields import is_number
 from tiltyard.plugins.resolve import short
 
 Point = dict[str, Any]
@@ -153,10 +154,6 @@ def _span(key: str, value: Mapping[str, Any]) -> Span:
     if points is not None and (type(points) is not int or not 2 <= points <= 100_000):
         raise ValueError("points must be a whole number from 2 to 100,000", "points: 5")
     return Span(key, bounds[0], bounds[1], log, whole, step, points)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def fingerprint(value: Any) -> str:

@@ -298,7 +298,7 @@ def empty_rollout(
             for key, item in net.initial_state(rows).items()
         },
         policy_version=make("policy_version", (length, rows), np.int64),
-        policy=make("policy", (length, rows), np.int16) if len(experiment.policy_settings) > 1 else None,
+        policy=make("policy", (length, rows), np.int16) if experiment.several_policies else None,
     )
 
 

@@ -49,11 +49,11 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         _check_affinity(experiment)
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
-    if experiment.match or len(experiment.policy_settings) > 1:
+    if experiment.several_policies or experiment.match:
         Match(experiment, spec.agents)
+        frozen_nets(experiment, spec, base)
     if experiment.population is not None:
         parse_tunables(experiment.population.space)
-    frozen_nets(experiment, spec, base)
     net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
     if isinstance(experiment.algo, Own):
         Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)

@@ -66,7 +66,7 @@ def is_batched(experiment: Experiment, device: torch.device) -> bool:
     engine = experiment.engine
     if engine.inference != "auto":
         return engine.inference == "batched"
-    return engine.kind == "local" and device.type != "cpu" and len(experiment.policy_settings) == 1
+    return engine.kind == "local" and device.type != "cpu" and not experiment.several_policies
 
 
 def _workers(

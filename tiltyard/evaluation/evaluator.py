@@ -58,14 +58,9 @@ class Evaluator:
         return summarise(results, settings.greedy, time.monotonic() - started)
 
 
-def can_record(spec: EnvSpec) -> bool:
-    """Whether an env has frames for a video."""
-    return spec.renders or any(item.image for item in spec.obs.values())
-
-
 def require_recordable(spec: EnvSpec, env: Env) -> None:
     """Raise UseError if a video of the env is impossible."""
-    if not can_record(spec):
+    if not spec.filmable:
         raise UseError(
             f"env {env.id} cannot be recorded: it has no rgb_array rendering and no image observation",
             "leave out the video, or give the env render_mode='rgb_array'",

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.search_space import Span, is_number
+from tiltyard.config.fields import is_number
+from tiltyard.config.search_space import Span
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
 from tiltyard.sweep.pbt.lineage import Lineage, read

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.search_space import Choices, fingerprint, is_number
+from tiltyard.config.fields import is_number
+from tiltyard.config.search_space import Choices, fingerprint
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
 from tiltyard.run import metrics

@@ -28,7 +28,8 @@ class Tracker(Protocol):
 
 def check(track: Track) -> None:
     """UseError for a tracker that cannot work here."""
-    wandb.check(track.wandb)
+    if track.wandb.mode != "off":
+        wandb.check(track.wandb)
 
 
 class Trackers:

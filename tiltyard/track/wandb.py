@@ -31,8 +31,6 @@ TIMEOUT = 30  # seconds for W&B to start, and to finish
 
 def check(settings: Wandb) -> None:
     """UseError for settings that cannot work, before a run folder exists."""
-    if settings.mode == "off":
-        return
     if importlib.util.find_spec("wandb") is None:
         raise UseError(
             f"track.wandb.mode = {settings.mode} needs the package wandb, which is not installed",

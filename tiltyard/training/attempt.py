@@ -57,14 +57,14 @@ class Attempt:
 
     run: Run
     experiment: Experiment
+    spec: EnvSpec
     number: int
     engine: Engine
-    evaluator: Evaluator
     screen: Screen
     state: LoopState
     progress: Progress
     trackers: Trackers
-    filmable: bool
+    evaluator: Evaluator | None = None  # made by the first evaluation
     stepping: bool = False
     """whether the engine is in a step, or one has failed half-way"""
     last_save: float = field(default_factory=time.monotonic)
@@ -217,6 +217,7 @@ def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float
     video = target if attempt.experiment.eval.video else None
     try:
         weights = {name: attempt.engine.snapshot(name).weights for name in attempt.experiment.learning}
+        attempt.evaluator = attempt.evaluator or Evaluator(attempt.experiment, attempt.spec, run.base)
         result = attempt.evaluator.evaluate(weights, attempt.engine.past(), video, cancelled)
     except Cancelled:
         return None

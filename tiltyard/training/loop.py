@@ -18,7 +18,6 @@ from typing import Literal
 from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watchdog
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, UseError
-from tiltyard.evaluation.evaluator import Evaluator, can_record
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -80,16 +79,13 @@ def train_run(run: Run, setup: AttemptSetup, *, screen: Screen) -> Outcome:
             continues = start[0].folder if start and start[0] else None
             engine = make_engine(experiment, spec, run.base, continues, same_run=number > 1)
             resources.callback(engine.close)
-            evaluator = Evaluator(experiment, spec, run.base)
             state, progress = restore(run, setup, engine, number, screen, start)
             if setup.segment.settings:
                 check_restored(experiment, setup.segment.settings, engine)
             trackers = Trackers(run.folder, experiment, state.recorded_to(progress.env_steps))
             resources.callback(lambda: screen.say(*trackers.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
-            attempt = Attempt(
-                run, experiment, number, engine, evaluator, screen, state, progress, trackers, can_record(spec)
-            )
+            attempt = Attempt(run, experiment, spec, number, engine, screen, state, progress, trackers)
             on_hang = partial(failure.exit_hung, run, attempt, lock)
             with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, on_hang):
                 return _loop(attempt, setup.segment, lock, signals)
@@ -200,4 +196,4 @@ def _finish(attempt: Attempt, segment: Segment, reason: str | None, signals: Sto
     write_progress(attempt, state=state, reason=reason)
     log_event(attempt.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
     latest, more = dict(attempt.state.latest), paused and not segment.last
-    return Outcome(state, reason, progress, trained, attempt.filmable, latest, more)
+    return Outcome(state, reason, progress, trained, attempt.spec.filmable, latest, more)

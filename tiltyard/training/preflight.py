@@ -199,7 +199,9 @@ def check_copies(
 ) -> tuple[Copies, EnvSpec]:
     """Run `check` with copies of the plug-ins made in `folder`: what passes works in the run folder too."""
     try:
-        copies = freeze(experiment, base, copy_plugins(experiment, base, folder))
+        copies = copy_plugins(experiment, base, folder)
+        if experiment.several_policies:
+            copies = freeze(experiment, base, copies)
     except OSError as error:
         raise TiltyardError(
             f"the plug-ins could not be copied to {folder}: {error.strerror or error}",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.fields import flat
 from tiltyard.config.load import as_overrides, load, override_list, parse_override, refuse_presets
-from tiltyard.config.reference import flat
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_if_running

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.search_space import is_number
+from tiltyard.config.fields import is_number
 from tiltyard.errors import TiltyardError
 from tiltyard.types import Engine
 
@@ -23,7 +23,7 @@ def check_learned(experiment: Experiment, names: Iterable[str], engine: Engine, 
     """TiltyardError if the first update used another value, by the engine's record of it and by its metrics (RLlib's
     learners report only these)."""
     for policy in experiment.learning if _numbers(experiment, names) else ():
-        front = f"policy/{policy}/setting/" if len(experiment.policy_settings) > 1 else "setting/"
+        front = f"policy/{policy}/setting/" if experiment.several_policies else "setting/"
         used = {name.removeprefix(front): value for name, value in metrics.items() if name.startswith(front)}
         _compare(experiment, names, policy, used | engine.snapshot(policy).used, "the first update used")
 
@@ -33,7 +33,7 @@ def _compare(experiment: Experiment, names: Iterable[str], policy: str, found: M
     for name in _numbers(experiment, names):
         wanted = getattr(algo, name)
         if name in found and is_number(wanted) and found[name] != wanted:
-            whose = f" of policy {policy}" if len(experiment.policy_settings) > 1 else ""
+            whose = f" of policy {policy}" if experiment.several_policies else ""
             raise TiltyardError(
                 f"algo.{name}{whose} is {wanted!r} in the run's settings, but {where} {found[name]!r}",
                 "nothing was learned with it; internal error, please report it",

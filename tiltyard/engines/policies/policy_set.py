@@ -51,7 +51,7 @@ def make_actor(
     measured: bool = False,
 ) -> PolicyNet | MultiPolicyActor:
     """The actor of a group of envs: the only policy itself, or all of them. `measured` as in Match."""
-    if len(experiment.policy_settings) == 1:
+    if not experiment.several_policies:
         return learning[experiment.learning[0]]
     match = Match(experiment, spec.agents, measured=measured)
     return MultiPolicyActor({**learning, **frozen}, list(frozen), match, past)
@@ -64,6 +64,10 @@ class PolicySet:
         self.experiment, self.spec, self.base = experiment, spec, base
         self.learners = {name: Learner(experiment, spec, base, name) for name in experiment.learning}
         self.first = next(iter(self.learners.values()))
+        self.frozen: dict[str, PolicyNet] = {}
+        self.version_pools: dict[str, VersionPool] = {}
+        if not self.several:
+            return
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
         device, past = self.first.device, experiment.past.items()
         self.version_pools = {name: VersionPool(of, experiment, spec, base, device) for name, of in past}
@@ -72,10 +76,12 @@ class PolicySet:
 
     @property
     def several(self) -> bool:
-        return len(self.experiment.policy_settings) > 1
+        return self.experiment.several_policies
 
     def actor(self) -> PolicyNet | MultiPolicyActor:
-        """The actor of one group of envs."""
+        """The actor of one group of envs: the only policy, or all of them."""
+        if not self.several:
+            return self.first.net
         nets = {name: learner.net for name, learner in self.learners.items()}
         return make_actor(self.experiment, self.spec, nets, self.frozen, self.version_pools)
 

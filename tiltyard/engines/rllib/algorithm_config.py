@@ -142,7 +142,7 @@ def _modules(worker_spec: WorkerSpec, own_config: dict[str, Any], config: Any) -
             model_config={**own, **options},
         )
 
-    if len(experiment.policy_settings) == 1:
+    if not experiment.several_policies:
         return spec(experiment.learning[0])
     return MultiRLModuleSpec(rl_module_specs={name: spec(name) for name in experiment.learning})
 
@@ -165,7 +165,7 @@ def _ppo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
         shuffle_batch_per_epoch=True,
         use_kl_loss=False,
     )
-    if len(experiment.policy_settings) > 1:
+    if experiment.several_policies:
         names = experiment.learning
         config.multi_agent(policies=set(names), policy_mapping_fn=_policy_of_episode, policies_to_train=names)
     config.reporting(min_time_s_per_iteration=0)

@@ -124,7 +124,7 @@ class RllibEngine:
             episodes=self.progress.episodes + len(ends),
             seconds=self.progress.seconds + total,
         )
-        several = len(self.experiment.policy_settings) > 1
+        several = self.experiment.several_policies
         metrics = {**results.learner_metrics(learned, several=several), **results.runner_shares(notes)}
         split = results.time_split(notes, total, seconds, remote=runner_count(self.experiment) > 0)
         return Report(self.progress, metrics, ends, split, tuple(events))

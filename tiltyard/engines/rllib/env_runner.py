@@ -76,7 +76,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         spaces = self.get_spaces()
         experiment = self.worker_spec.experiment
         self.nets: dict[str, PolicyNet]
-        if len(experiment.policy_settings) > 1:
+        if experiment.several_policies:
             self.module = self.config.get_multi_rl_module_spec(spaces=spaces, inference_only=True).build()
             self.nets = {name: self.module[name].net for name in experiment.learning}
         else:
@@ -100,9 +100,7 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         both = (observation_space(self.worker_spec.spec), action_space(self.worker_spec))
         names = self.worker_spec.experiment.learning
         modules = (
-            dict.fromkeys(names, both)
-            if len(self.worker_spec.experiment.policy_settings) > 1
-            else {DEFAULT_MODULE_ID: both}
+            dict.fromkeys(names, both) if self.worker_spec.experiment.several_policies else {DEFAULT_MODULE_ID: both}
         )
         return {INPUT_ENV_SPACES: both, INPUT_ENV_SINGLE_SPACES: both, **modules}
 

@@ -19,7 +19,7 @@ class PolicyWeights:
         experiment = worker_spec.experiment
         self.learning: Sequence[str] = experiment.learning
         self.nets: dict[str, PolicyNet] = {name: worker_spec.net(name) for name in experiment.learning}
-        several = len(experiment.policy_settings) > 1
+        several = experiment.several_policies
         self._modules = {name: name if several else DEFAULT_MODULE for name in experiment.learning}
 
     def name_of(self, policy: str | None) -> str:

@@ -166,7 +166,7 @@ def _models(experiment: Experiment) -> Iterator[Problem]:
             message = "is a whole model, but sac needs critics with the action as input"
             hint = "write an encoder and set model.encoder; heads and critics are built around it"
             yield Problem("model.id", repr(model.id), message, hint)
-    if not isinstance(algo, Ppo) and len(experiment.policy_settings) > 1:
+    if not isinstance(algo, Ppo) and experiment.several_policies:
         message = f"must be one: RLlib's {algo.id} trains a single policy here"
         yield Problem("policies", "", message, "use algo.id=ppo")
     if model.normalise.returns and not isinstance(algo, Ppo):
