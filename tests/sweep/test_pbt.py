@@ -491,7 +491,7 @@ def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
     ("more", "output"),
     [
         ({"space": {"model.hidden": [[8], [16]]}, "points": []}, "cannot change during a run"),
-        ({"space": {"algo.gamma": {"range": [0.5, 1.0]}}, "points": []}, "reaches 1"),
+        ({"space": {"algo.gamma": {"range": [0.5, 1.0]}}, "points": []}, "must stay below 1"),
         ({"space": {"algo.lr": {"range": [0.1, 0.5], "step": 0.1}}, "points": []}, "multiplies numbers by factors"),
         ({"space": {"env.options.rewards": {"weights": True}}, "points": []}, "no numbers there"),
         ({"population": {}}, "first decision would be at env step 20,000,000"),
