@@ -5,6 +5,7 @@ Imports point down or stay on their floor (docs/floors.py), inside functions and
 
 import ast
 import os
+import re
 import runpy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -318,6 +319,90 @@ def missing_manners(path: Path) -> Iterator[str]:
 
 def test_every_module_says_what_it_owns():
     assert everywhere(missing_manners) == {}
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+# Names that readers had to learn; docs/concepts/style.md has the words to use.
+METAPHOR = re.compile(
+    r"bears?|rooms?|cast|tall(y|ies)|turns?|told|said"
+    r"|(nurser|bury|burie|confess|parcel|resident|landlord|comeback|blam|warden|ledger|stretch).*"
+)
+
+
+def defined_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a source defines: functions, classes, parameters, variables, attributes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield 0, node.asname
+
+
+def is_metaphor(name: str) -> bool:
+    """Whether one of the words in a snake_case or CamelCase name is one."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return any(METAPHOR.fullmatch(word.lower()) for word in words)
+
+
+def metaphors(path: Path) -> Iterator[tuple[int, str]]:
+    yield from ((0, part) for part in path.relative_to(PACKAGE).with_suffix("").parts if is_metaphor(part))
+    for line, name in defined_names(path.read_text(encoding="utf-8")):
+        if is_metaphor(name):
+            yield line, name
+
+
+def test_names_are_words_of_the_field():
+    assert everywhere(metaphors) == {}
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "class EnvRoom: ...",
+        "def _bury(): ...",
+        "def f(told): ...",
+        "ledger = 1",
+        "self.stretches = []",
+        "SAID: int = 1",
+    ],
+)
+def test_metaphors_are_found(snippet):
+    assert any(is_metaphor(name) for _, name in defined_names(snippet))
+
+
+# ------------------------------------------------------------------------------------------------ documents
+
+ARCHITECTURE = PACKAGE.parent / "docs" / "concepts" / "architecture.md"
+PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
+
+
+def members(body: list[ast.stmt], prefix: str = "") -> set[str]:
+    """Functions, classes and methods of a module as `name` and `Class.name`."""
+    found = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(prefix + node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= members(node.body, f"{node.name}.")
+    return found
+
+
+def test_the_architecture_names_what_exists():
+    places = PLACE.findall(ARCHITECTURE.read_text(encoding="utf-8"))
+    assert len(places) > 30
+    known = {
+        file: members(ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body)
+        for file, _ in places
+        if (PACKAGE / file).is_file()
+    }
+    assert [f"{file}:{name}" for file, name in places if file not in known or (name and name not in known[file])] == []
 
 
 # ------------------------------------------------------------------------------------------------ tests

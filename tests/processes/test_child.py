@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from tiltyard.processes.child import OutOfMemory, killed_by
+from tiltyard.processes.exit_reason import OutOfMemory, killed_by
 
 
 def test_a_kill_is_attributed_to_memory_only_if_the_kernel_counts_one(tmp_path: Path) -> None:

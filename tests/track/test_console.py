@@ -143,7 +143,7 @@ def test_the_live_panel_shows_progress_curve_returns_speed_and_time(tmp_path):
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_the_live_panel_fits_any_width_before_and_after_the_first_update(tmp_path, width):
     console, _ = plain(tmp_path)
-    console._rich = RichConsole(width=width, height=10, file=io.StringIO())
+    console.rich = RichConsole(width=width, height=10, file=io.StringIO())
     before = shown(console, max(width, 34))
     console.update(Progress(1000, 1000, 1, 1, 1.0), {"train/return": float("nan")}, {"env": 0.0})
     after = shown(console, max(width, 34))

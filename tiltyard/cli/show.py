@@ -150,7 +150,7 @@ def _checkpoints(kept: list[dict[str, Any]], experiment: Experiment) -> list[tup
 def lineage_text(found: dict[str, Any]) -> str:
     """The policies of a population, the settings of each over time, and every copy."""
     rows = [
-        [name, formatting.count(each["env_steps"]), formatting.number(each["score"]), _stretches(each["schedule"])]
+        [name, formatting.count(each["env_steps"]), formatting.number(each["score"]), _schedule(each["schedule"])]
         for name, each in found["policies"].items()
     ]
     copies = [
@@ -162,7 +162,7 @@ def lineage_text(found: dict[str, Any]) -> str:
     return formatting.table(head, rows, right=(1, 2)) + "".join(f"{formatting.clean(line)}\n" for line in copies)
 
 
-def _stretches(schedule: list[dict[str, Any]]) -> str:
+def _schedule(schedule: list[dict[str, Any]]) -> str:
     return "; ".join(f"{each['from']:,}: {_settings(each['settings'])}" for each in schedule)
 
 

@@ -66,7 +66,7 @@ def run_train(args: argparse.Namespace) -> int:
 
         profile = jobs.job_profile(args.on)
     _check_options(args, profile, expectation)
-    from tiltyard import api
+    from tiltyard.api import create_run, fresh_setup
     from tiltyard.training import preflight
 
     code = EXIT_DONE
@@ -79,9 +79,9 @@ def run_train(args: argparse.Namespace) -> int:
         if profile is not None:
             return jobs.train(prepared, profile, seeds, args, expectation, data)
         for seed in seeds:
-            run = api.create_run(prepared, seed=seed)
+            run = create_run(prepared, seed=seed)
             try:
-                result = _train_here(run, api.fresh_setup(run, prepared.spec), args, expectation, data)
+                result = _train_here(run, fresh_setup(run, prepared.spec), args, expectation, data)
             except TiltyardError as error:
                 if len(seeds) == 1:
                     raise
@@ -137,7 +137,7 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
 
 def run_fork(args: argparse.Namespace) -> int:
     expectation = _expectation(args)
-    from tiltyard import api
+    from tiltyard.api import create_run, fresh_setup
     from tiltyard.cli import jobs
     from tiltyard.cli.arguments import parse_at
     from tiltyard.run.folder import find
@@ -160,8 +160,8 @@ def run_fork(args: argparse.Namespace) -> int:
             expectation.check(prepared.experiment)
         if profile is not None:
             return jobs.train(prepared, profile, [None], args, expectation, data)
-        run = api.create_run(prepared)
-        setup = api.fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
+        run = create_run(prepared)
+        setup = fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
         return _train_here(run, setup, args, expectation, data)
 
 
@@ -193,10 +193,10 @@ def _check_options(args: argparse.Namespace, profile: Profile | None, expectatio
 def _train_here(
     run: Run, setup: AttemptSetup, args: argparse.Namespace, expectation: Expectation | None, data: TextIO
 ) -> int:
-    from tiltyard import api
+    from tiltyard.api import run_training
 
     try:
-        outcome = api.run_training(run, setup, live=False if args.plain else None)
+        outcome = run_training(run, setup, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # from an env, a model or torch

@@ -182,13 +182,13 @@ class _Bounds:
         scaled = inside * self._half + self._middle
         if dtype.kind != "f":
             scaled = np.rint(np.minimum(np.maximum(scaled, self._low), self._high))
-        cast = scaled.astype(dtype)
+        converted = scaled.astype(dtype)
         if dtype not in self._ends:
             self._ends[dtype] = (self._low.astype(dtype), self._high.astype(dtype))
         low, high = self._ends[dtype]
         # Rounding to the env's dtype must not cross a bound: 0.1 is less in float64 than in float32.
-        np.minimum(np.maximum(cast, low, out=cast), high, out=cast)
-        return cast
+        np.minimum(np.maximum(converted, low, out=converted), high, out=converted)
+        return converted
 
     def from_env(self, flat: Array) -> Array:
         half = np.where(self._half > 0, self._half, 1.0)

@@ -23,7 +23,7 @@ from tiltyard.config.experiment import Env
 from tiltyard.errors import ConfigError, Problem, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
-from tiltyard.processes.child import killed_by
+from tiltyard.processes.exit_reason import killed_by
 from tiltyard.processes.resources import rss_bytes
 from tiltyard.types import EnvSpec
 

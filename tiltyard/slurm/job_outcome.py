@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
-from tiltyard.processes.child import killed_by
+from tiltyard.processes.exit_reason import killed_by
 
 STILL = 2  # jobs in a row without a new checkpoint after which the run fails
 Outcome = Literal["done", "requeue", "late", "stopped", "failed", "again"]

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -33,15 +32,13 @@ from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.status import root_of
 from tiltyard.track.bottleneck import bottleneck
-from tiltyard.track.terminal_chart import Point, curve, nice_number, progress_bar, share_bar
+from tiltyard.track.terminal_chart import Point, nice_number
 from tiltyard.types import Progress
 
 _LINES_PER_BUDGET = 50
 _QUIET_SECONDS = (10.0, 60.0)  # longest gap between plain lines: at first, and in runs over 20 minutes
 _SPEED_WINDOW = 30.0  # seconds of training over which speed and time left are measured
 _KEPT_POINTS = 4000  # above this, every second point of the curve is dropped
-_PART_COLOURS = {"env": "blue", "inference": "magenta", "learn": "green", "save": "yellow", "eval": "cyan"}
-_SHADES = "█▓▒░▚▞"
 
 
 def clock(seconds: float) -> str:
@@ -86,7 +83,7 @@ def amount_text(name: str, amount: float) -> str:
     return clock(amount) if name == "seconds" else f"{int(amount):,} {name.replace('_', ' ')}"
 
 
-class _Clock:
+class _Recent:
     """Progress of the last half minute of this attempt, to measure speed and time left."""
 
     def __init__(self) -> None:
@@ -133,13 +130,13 @@ class Console:
         self.split: dict[str, float] = {}  # decaying sums of seconds
         self.returns: list[Point] = []
         self.evaluations: list[Point] = []
-        self._clock = _Clock()
-        self._updated = time.monotonic()  # when progress last came
+        self.recent = _Recent()
+        self.updated = time.monotonic()  # when progress last came
         self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
         self._line_steps = 0  # env steps of the last plain line
         self._gone = False
-        self._rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
-        self._screen: Live | None = None
+        self.rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
         self._terminal: _Terminal | None = None
 
     def start(self, lines: Sequence[str]) -> None:
@@ -147,29 +144,29 @@ class Console:
         for line in lines:
             self.say(line)
         self._lines_at = (time.monotonic(), -1.0)
-        self._updated = time.monotonic()
+        self.updated = time.monotonic()
         if self.live and not self._gone:
             self._load_history()
             if self.stream.isatty():
                 with suppress(OSError, ValueError, termios.error):  # then it is not restored after a kill -9
                     self._terminal = _Terminal(self.stream.fileno())
-            self._screen = Live(
+            self._live = Live(
                 get_renderable=self.render,
-                console=self._rich,
+                console=self.rich,
                 refresh_per_second=4,
                 # Only if stdout is a terminal too: printing there would tear the panel.
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=True,
                 vertical_overflow="crop",
             )
-            self._screen.start()
+            self._live.start()
 
     def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
         """Show a record's metrics (`eval/...` with an evaluation) and its shares of time."""
         passed = metrics_file.seconds_covered(self.progress.env_steps, progress.env_steps, metrics)
         self.progress = progress
-        self._updated = time.monotonic()
-        self._clock.saw(progress)
+        self.updated = time.monotonic()
+        self.recent.saw(progress)
         self.metrics.update(metrics)
         if time_split:
             parts = self.split | dict(time_split)
@@ -181,22 +178,27 @@ class Console:
         evaluated = "eval/return" in metrics
         if evaluated:
             self.evaluations.append((progress.env_steps, float(metrics["eval/return"])))
-        if self._screen is None and (evaluated or self._line_is_due()):
+        if self._live is None and (evaluated or self._line_is_due()):
             self._lines_at = (time.monotonic(), nearest_budget(self.experiment.stop, progress)[2])
             self._line_steps = progress.env_steps
             self._write(self.plain_line(evaluated=evaluated))
 
     def say(self, sentence: str) -> None:
         """Print one sentence, above the live panel or as a line."""
-        if self._screen is None:
+        if self._live is None:
             self._write(sentence)
         else:
-            self._guarded(lambda: self._rich.print(Text(sentence)))
+            self._guarded(lambda: self.rich.print(Text(sentence)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the live panel is shown."""
+        return self._live is not None
 
     def close(self) -> None:
         """Close the live panel and restore the terminal. May be called twice; must be called after a failure."""
-        if self._screen is not None:
-            screen, self._screen = self._screen, None
+        if self._live is not None:
+            screen, self._live = self._live, None
             self._guarded(screen.stop)
         if self._terminal is not None:
             terminal, self._terminal = self._terminal, None
@@ -204,10 +206,10 @@ class Console:
 
     def finish(self, state: str, lines: Sequence[str]) -> None:
         """Close the live panel and print how the run ended."""
-        if self._screen is None and self.progress.env_steps != self._line_steps:
+        if self._live is None and self.progress.env_steps != self._line_steps:
             self._write(self.plain_line())
         self.close()
-        bound = self._bound()
+        bound = self.bound()
         for line in (self._speed(), f"bound   {bound}" if bound else ""):
             if line:
                 self._write(line)
@@ -243,95 +245,28 @@ class Console:
         if name:
             parts[0] += f" {fraction:4.0%}"
         parts.append(f"{clock(self.progress.seconds)}")
-        left = seconds_left(self.experiment.stop, self._clock.earlier, self.progress)
+        left = seconds_left(self.experiment.stop, self.recent.earlier, self.progress)
         if left is not None and fraction < 1:
             parts[-1] += f" ({clock(left)} left)"
         if "train/return" in self.metrics:
             parts.append(f"return {nice_number(self.metrics['train/return'])}")
         if evaluated:
-            parts.append(f"evaluation {self._evaluation()}")
-        speed = self._clock.per_second()
+            parts.append(f"evaluation {self.evaluation_text()}")
+        speed = self.recent.per_second()
         if speed:
             parts.append(f"{speed:,.0f} env steps/s")
-        shares = metrics_file.percents(dict(self._shares()))
+        shares = metrics_file.percents(dict(self.shares()))
         if shares:
             parts.append(" ".join(f"{part} {percent}%" for part, percent in shares.items() if percent))
         return " | ".join(parts)
 
-    # ------------------------------------------------------------------------------------------ the live screen
-
     def render(self) -> Panel:
-        """The panel as it is now; called by the refreshing thread, so it only reads."""
-        # Four columns stay free for the ^C that terminals echo: one that wraps would shift every later redraw.
-        width = max(30, min(110, self._rich.width - 4) - 4)
-        height = max(3, min(8, self._rich.height - 9))
-        rows: list[Text] = [*self._progress_rows(width), Text()]
-        rows += curve(list(self.returns), list(self.evaluations), width, height)
-        rows += [Text(), self._return_row(width), *self._time_rows(width)]
-        for row in rows:
-            row.no_wrap = True
-            row.overflow = "ellipsis"
-        about = f"{self.experiment.env.id} · {self.experiment.algo.id} · seed {self.experiment.seed}"
-        return Panel(
-            Group(*rows),
-            title=Text(self.run_id, style="bold"),
-            title_align="left",
-            subtitle=Text(about, style="dim"),
-            subtitle_align="right",
-            width=width + 4,
-            border_style="dim",
-        )
+        """The live panel as it is now; called by the refreshing thread, so it only reads."""
+        from tiltyard.track.live_panel import draw
 
-    def _progress_rows(self, width: int) -> list[Text]:
-        stop, now = self.experiment.stop, self.progress
-        name, amount, fraction = nearest_budget(stop, now)
-        elapsed = clock(now.seconds + (time.monotonic() - self._updated if self._screen else 0.0))
-        left = seconds_left(stop, self._clock.earlier, now)
-        times = f"{elapsed}" + (f" · {clock(left)} left" if left is not None and fraction < 1 else "")
-        if not name:
-            return [Text(f"{now.env_steps:,} env steps · {times}")]
-        bar = progress_bar(fraction, max(10, width - 5)).append(f" {fraction:4.0%}", style="bold")
-        reached = clock(now.seconds) if name == "seconds" else f"{int(getattr(now, name)):,}"
-        row = Text(f"{reached} of {amount_text(name, amount)}")
-        space = max(1, width - row.cell_len - len(times))
-        return [bar, row.append(" " * space).append(times)]
+        return draw(self)
 
-    def _return_row(self, width: int) -> Text:
-        row = Text().append("return ", style="bold")
-        if "train/return" in self.metrics:
-            row.append("━ ", style="cyan").append(f"training {nice_number(self.metrics['train/return'])}")
-            row.append(" (last 100 episodes)" if width > 90 else "", style="dim")
-        else:
-            row.append("no finished episode yet", style="dim")
-        if self.evaluations:
-            row.append("   ◆ ", style="yellow").append(f"evaluation {self._evaluation()}")
-        goal = self.experiment.stop.return_
-        return row if goal is None else row.append(f"   goal {nice_number(goal)}", style="dim")
-
-    def _time_rows(self, width: int) -> list[Text]:
-        speed = self._clock.per_second()
-        rows = [Text().append("speed  ", style="bold").append(f"{speed:,.0f} env steps/s")]
-        if self.progress.frames > self.progress.env_steps:
-            rows[0].append(f" · {speed * self.progress.frames / self.progress.env_steps:,.0f} frames/s")
-        rows[0].append(f" · {self.progress.updates:,} updates · {self.progress.episodes:,} episodes", style="dim")
-        shares = self._shares()
-        if shares:
-            # Without colours the segments differ by their shade alone.
-            glyphs = _SHADES if self._rich.no_color else "█" * len(_SHADES)
-            segments = [
-                (share, glyphs[i % len(glyphs)], _PART_COLOURS.get(part, "bright_black"))
-                for i, (part, share) in enumerate(shares)
-            ]
-            rows.append(Text().append("time   ", style="bold").append_text(share_bar(segments, width - 7)))
-            legend = Text("       ")
-            percents = metrics_file.percents(dict(shares))
-            for (part, percent), (_, glyph, colour) in zip(percents.items(), segments, strict=True):
-                if percent:
-                    legend.append(glyph, style=colour).append(f" {part} {percent}%   ")
-            rows.append(legend)
-        if self._bound():
-            rows.append(Text("       " + self._bound(), style="dim"))
-        return rows
+    # ------------------------------------------------------------------------------------------ small parts
 
     def _speed(self) -> str:
         """The speed of the whole run, if `tiltyard bench` has measured the env alone."""
@@ -340,19 +275,17 @@ class Console:
         text = measured.speed_text(self.progress.env_steps, self.progress.seconds, alone, host) if alone else ""
         return f"speed   {text}" if text else ""
 
-    def _bound(self) -> str:
+    def bound(self) -> str:
         """What limits the speed, in a sentence."""
         workers = {name.removeprefix("workers/"): x for name, x in self.metrics.items() if name.startswith("workers/")}
-        return bottleneck(dict(self._shares()), workers)
+        return bottleneck(dict(self.shares()), workers)
 
-    # ------------------------------------------------------------------------------------------ small parts
-
-    def _shares(self) -> list[tuple[str, float]]:
+    def shares(self) -> list[tuple[str, float]]:
         split = self.split  # replaced as a whole by the training thread
         total = sum(split.values())
         return [(part, amount / total) for part, amount in split.items()] if 0 < total < math.inf else []
 
-    def _evaluation(self) -> str:
+    def evaluation_text(self) -> str:
         value = nice_number(self.evaluations[-1][1])
         low, high = self.metrics.get("eval/return_low"), self.metrics.get("eval/return_high")
         return value if low is None or high is None else f"{value} [{nice_number(low)}, {nice_number(high)}]"

@@ -257,7 +257,8 @@ def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continue
 def check_metric(experiment: Experiment) -> None:
     """UseError unless `save.metric` is ever recorded."""
     save = experiment.save
-    require_metric(save.metric, f"save.metric = {save.metric}")
+    if "metric" in save.model_fields_set:  # the default is always recorded
+        require_metric(save.metric, f"save.metric = {save.metric}")
     if save.metric.startswith("eval/") and not evaluates(experiment) and save.best > 1:
         raise UseError(f"save.best = {save.best} by {save.metric} needs evaluations", "set eval.every")
 

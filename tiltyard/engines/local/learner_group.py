@@ -34,7 +34,7 @@ from tiltyard.engines.local.shared_memory import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.processes.child import killed_by
+from tiltyard.processes.exit_reason import killed_by
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 

@@ -28,7 +28,7 @@ from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.processes import fork_server
-from tiltyard.processes.child import killed_by
+from tiltyard.processes.exit_reason import killed_by
 from tiltyard.run.checkpoint import read_tree
 
 POLL_SECONDS = 0.5  # between two checks of the heartbeats

@@ -32,7 +32,7 @@ from tiltyard.envs.isolation.wire import Connection
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.errors import ConfigError, EnvError, Problem, RaisedElsewhere, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
-from tiltyard.processes.child import killed_by
+from tiltyard.processes.exit_reason import killed_by
 from tiltyard.processes.platforms import require_linux
 
 if TYPE_CHECKING:
