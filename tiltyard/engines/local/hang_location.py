@@ -44,9 +44,10 @@ def _innermost(stack: int) -> str:
     while time.monotonic() < until:
         text = os.pread(stack, STACK_BYTES, 0).decode(errors="replace")
         for thread in text.split("(most recent call first):\n")[1:]:
-            innermost = thread.partition("\n")[0].strip()
-            if innermost.startswith("File ") and not any(place in innermost for place in WAITING):
-                return innermost.removeprefix("File ")
+            line, complete, _ = thread.partition("\n")  # the process may still be writing the line
+            frame = line.strip()
+            if complete and frame.startswith("File ") and not any(place in frame for place in WAITING):
+                return frame.removeprefix("File ")
         if before.rstrip("\0") and text == before:  # complete, and every thread waits
             break
         before = text

@@ -41,7 +41,7 @@ def work(task: dict[str, Any], fds: list[int]) -> None:
         _Server(task, fds[0], socket.socket(fileno=fds[1])).serve()
     except TiltyardError as error:
         _report_error(fds[2], error)
-    except Exception as error:  # noqa: BLE001 - whatever it was, the driver tells it
+    except Exception as error:  # noqa: BLE001 - the driver reports it, whatever it is
         _report_error(
             fds[2], TiltyardError(f"the inference server {raised(error)}", "", traceback.format_exc().rstrip())
         )
