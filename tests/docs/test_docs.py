@@ -30,8 +30,9 @@ import pytest
 
 import tiltyard as product
 from tests.cluster.cluster import PACKAGES, Cluster, missing
-from tests.counts import LONG
+from tests.counts import LONG, only_when_long
 from tiltyard.cli import VERBS, main
+from tiltyard.config.yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,6 +42,7 @@ IN_THE_LONG_RUN = (  # Ray on several nodes: also in tests/cluster/test_ray.py a
     "tiltyard train cartpole.yaml --on many",
     "tiltyard train far.yaml engine.nodes=2",
 )
+LONG_PAGES = ("rllib.md", "slurm.md", "populations.md", "speed.md", "sweeps.md", "self-play.md")  # 40 s and more each
 ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
@@ -188,6 +190,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 @pytest.mark.timeout(1500)  # the slowest takes two minutes: it waits for jobs of a real Slurm
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_work(page: Path, runner: PageRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name in LONG_PAGES:
+        only_when_long("a minute")
     if page.name in ON_SLURM:
         if missing:
             pytest.skip(f"no {', '.join(missing)} here: apt-get install {PACKAGES}")
@@ -204,6 +208,21 @@ def test_commands_of_a_page_work(page: Path, runner: PageRunner, monkeypatch: py
         there = {re.sub(r"attempt-\d+", "attempt-N", name) for name in names}
         assert "checkpoints" in there
         assert [name for name in sorted(there) if name not in explained] == []
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_files_of_a_page_parse(page: Path) -> None:
+    """The twin in every run of what the long run executes: commands have known verbs and flags, files are YAML."""
+    for language, text in blocks(page):
+        if language == "yaml":
+            parse_yaml(text, page.name)
+        for command in commands(text) if language in ("console", "sh") else ():
+            words = [word for word in command.words if word != "&"]
+            if words[0] == "tiltyard" and not command.exits_with:
+                verb = words[1]
+                parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+                getattr(importlib.import_module(VERBS[verb][0]), f"configure_{verb}")(parser)
+                parser.parse_intermixed_args(words[2 : words.index("--")] if "--" in words else words[2:])
 
 
 @pytest.mark.slow

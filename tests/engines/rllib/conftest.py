@@ -1,6 +1,12 @@
-"""Engines on a real Ray, started and ended for each test."""
+"""Engines on a real Ray: one that the engine starts and ends, or one that tests share."""
 
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,10 +39,65 @@ def engine(tmp_path: Path) -> Iterator[Make]:
         each.close()
 
 
+OTHER_CLUSTER = """
+import sys, ray
+cpus = int(sys.argv[2])
+ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
+print(ray.get_runtime_context().gcs_address, flush=True)
+for line in sys.stdin:
+    print(ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+"""
+
+
+@contextmanager
+def other_cluster(token: Path, cpus: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A Ray cluster of another process, with this token: its address, and the process that owns it."""
+    place = tempfile.mkdtemp(prefix="tyt-", dir="/tmp")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OTHER_CLUSTER, place, str(cpus)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
+    )
+    assert owner.stdin is not None and owner.stdout is not None
+    try:
+        yield owner.stdout.readline().strip(), owner
+    finally:
+        owner.stdin.close()
+        owner.wait(60)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text("5" * 64)
+    return token
+
+
+@pytest.fixture(scope="session")
+def ray_address(ray_token: Path) -> Iterator[str]:
+    """A cluster that tests share: starting Ray takes longer than most of them."""
+    with other_cluster(ray_token, cpus=4) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def shared_engine(engine: Make, ray_address: str, ray_token: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """As `engine`, on the shared cluster."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(ray_token))
+
+    def make(target: str, *words: str, continues: Path | None = None) -> Engine:
+        address = [] if "engine.kind=serial" in words else [f"engine.address={ray_address}"]
+        return engine(target, *words, *address, continues=continues)
+
+    return make
+
+
 def children() -> set[int]:
     """All descendants of this process except zombies."""
-    import os
-
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,11 +1,7 @@
 """The engine's contract on a real Ray: step, save, load, close; a lost process costs only its samples."""
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,10 +11,10 @@ import pytest
 pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
 
 from tests.counts import only_when_long
-from tests.engines.rllib.conftest import SMALL, Make, children
+from tests.engines.rllib.conftest import SMALL, Make, children, other_cluster
 from tiltyard.errors import ConfigError, UseError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("rllib")]
 
 
 def test_progress_grows_and_no_process_is_left(engine: Make) -> None:
@@ -46,10 +42,10 @@ def test_progress_grows_and_no_process_is_left(engine: Make) -> None:
     assert children() - before == set()
 
 
-def test_one_runner_acts_as_the_serial_engine(engine: Make) -> None:
+def test_one_runner_acts_as_the_serial_engine(shared_engine: Make) -> None:
     """Same seed, same first weights, same envs: the first rollout has the same episodes."""
-    theirs = engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=0", "seed=3")
-    ours = engine("CartPole-v1", *SMALL, "engine.envs=4", "seed=3", "engine.kind=serial")
+    theirs = shared_engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=0", "seed=3")
+    ours = shared_engine("CartPole-v1", *SMALL, "engine.envs=4", "seed=3", "engine.kind=serial")
     for name, array in ours.snapshot().weights.items():
         np.testing.assert_array_equal(theirs.snapshot().weights[name], array)
     there, here = theirs.step(), ours.step()
@@ -62,10 +58,10 @@ def test_one_runner_acts_as_the_serial_engine(engine: Make) -> None:
 
 
 @pytest.mark.parametrize("memory", ["none", "lstm"])
-def test_saved_engine_continues(engine: Make, tmp_path: Path, memory: str) -> None:
+def test_saved_engine_continues(shared_engine: Make, tmp_path: Path, memory: str) -> None:
     words = [*SMALL, "engine.envs=4", "engine.runners=0", f"model.memory.kind={memory}", "model.normalise.obs=true"]
     words += ["algo.lr={kind: linear, start: 1e-3, end: 0, over: 1000}", "algo.kl={kind: kl_adaptive, start: 0.2}"]
-    first = engine("CartPole-v1", *words)
+    first = shared_engine("CartPole-v1", *words)
     for _ in range(3):
         report = first.step()
     first.save(tmp_path)
@@ -74,12 +70,12 @@ def test_saved_engine_continues(engine: Make, tmp_path: Path, memory: str) -> No
     first.close()
 
     if memory == "none":  # weights can be loaded by any engine
-        other = engine("CartPole-v1", *SMALL, "engine.envs=4", "model.normalise.obs=true", "engine.kind=serial")
+        other = shared_engine("CartPole-v1", *SMALL, "engine.envs=4", "model.normalise.obs=true", "engine.kind=serial")
         assert any("weights are loaded, the optimiser starts anew" in output for output in other.load(tmp_path))
         assert all(array.tobytes() == kept[name].tobytes() for name, array in other.snapshot().weights.items())
         assert other.step().progress.env_steps > report.progress.env_steps
 
-    second = engine("CartPole-v1", *words, continues=tmp_path)
+    second = shared_engine("CartPole-v1", *words, continues=tmp_path)
     assert second.load(tmp_path) == []
     for name, array in second.snapshot().weights.items():
         np.testing.assert_array_equal(array, kept[name])
@@ -90,9 +86,9 @@ def test_saved_engine_continues(engine: Make, tmp_path: Path, memory: str) -> No
     assert again.metrics["setting/kl"] == pytest.approx(after.metrics["setting/kl"])
 
 
-def test_replay_buffer_counters_and_exploration_are_restored(engine: Make, tmp_path: Path) -> None:
+def test_replay_buffer_counters_and_exploration_are_restored(shared_engine: Make, tmp_path: Path) -> None:
     words = ["algo.id=dqn", "engine.runners=0", "engine.envs=4", "algo.warmup=64", "algo.epsilon=0.25"]
-    first = engine("CartPole-v1", *words)
+    first = shared_engine("CartPole-v1", *words)
     report = first.step()
     first.save(tmp_path)
     filled = first.algo.local_replay_buffer.filled  # type: ignore[attr-defined]
@@ -100,7 +96,7 @@ def test_replay_buffer_counters_and_exploration_are_restored(engine: Make, tmp_p
     first.close()
     assert filled == report.progress.env_steps > 64 and report.progress.updates > 0
 
-    second = engine("CartPole-v1", *words, continues=tmp_path)
+    second = shared_engine("CartPole-v1", *words, continues=tmp_path)
     assert second.load(tmp_path) == []
     buffer, runner = second.algo.local_replay_buffer, second.algo.env_runner  # type: ignore[attr-defined]
     assert buffer.filled == filled and runner.num_env_steps_sampled_lifetime == filled
@@ -108,16 +104,16 @@ def test_replay_buffer_counters_and_exploration_are_restored(engine: Make, tmp_p
     assert second.step().progress.env_steps > filled
 
 
-def test_sac_restores_its_temperature(engine: Make, tmp_path: Path) -> None:
+def test_sac_restores_its_temperature(shared_engine: Make, tmp_path: Path) -> None:
     words = ["algo.id=sac", "engine.runners=0", "engine.envs=2", "algo.warmup=32", "algo.batch=32", "algo.replays=32"]
     words += ["algo.alpha_lr=0.05"]
-    first = engine("Pendulum-v1", *words)
+    first = shared_engine("Pendulum-v1", *words)
     first.step()
     first.save(tmp_path)
     log_alpha = float(first.algo.learner_group._learner.curr_log_alpha["default_policy"])  # type: ignore[attr-defined]
     first.close()
     assert abs(log_alpha) > 0.01
-    second = engine("Pendulum-v1", *words, continues=tmp_path)
+    second = shared_engine("Pendulum-v1", *words, continues=tmp_path)
     second.load(tmp_path)
     again = float(second.algo.learner_group._learner.curr_log_alpha["default_policy"])  # type: ignore[attr-defined]
     assert again == pytest.approx(log_alpha)
@@ -134,11 +130,11 @@ NAMED = {
 
 
 @pytest.mark.parametrize("algo", NAMED)
-def test_algorithms_named_as_in_rllib(engine: Make, tmp_path: Path, algo: str) -> None:
+def test_algorithms_named_as_in_rllib(shared_engine: Make, tmp_path: Path, algo: str) -> None:
     """Their options take effect, and they are saved and restored like the others."""
     env, options = NAMED[algo]
     words = [f"algo.id={algo}", f"algo.options={options}", "algo.rollout=8", "engine.envs=4", "engine.runners=0"]
-    first = engine(env, *words)
+    first = shared_engine(env, *words)
     assert f"algo    {algo} of RLlib" in "\n".join(first.describe())
     while (report := first.step()).progress.updates == 0:
         pass
@@ -150,7 +146,7 @@ def test_algorithms_named_as_in_rllib(engine: Make, tmp_path: Path, algo: str) -
     first.save(tmp_path)
     kept = first.snapshot().weights
     first.close()
-    second = engine(env, *words, continues=tmp_path)
+    second = shared_engine(env, *words, continues=tmp_path)
     assert second.load(tmp_path) == []
     for name, array in second.snapshot().weights.items():
         np.testing.assert_array_equal(array, kept[name])
@@ -182,10 +178,10 @@ def test_several_learners_have_equal_weights(engine: Make, tmp_path: Path) -> No
     assert second.step().progress.env_steps == 256
 
 
-def test_several_policies_learn_from_their_own_rows(engine: Make) -> None:
+def test_several_policies_learn_from_their_own_rows(shared_engine: Make) -> None:
     """Matching pennies; `odd` has a learning rate of 0."""
     words = [*SMALL, "engine.envs=4", "engine.runners=1", "policies={even: {}, odd: {algo: {lr: 0.0}}}"]
-    made = engine("pennies", *words, "match={even: even, odd: odd}")
+    made = shared_engine("pennies", *words, "match={even: even, odd: odd}")
     before = {name: made.snapshot(name).weights for name in ("even", "odd")}
     report = made.step()
     after = {name: made.snapshot(name).weights for name in ("even", "odd")}
@@ -232,28 +228,13 @@ def test_lost_node_is_reported_and_training_continues(engine: Make) -> None:
     assert report.progress.env_steps > before
 
 
-OTHER_CLUSTER = """
-import sys, ray
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
-print(ray.get_runtime_context().gcs_address, flush=True)
-for line in sys.stdin:
-    print(ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
-"""
-
-
 def test_existing_cluster_is_joined_and_left_unchanged(
-    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Make, ray_token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token, place = tmp_path / "token", tempfile.mkdtemp(prefix="tyt-", dir="/tmp")
-    token.write_text("5" * 64)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OTHER_CLUSTER, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdin is not None and owner.stdout is not None
-    try:
-        address = owner.stdout.readline().strip()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(ray_token))
+    with other_cluster(ray_token, cpus=2) as (address, owner):
+        assert owner.stdin is not None and owner.stdout is not None
         with pytest.raises(UseError) as refused:
             engine("CartPole-v1", *SMALL, "engine.envs=3", "engine.runners=3", f"engine.address={address}")
         assert "need 3 CPUs" in refused.value.message and "has 2" in refused.value.message
@@ -264,10 +245,6 @@ def test_existing_cluster_is_joined_and_left_unchanged(
         owner.stdin.write("still there?\n")
         owner.stdin.flush()
         assert owner.stdout.readline() == "42\n"
-    finally:
-        owner.stdin.close()
-        owner.wait(60)
-        shutil.rmtree(place, ignore_errors=True)
 
 
 FAILS = """
