@@ -27,7 +27,7 @@ def make_runs(root: Path, number: int) -> None:
     for index in range(number):
         folder = root / f"name{index % 10}" / f"{index + 1:04d}-brisk-otter"
         folder.mkdir(parents=True)
-        status = first_status(f"{folder.parent.name}/{folder.name}", experiment, None)
+        status = first_status(f"{folder.parent.name}/{folder.name}", experiment, None, None)
         status["state"] = "running" if index % 20 == 0 else "finished"
         atomic.write_json(folder / "status.json", status)
 

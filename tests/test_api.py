@@ -65,7 +65,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
             "",
             "cannot apply presets, because a run has a value for",
         ),
-        ("fork", ["resume=never"], "", "resume = never: a fork goes on from the checkpoint that it is forked at"),
+        ("fork", ["resume=never"], "", "resume = never: a fork continues from the checkpoint that it is forked at"),
         ("resume fork", ["track.wandb.mode=online"], "", "needs a W&B login"),
         ("resume", ["stop.env_steps=2_000"], "env.py", "no licence"),
         ("resume fork", ["stop.env_steps=2_000"], "net.py", "the weights belong to another model"),
@@ -109,7 +109,7 @@ def test_a_fork_cut_short_is_refused_until_it_is_started_over(tiltyard: Command,
         shutil.rmtree(folder)
     before = every_byte(child.folder)
     output = tiltyard("resume", "child", expect=2).stderr
-    assert "is a fork and the checkpoint it should start from is not there: forking was cut short" in output
+    assert "is a fork without the checkpoint it should start from: forking was interrupted" in output
     assert every_byte(child.folder) == before
     tiltyard("resume", "child", "resume=never", "stop.env_steps=32")
     assert child.status()["progress"]["env_steps"] == 32

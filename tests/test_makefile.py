@@ -72,5 +72,5 @@ def test_tests_install_a_slurm_where_they_may_and_else_say_what_is_skipped(tmp_p
     words = ["/bin/bash", "-c", script, "install.sh", str(tmp_path / "stamp")]
     output = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
     assert output.returncode == 0 and not (tmp_path / "stamp").exists()
-    assert "(tests/cluster) are skipped: no Slurm here, and only root may install it" in output.stderr
+    assert "(tests/cluster) are skipped: Slurm is not installed, and only root may install it" in output.stderr
     assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in output.stderr

@@ -234,7 +234,7 @@ def test_what_works_only_where_it_is_makes_no_run(tiltyard: Command, runs: Path,
     write_lab(tmp_path, 2.0, 3)
     (tmp_path / "beside.py").write_text(BESIDE.replace('"length.txt"', '("length" + ".txt")'))
     done = tiltyard("train", "lab.envs.push:Push", *SETTINGS, expect=2)
-    assert "works where it is and not as a copy" in done.stderr and "length.txt" in done.stderr
+    assert "works in its place but not as a copy" in done.stderr and "length.txt" in done.stderr
     assert not runs.exists()
     (tmp_path / "lab" / "scale.py").write_text("SCALE = 1 / 0\n")
     done = tiltyard("train", "lab.envs.push:Push", *SETTINGS, expect=2)

@@ -82,7 +82,10 @@ def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs:
 def test_a_job_is_not_tuned_for_the_machine_that_submits_it(file: str, tiltyard: Command, runs: Path) -> None:
     Path("tiltyard.yaml").write_text("profiles:\n  cluster: {launcher: slurm, set: {engine.tune: true}}\n")
     output = tiltyard("train", file, "--on", "cluster", "--dry-run", expect=2).stderr
-    assert "engine.tune measures the machine that it is asked on" in output and "tiltyard shell --on" in output
+    assert (
+        "engine.tune measures this machine, but a job is trained on another" in output
+        and "tiltyard shell --on" in output
+    )
     assert "tuning for" not in output and not runs.exists()
 
 

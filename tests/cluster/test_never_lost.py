@@ -114,7 +114,7 @@ def test_time_limit(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     requeued = sentences(run, "requeued")
     assert len(requeued) >= wanted and len(requeued) == cluster.restarts(job)
     assert requeued[wanted - 1].startswith("the time limit is near: saved at env step ")
-    assert f"({wanted} of at most 100 times)" in requeued[wanted - 1]
+    assert f"(requeue {wanted} of at most 100)" in requeued[wanted - 1]
     logs = sorted(path.name for path in (run.folder / "logs").glob("attempt-*.log"))
     assert len(logs) == len(requeued) + 1
     equals_an_uninterrupted_run(run)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.cluster.conftest import SITE
-from tests.cluster.test_never_lost import SMALL, STEPS, goes_on_to_its_end, profile, running
+from tests.cluster.test_never_lost import SMALL, STEPS, finish, profile, running
 from tests.conftest import Command, in_own_process
 from tests.counts import only_when_long
 from tests.sweep.talker import most_at_once, output, write_plan
@@ -356,7 +356,7 @@ def test_interrupted_training_continues(way: str, cluster: Cluster, tiltyard: Co
         running(first, attempt=2)
         assert first.status()["job"]["id"].endswith("_0") and first.status()["job"]["id"] != job
     assert Run(sweep.place(2)).status()["attempt"] == 1, "no other trial was disturbed"
-    goes_on_to_its_end(tiltyard, first)
+    finish(tiltyard, first)
     wait_for(lambda: summarize(sweep).state != "running", "the end of the jobs")
     assert summarize(sweep).counts == {"finished": 2, "stopped": 1}, "stopped trials stay stopped"
     tiltyard("sweep", "start", "slow")

@@ -67,7 +67,7 @@ def test_report_as_lines_and_as_json(tiltyard: Command, runs: Path, monkeypatch:
     assert "bad   runs       cannot write to /proc/nowhere" in done.stdout
     assert "hint: set TILTYARD_RUNS" in done.stdout
     assert "the check failed: ZeroDivisionError" in done.stdout
-    assert "for the nodes of a profile" in tiltyard("doctor", "--nodes", "node1", expect=2).stderr
+    assert "--nodes selects nodes of a profile" in tiltyard("doctor", "--nodes", "node1", expect=2).stderr
 
 
 def check_strange() -> Finding:

@@ -13,7 +13,7 @@ import tiltyard as product
 from tiltyard.config.experiment import Env
 from tiltyard.envs.probe import probe
 from tiltyard.processes.proc import read, tree
-from tiltyard.processes.reaper import GRACE
+from tiltyard.processes.reaper import GRACE, MARK, WORKER
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,10 @@ def test_what_others_start_meanwhile_is_left_alone() -> None:
         "made.clear()\n"
         "print(envs, helper, start())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT)
+    clean = {name: value for name, value in os.environ.items() if name not in (MARK, WORKER)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT, env=clean
+    )
     envs, *others = map(int, done.stdout.split())
     until = time.monotonic() + TIMEOUT
     while read(envs) and time.monotonic() < until:

@@ -323,6 +323,8 @@ def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> 
         assert record["metrics"]["setting/lr"] == now["algo.lr"]
     assert "no policy 'x'" in tiltyard("fork", run.id, "--replay", "x", expect=2).stderr
     output = tiltyard("show", run.id, "--lineage").stdout
-    assert f"{last['member']} became a copy of {last['source']}" in output
+    at, source_at = f"{last['env_steps']:,}", f"{last['source_env_steps']:,}"
+    copied = f"{last['member']} at env step {at} became a copy of {last['source']} at env step {source_at}"
+    assert copied in output
     alone = product.train({"env": "identity", "stop": {"updates": 1}, "eval": {"at_end": False}}, live=False)
     assert "has no population" in tiltyard("show", alone.id, "--lineage", expect=2).stderr

@@ -19,7 +19,7 @@ SEEDS = (0, 1, 2) if LONG else (0,)
 
 def heads(net: Any) -> tuple[float, float]:
     """How often even and odd show heads."""
-    params = net.numbers({"obs": np.eye(2, dtype=np.float32)}, net.initial_state(2), np.ones(2, bool))[0]
+    params = net.infer({"obs": np.eye(2, dtype=np.float32)}, net.initial_state(2), np.ones(2, bool))[0]
     odds = np.exp(params - params.max(1, keepdims=True))
     even, odd = odds[:, 0] / odds.sum(1)
     return float(even), float(odd)

@@ -346,7 +346,10 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
 def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:
     assert "submits trials of sweeps" in tiltyard("train", "CartPole-v1", "--on", "ngc", expect=2).stderr
     write_plan(space={"x": [1]}, trials_per_gpu=1)
-    assert "trials_per_gpu divides" in tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=2).stderr
+    assert (
+        "trials_per_gpu is for trials on this machine"
+        in tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=2).stderr
+    )
 
 
 def test_names_stand_for_values_and_no_shell_reads_them() -> None:
@@ -368,11 +371,11 @@ SENSIBLE = {"submit": "x {command}", "poll": "x {id}", "cancel": "x {id}"}
     ("template", "wrong"),
     [
         (None, "template: is missing"),
-        ({**SENSIBLE, "submit": "x {comand}"}, "has {comand}, and knows command, name"),
+        ({**SENSIBLE, "submit": "x {comand}"}, "unknown placeholder {comand}; known: command, name"),
         ({**SENSIBLE, "submit": "x 'y"}, "must be a command line"),
         ({**SENSIBLE, "submit": "x {{command}}"}, "must contain {command}"),
         ({**SENSIBLE, "poll": "x"}, "must contain {id}"),
-        ({**SENSIBLE, "cancel": "x {id} {name}"}, "has {name}, and knows id"),
+        ({**SENSIBLE, "cancel": "x {id} {name}"}, "unknown placeholder {name}; known: id"),
         ({**SENSIBLE, "alive": "("}, "must be a regular expression"),
         ({"submit": "x {command}", "poll": "x {id}"}, "template.cancel"),
     ],

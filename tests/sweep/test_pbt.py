@@ -457,7 +457,7 @@ def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
     sweep = started()
     out = tiltyard("sweep", "replay")
     best = summarize(sweep).groups[0].rows[0].trial.number
-    assert f"repeats what made member {best}" in out.stderr
+    assert f"repeats the schedule of member {best}" in out.stderr
     alone = Run(next(Path("runs").absolute().glob("steady/0*")))
     assert same(weights(alone), weights(sweep.place(best)))
 
@@ -561,5 +561,5 @@ def test_others_have_no_lineage(tiltyard: Command) -> None:
     Path("plan.yaml").write_text(dump_yaml({"name": "toy", "program": ["python", "-c", "1"], "space": {"x": [1]}}))
     tiltyard("sweep", "start", "plan.yaml", "--dry-run")
     tiltyard("sweep", "start", "plan.yaml", expect=0)
-    assert "is no population" in tiltyard("sweep", "lineage", expect=2).stderr
-    assert "is no population" in tiltyard("sweep", "replay", expect=2).stderr
+    assert "is not a population" in tiltyard("sweep", "lineage", expect=2).stderr
+    assert "is not a population" in tiltyard("sweep", "replay", expect=2).stderr

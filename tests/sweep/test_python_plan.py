@@ -31,7 +31,7 @@ def test_grids_and_lists() -> None:
     assert mixed != found
     assert sorted(map(str, mixed)) == sorted(map(str, found))
     assert list(ParamList([{"a": 1}, {"b": 2}]).generate_params()) == [{"a": 1}, {"b": 2}]
-    with pytest.raises(UseError, match="one value for each"):
+    with pytest.raises(UseError, match="does not have 2 values"):
         list(ParamGrid([(("a", "b"), [[1]])]).generate_params())
     with pytest.raises(UseError, match="no value for 'x'"):  # and not one combination without x
         list(ParamGrid([("y", [1, 2]), ("x", [])]).generate_params())
@@ -52,7 +52,7 @@ def test_trainings_become_plans_with_seeds() -> None:
     assert len(plan["points"]) == 4
     assert plan["points"][0] == {"stop.env_steps": 1e4, "algo.lr": 1e-3, "algo.rollout": 8, "algo.minibatch": 16}
     uneven = ParamList([{"x": 1, "seed": 0}, {"x": 2, "seed": 1}])
-    with pytest.raises(UseError, match="same seeds"):
+    with pytest.raises(UseError, match="the combinations have different seeds"):
         RunDescription("s", [Experiment("e", "tiltyard train x.yaml", uneven)]).plans()
     with pytest.raises(UseError, match="no command of a sweep"):
         RunDescription("s", [Experiment("e", "tiltyard train x.yaml --on there")]).plans()
@@ -139,7 +139,7 @@ def test_seeds_of_a_program_are_seeds(tiltyard: Command, runs: Path) -> None:
     Path("say.py").write_text(SAY)
     Path("plan.yaml").write_text(dump_yaml(plan))
     tiltyard("sweep", "start", "plan.yaml")
-    assert "it cannot be given twice" in tiltyard("sweep", "extend", "--seeds", "1", expect=2).stderr
+    assert "so --seeds would set it twice" in tiltyard("sweep", "extend", "--seeds", "1", expect=2).stderr
 
 
 def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: 
 def test_what_is_no_description(tiltyard: Command) -> None:
     Path("empty.py").write_text("")
     assert "has no RUN_DESCRIPTION" in tiltyard("sweep", "start", "empty.py", expect=2).stderr
-    assert "no file" in tiltyard("sweep", "start", "nowhere.py", expect=2).stderr
+    assert "no such file: nowhere.py" in tiltyard("sweep", "start", "nowhere.py", expect=2).stderr
     assert "no sweep" in tiltyard("sweep", "start", "nowhere", expect=2).stderr
     with pytest.raises(UseError):
         load_description("empty.py")
@@ -262,7 +262,7 @@ def test_a_sweep_may_be_renamed_and_is_deleted_as_a_whole(tiltyard: Command, run
     tiltyard("sweep", "start", "study.py")
     shutil.copytree(runs / "s-a", runs / "copied")
     assert "trials   2: 2 finished" in tiltyard("sweep", "status", "copied").stdout
-    assert "0 trials of copied/sweep-0001 would go on" in tiltyard("sweep", "start", "copied", "--dry-run").stderr
+    assert "would continue 0 trials of copied/sweep-0001" in tiltyard("sweep", "start", "copied", "--dry-run").stderr
     assert "a trial of a sweep" in tiltyard("rm", "copied", "--yes", expect=2).stderr
     assert "tiltyard sweep stop copied/sweep-0001" in tiltyard("stop", "copied/sweep-0001", expect=2).stderr
     output = tiltyard("rm", "copied/sweep-0001", "--yes").stderr
