@@ -1,22 +1,23 @@
 # Everything from a clean clone needs only Python 3.11 or newer with pip, and make.
 #
-#   make demo    train CartPole, evaluate it, draw its learning curve, film it        (everything below ./demo)
+#   make demo    train CartPole, evaluate it, plot its learning curve, record a video (everything below ./demo)
 #   make check   the inner loop: lint and the quick tests, under three minutes
 #   make test    lint and all tests             make test-long   the same, with ten times the repetitions
 #   make bench   Tiltyard beside its peers, hours; less: make bench ARGS="--tasks cartpole --blocks 3"
-#   make docs    write the generated pages of docs/reference anew
+#   make docs    regenerate docs/reference and the tables of floors
 #   make dist    build the packages in ./dist and try the wheel in a fresh environment (docs/releasing.md)
 #   make lint    ruff and mypy                  make clean       remove what the others made, except $(VENV) and runs/
 
 PYTHON  ?= python3
 VENV    ?= .venv
-WORKERS ?= 2
+WORKERS ?= 4
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SLURM  := $(VENV)/.slurm
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# One torch thread per test process: two processes with a pool each would fight over the same cores.
+# Four test processes on two cores: tests of Slurm and Ray mostly wait. Each has one torch thread, because several thread
+# pools would compete for the same cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --maxschedchunk 1
 
 .DEFAULT_GOAL := check

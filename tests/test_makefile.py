@@ -34,7 +34,7 @@ def test_torch_comes_first_and_everything_is_pinned(tmp_path):
 
 
 def test_tests_lint_first_and_the_inner_loop_leaves_slow_tests_out(tmp_path):
-    for target, expected in (("check", '-m "not slow"'), ("test", "pytest -n 2"), ("test-long", "TILTYARD_LONG=1")):
+    for target, expected in (("check", '-m "not slow"'), ("test", "pytest -n 4"), ("test-long", "TILTYARD_LONG=1")):
         lines = make("-n", target, f"VENV={tmp_path / 'env'}").stdout.splitlines()
         assert expected in lines[-1]
         assert [word in "\n".join(lines[:-1]) for word in ("ruff check", "ruff format --check", "/mypy")] == [True] * 3

@@ -153,7 +153,7 @@ def test_sweep_is_stopped_and_resumed(cluster: Cluster, tiltyard: Command, runs:
     sweep = find_sweep("toy")
     wait_for(lambda: len(output("began")) == 2, "two programs")
     tiltyard("sweep", "stop")
-    assert "taken out of the queue" in Run(sweep.place(4)).status()["reason"]
+    assert "was removed from the queue" in Run(sweep.place(4)).status()["reason"]
     assert summarize(sweep).counts == {"stopped": 4} and summarize(sweep).state == "stopped"
     assert cluster.run("squeue", "-h", "-j", number(sweep)) == ""
     Path("wait").unlink()

@@ -22,7 +22,7 @@ def test_a_name_means_the_same_inside_another_sweeps_folder(runs: Path, monkeypa
         for name in ("last", "fake", "2", "fake/sweep-0002"):
             assert find_sweep(name, root) == second
         for name in ("nonsense", "../sweep-0003", "sweep-0001/nonsense", "../../.."):
-            with pytest.raises(UseError, match="^no sweep '"):
+            with pytest.raises(UseError, match=r"^no sweep '"):
                 find_sweep(name, root)
         for path in (".", "./", "fake/", str(first.place(1)), first.place(1) / "metrics.jsonl"):
             assert find_sweep(path, root) == first
