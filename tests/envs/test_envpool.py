@@ -123,7 +123,7 @@ def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint:
         ("num_envs", 8, "cannot be set in env.options", "engine.envs"),
         ("seed", 8, "cannot be set in env.options", "set seed"),
         ("reward_clip", True, "cannot be set in env.options", "env.reward_clip"),
-        ("name", "Breakout-v5", "given 'name' by Tiltyard", "leave it out"),
+        ("name", "Breakout-v5", "Tiltyard itself passes 'name' to EnvPool", "leave it out"),
     ],
 )
 def test_wrong_options_are_refused_by_name(option: str, value: object, output: str, hint: str) -> None:
