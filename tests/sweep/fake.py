@@ -1,4 +1,4 @@
-"""Sweeps whose trials were never trained: folders with a status and records, as reports read them."""
+"""Sweep folders with made-up statuses and metrics, for tests of reports. Nothing is trained."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ SPACE = {
 
 
 def fake_sweep(root: Path, points: int, seeds: int, *, records: int = 20, **more: Any) -> Sweep:
-    """A finished random search: the return depends on algo.lr much, on algo.gamma a little, on the others not."""
+    """A finished random search whose return depends strongly on algo.lr, slightly on algo.gamma, not on the rest."""
     values = {"name": "fake", "space": SPACE, "search": "random", "trials": points, "seeds": seeds, **more}
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, **values})
     found = list(itertools.islice(draws(dimensions(plan), 0), points))

@@ -1,4 +1,4 @@
-"""Populations whose scores are known in advance, trained in the test process: torch is imported once."""
+"""Populations with scores known in advance, trained in the test process so that torch is imported only once."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +19,7 @@ from tiltyard.sweep.folder import Sweep
 from tiltyard.training import preflight, resume
 from tiltyard.types import Arrays, EnvSpec
 
-# Each step gives reward `level` for any action; the true objective is its negative.
+# Every step returns reward `level`, whatever the action; the true objective is -level.
 ENV = """
 import gymnasium, numpy
 
@@ -60,7 +60,7 @@ RULES = {"period": 64, "start": 64, "replace": 0.34, "rate": 1.0}
 
 
 def plan(levels: list[float], **more: Any) -> dict[str, Any]:
-    """A population whose members begin at these levels, each with another learning rate."""
+    """Write the plan of a population whose members start at these levels, each with a different learning rate."""
     Path("steady.py").write_text(ENV)
     points = [{"env.options.level": level, "algo.lr": 0.001 * (i + 1)} for i, level in enumerate(levels)]
     made: dict[str, Any] = {"experiment": EXPERIMENT, "search": "population", "trials": len(levels), "points": points}
@@ -70,7 +70,7 @@ def plan(levels: list[float], **more: Any) -> dict[str, Any]:
 
 
 class InProcess:
-    """A backend that trains each trial at once, in this process."""
+    """A backend that trains each trial immediately, in this process."""
 
     queues = False
 
@@ -109,7 +109,7 @@ _probed: dict[str, EnvSpec] = {}
 
 
 def probe_once(env: Env, **more: Any) -> EnvSpec:
-    """Probe the spaces of an env once, in its own process; all members have the same."""
+    """Probe an env once, in its own process, and cache its spec: all members have the same spaces."""
     if env.id not in _probed:
         _probed[env.id] = probe(env, **more)
     return _probed[env.id]
@@ -129,19 +129,19 @@ def run_sweep(sweep: Sweep) -> int:
 
 
 def begun() -> Sweep:
-    """A sweep of the plan in plan.yaml, of which nothing is trained yet."""
+    """Create the sweep of plan.yaml without training anything."""
     with patch.object(preflight, "probe", probe_once):
         return sweep_preflight.begin(sweep_preflight.prepare("plan.yaml"))
 
 
 def started() -> Sweep:
-    """The same, run to its end."""
+    """Create the sweep of plan.yaml and run it to its end."""
     sweep = begun()
     assert run_sweep(sweep) == 0
     return sweep
 
 
 def weights(run: Run | Path, env_steps: int | None = None) -> Arrays:
-    """The weights of a checkpoint: the newest, or the one at an env step."""
+    """Weights of the newest checkpoint, or of the one at `env_steps`."""
     found = checkpoint.select(run if isinstance(run, Run) else Run(run), env_steps)
     return dict(checkpoint.read_tree(found.folder / "policies", "main")["weights"])

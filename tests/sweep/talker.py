@@ -1,7 +1,7 @@
-"""A small program as the trial of a sweep: it writes down when it began, failed and was done, and what it was given.
+"""A small program as the trial of a sweep: it logs its start, failure and end, with its arguments and environment.
 
-It waits as long as there is a file `wait`, sleeps as `--sleep` says, and fails where the file `bad` has its `--x`. It
-says `overlap` when another process is at the same trial.
+It waits while the file `wait` exists, sleeps for `--sleep` seconds, and fails if the file `bad` contains its `--x`. It
+logs `overlap` if another process runs the same trial.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ mine.unlink()
 
 
 def write_plan(**values: Any) -> Path:
-    """plan.yaml and the program; `bad` names values of x that it fails with."""
+    """Write plan.yaml and the program; `bad` lists the values of x with which it fails."""
     Path("program.py").write_text(PROGRAM)
     Path("bad").write_text(values.pop("bad", ""))
     made = {"name": "toy", "program": ["python", "program.py"], "retries": 0, "back_off": 0.0, **values}
@@ -57,7 +57,7 @@ def output(what: str) -> list[dict[str, Any]]:
 
 
 def most_at_once() -> int:
-    """By what the programs wrote down themselves."""
+    """Largest number of programs that ran in parallel, from their own logs."""
     lines = atomic.read_lines(Path("said.jsonl"))[0]
     moments = [(line["time"], {"began": 1, "failed": -1, "done": -1}.get(line["what"], 0)) for line in lines]
     now = most = 0

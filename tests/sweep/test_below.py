@@ -1,4 +1,4 @@
-"""A sweep's trials lie one folder deeper than other runs, and are found, listed and removed like them."""
+"""Trials of a sweep are one folder deeper than other runs; they are found, listed and removed in the same way."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def trial(runs: Path) -> Run:
     return create(runs, EXPERIMENT, place=place)
 
 
-def test_a_trial_has_the_place_it_was_given(trial: Run, runs: Path) -> None:
+def test_trial_is_created_in_the_given_folder(trial: Run, runs: Path) -> None:
     assert trial.id == "cartpole/sweep-0001/0003-calm-crow"
     assert trial.name == "cartpole"
     assert trial.status()["id"] == trial.id
@@ -32,17 +32,17 @@ def test_a_trial_has_the_place_it_was_given(trial: Run, runs: Path) -> None:
     "text",
     ["cartpole/sweep-0001/0003-calm-crow", "sweep-0001/3", "cartpole/sweep-0001/3", "calm-crow", "cartpole", "last"],
 )
-def test_it_is_found_by_its_names(trial: Run, runs: Path, text: str) -> None:
+def test_trial_is_found_by_each_of_its_names(trial: Run, runs: Path, text: str) -> None:
     assert find(text, runs) == trial
 
 
-def test_a_name_means_its_newest_run_of_its_own_before_a_trial(trial: Run, runs: Path) -> None:
+def test_name_matches_a_standalone_run_before_a_trial(trial: Run, runs: Path) -> None:
     own = create(runs, EXPERIMENT)
     assert find("cartpole", runs) == own
     assert len(list_runs(runs)) == 2
 
 
-def test_what_a_killed_predecessor_left_is_cleared_away(trial: Run, runs: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(trial: Run, runs: Path) -> None:
     place = trial.folder.with_name("0004-calm-crow")
     leftover = trial.folder.with_name(".new-0004-calm-crow")
     leftover.mkdir()
@@ -51,14 +51,14 @@ def test_what_a_killed_predecessor_left_is_cleared_away(trial: Run, runs: Path) 
     assert not leftover.exists()
 
 
-def test_commands_for_runs_take_trials(trial: Run, tiltyard: Command, tmp_path: Path) -> None:
+def test_run_commands_accept_trials(trial: Run, tiltyard: Command, tmp_path: Path) -> None:
     assert trial.id in tiltyard("ls").stdout
     assert "CartPole-v1" in tiltyard("show", trial.id).stdout
     tiltyard("rm", trial.id, "--yes")
     assert not trial.folder.exists()
 
 
-def test_removal_never_goes_through_links(trial: Run, runs: Path, tmp_path: Path) -> None:
+def test_removal_does_not_follow_symlinks(trial: Run, runs: Path, tmp_path: Path) -> None:
     real = tmp_path / "elsewhere"
     shutil.move(trial.folder.parent, real)
     trial.folder.parent.symlink_to(real)
@@ -66,5 +66,5 @@ def test_removal_never_goes_through_links(trial: Run, runs: Path, tmp_path: Path
         remove(trial, runs)
 
 
-def test_no_run_is_called_like_a_sweeps_folder(tiltyard: Command) -> None:
+def test_run_name_cannot_be_that_of_a_sweep_folder(tiltyard: Command) -> None:
     assert "folder of a sweep" in tiltyard("train", "CartPole-v1", "name=sweep-0001", expect=2).stderr

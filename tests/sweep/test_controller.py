@@ -1,6 +1,6 @@
-"""A sweep carried out on this machine: every trial exactly once, whoever is killed; retries, extensions, stops.
+"""Sweeps on the local machine: each trial runs exactly once despite kills; retries, extensions, stops.
 
-Most trials here are small programs: they go the way that trainings go, in a fraction of the time.
+Most trials here are small programs: they follow the same code path as trainings in a fraction of the time.
 """
 
 import itertools
@@ -41,7 +41,7 @@ STARTED: "list[subprocess.Popen[str]]" = []
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path) -> Iterator[None]:
-    """What a test that fails leaves behind is ended."""
+    """Kill the processes that a failing test leaves behind."""
     yield
     while STARTED:
         child = STARTED.pop()
@@ -71,7 +71,7 @@ def wait_until(condition: Any, seconds: float = 100.0) -> None:
 
 
 def kill_trials(sweep: Sweep) -> None:
-    """kill -9 of everything that trials started; each has a session of its own."""
+    """Send SIGKILL to all processes of all trials; each trial has its own session."""
     for mark in (sweep.folder / AT_WORK).glob("*"):
         try:
             pid = json.loads(mark.read_text())["pid"]
@@ -81,7 +81,7 @@ def kill_trials(sweep: Sweep) -> None:
             pass
 
 
-def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
+def test_grid_of_programs_runs_each_trial_once_on_its_own_cores(tiltyard: Command) -> None:
     odd = 'it\'s "$(touch x)"; a\nb'
     write_plan(space={"x": [1, 2], "text": [odd, "--"]}, seeds=2, max_parallel=2, environment={"ODD": odd})
     out = tiltyard("sweep", "start", "plan.yaml")
@@ -99,14 +99,14 @@ def test_a_grid_of_programs_with_its_shares(tiltyard: Command) -> None:
     assert all(len(share) == max(1, len(usable) // 2) for share in shares)
     assert {line["threads"] for line in done} == {str(len(share)) for share in shares}
     assert not Path("x").exists()
-    # started again there is nothing left to do, and a second sweep is only made when asked for
+    # Starting the same plan again runs nothing; only --new creates a second sweep.
     assert "continuing sweep" in tiltyard("sweep", "start", "plan.yaml").stderr
     assert len(output("done")) == 8
     tiltyard("sweep", "start", "plan.yaml", "--new")
     assert len(output("done")) == 16
 
 
-def test_failures_are_retried_with_back_off_and_by_hand(tiltyard: Command) -> None:
+def test_failed_trials_are_retried_with_back_off_and_by_command(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3]}, bad="2", retries=2, back_off=0.3, max_parallel=3)
     out = tiltyard("sweep", "start", "plan.yaml", expect=1)
     assert "3: 2 finished, 1 failed" in out.stdout
@@ -142,16 +142,16 @@ def test_extensions_add_trials(tiltyard: Command) -> None:
     assert "is a grid" in tiltyard("sweep", "extend", "grid", "--trials", "1", expect=2).stderr
 
 
-def test_a_decision_after_the_controllers_last_read_is_run_by_the_command(tiltyard: Command, runs: Path) -> None:
+def test_command_runs_a_decision_that_the_exiting_controller_did_not_read(tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2]}, seeds=1)
     tiltyard("sweep", "start", "plan.yaml")
-    held = Lock.acquire(Run(find_sweep("toy").folder))  # a controller that has nothing left to do, and leaves
+    held = Lock.acquire(Run(find_sweep("toy").folder))  # stands for a controller that is about to exit
     threading.Timer(0.7, held.release).start()
     tiltyard("sweep", "extend", "--seeds", "1")
     assert summarize(find_sweep("toy")).counts == {"finished": 4}
 
 
-def test_options_of_other_actions_are_refused(tiltyard: Command, runs: Path) -> None:
+def test_options_of_other_subcommands_are_refused(tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1]})
     tiltyard("sweep", "start", "plan.yaml")
     for words, printed in (
@@ -162,7 +162,7 @@ def test_options_of_other_actions_are_refused(tiltyard: Command, runs: Path) -> 
         assert printed in tiltyard("sweep", *words, expect=2).stderr
 
 
-def test_pauses_and_order(tiltyard: Command) -> None:
+def test_pause_between_and_random_order_are_applied(tiltyard: Command) -> None:
     write_plan(space={"x": list(range(8))}, order="random", pause_between=0.4, max_parallel=8)
     tiltyard("sweep", "start", "plan.yaml")
     started = [
@@ -175,7 +175,7 @@ def test_pauses_and_order(tiltyard: Command) -> None:
     assert sorted(order) == list(range(8)) != order
 
 
-def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs: Path) -> None:
+def test_dry_run_and_refused_plan_write_nothing(tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2]})
     out = tiltyard("sweep", "start", "plan.yaml", "--dry-run")
     assert [line.split() for line in out.stdout.splitlines()[1:]] == [["1", "0", "1"], ["2", "0", "2"]]
@@ -190,7 +190,7 @@ def test_nothing_is_made_by_a_dry_run_or_a_refused_plan(tiltyard: Command, runs:
 
 
 @pytest.mark.parametrize("way", ["sweep stop", "SIGTERM"])
-def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
+def test_stopped_sweep_continues_when_started_again(way: str, tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2, 3, 4], "sleep": [20.0]}, max_parallel=2)
     child = controller("start", "plan.yaml")
     wait_until(lambda: len(output("began")) == 2)
@@ -207,15 +207,15 @@ def test_a_sweep_is_stopped_and_goes_on(way: str, tiltyard: Command) -> None:
     assert len(output("done")) == 4
 
 
-def test_in_the_background(tiltyard: Command) -> None:
+def test_detached_sweep_runs_in_the_background(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, seeds=2, max_parallel=4)
     name = tiltyard("sweep", "start", "plan.yaml", "--detach").stdout.strip()
-    os.chdir("/")  # where the sweep was started is where its programs run
+    os.chdir("/")  # programs run where the sweep was started, not here
     wait_until(lambda: summarize(find_sweep(name)).state == "finished")
     assert "4: 4 finished" in tiltyard("sweep", "watch", name).stdout
 
 
-def test_a_running_controller_reads_decisions(tiltyard: Command) -> None:
+def test_running_controller_applies_new_decisions(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, bad="2", max_parallel=3)
     wait = 'while given["x"] == "1" and not pathlib.Path("go").exists():\n    time.sleep(0.1)\n'
     Path("program.py").write_text(PROGRAM.replace("time.sleep(float", wait + "time.sleep(float"))
@@ -233,8 +233,8 @@ def test_a_running_controller_reads_decisions(tiltyard: Command) -> None:
     assert len(output("done")) == 4
 
 
-def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
-    """Else the trial would be started again while it still runs."""
+def test_program_ends_when_its_trial_process_is_killed(runs: Path) -> None:
+    """Otherwise the trial could be started again while its program still runs."""
     write_plan(space={"sleep": [100]})
     child = controller("start", "plan.yaml")
     wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
@@ -247,8 +247,8 @@ def test_a_program_ends_with_the_process_that_has_its_trial(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["stopped", "killed"])
-def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
-    """A shell dies of what it is sent, and leaves what it runs alone: that would go on beside the next attempt."""
+def test_child_of_a_shell_script_ends_with_the_trial(way: str, runs: Path) -> None:
+    """A shell exits on the signal without stopping its child, which would then run in parallel with the next attempt."""
     Path("run.sh").write_text("python program.py $1\necho never\n")
     write_plan(program=["bash", "run.sh"], space={"sleep": [100]})
     child = controller("start", "plan.yaml")
@@ -273,7 +273,7 @@ def test_what_a_shell_script_runs_ends_too(way: str, runs: Path) -> None:
 
 
 class Desk:
-    """A place for two trials, whose ends are said by the test."""
+    """A backend with two slots, whose trials end when the test says so."""
 
     queues = False
 
@@ -325,20 +325,20 @@ def desk(**more: Any) -> tuple[Sweep, Desk, Controller]:
     return sweep, place, Controller(sweep, sweep.plan(), place, print)
 
 
-def test_a_retry_of_what_is_at_work_again_is_no_second_start(runs: Path) -> None:
+def test_retry_of_a_running_trial_does_not_start_it_twice(runs: Path) -> None:
     sweep, place, one = desk()
     for _ in range(3):
         one.step(stop=False)
     assert place.started == [1, 2]
     place.end(sweep, 1, "failed")
-    place.work.add(1)  # nobody has looked yet
+    place.work.add(1)  # the backend has not reported the end yet
     sweep.decide("retry", trial=1)
     one.step(stop=False)
     place.work.discard(1)
     for _ in range(2):
         one.step(stop=False)
     assert place.started == [1, 2, 1]
-    sweep.decide("retry", trial=1)  # by somebody who still reads `failed`
+    sweep.decide("retry", trial=1)  # from a user who still saw `failed`
     place.end(sweep, 2, "finished")
     for _ in range(2):
         one.step(stop=False)
@@ -351,10 +351,10 @@ def test_a_retry_of_what_is_at_work_again_is_no_second_start(runs: Path) -> None
     assert one.over and one.exit_code() == 0
 
 
-def test_a_failure_that_was_forgiven_before_it_was_written_down(runs: Path) -> None:
+def test_retry_decided_before_the_failure_is_recorded_still_counts(runs: Path) -> None:
     sweep, place, one = desk(retries=0)
     one.step(stop=False)
-    place.end(sweep, 1, "failed")  # and the controller is killed before it looks
+    place.end(sweep, 1, "failed")  # and the controller is killed before it polls
     sweep.decide("retry", trial=1)
     other = Desk()
     two = Controller(sweep, sweep.plan(), other, print)
@@ -362,7 +362,7 @@ def test_a_failure_that_was_forgiven_before_it_was_written_down(runs: Path) -> N
     assert other.started == [1]
 
 
-def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Path) -> None:
+def test_trial_waiting_for_a_retry_does_not_count_as_failed(tiltyard: Command, runs: Path) -> None:
     sweep, place, one = desk(retries=1, back_off=60)
     one.step(stop=False)
     place.end(sweep, 1, "failed")
@@ -377,7 +377,7 @@ def test_what_will_be_tried_again_has_not_failed_yet(tiltyard: Command, runs: Pa
     assert summarize(sweep).counts["failed"] == 1
 
 
-def test_a_retry_by_hand_does_not_wait_until_it_would_be_tried_again(runs: Path) -> None:
+def test_retry_command_does_not_wait_for_the_back_off(runs: Path) -> None:
     sweep, place, one = desk(retries=1, back_off=3600)
     one.step(stop=False)
     place.end(sweep, 1, "failed")
@@ -390,8 +390,8 @@ def test_a_retry_by_hand_does_not_wait_until_it_would_be_tried_again(runs: Path)
     assert place.started == [1, 2, 3, 1]
 
 
-def test_an_invalid_point_does_not_end_a_tick(runs: Path) -> None:
-    """Where trials are jobs nobody comes back who could ask for the next point."""
+def test_invalid_point_does_not_end_a_tick(runs: Path) -> None:
+    """If trials are jobs, no later tick would ask for the next point."""
     envs = ("one.py", "two.py")
     for name in envs:
         Path(name).write_text(ENV)
@@ -410,7 +410,7 @@ def test_an_invalid_point_does_not_end_a_tick(runs: Path) -> None:
     assert len(place.started) == 2, "as many as there is room for"
 
 
-def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> None:
+def test_search_warns_if_no_trial_recorded_the_metric(tiltyard: Command) -> None:
     write_plan(space={"x": {"range": [1, 3]}}, search="tpe", trials=5, metric="scores")
     done = tiltyard("sweep", "start", "plan.yaml")
     assert (
@@ -419,7 +419,7 @@ def test_a_search_says_when_it_has_nothing_to_learn_from(tiltyard: Command) -> N
     assert "warning  none of the 5 trials that are over recorded scores" in done.stdout
 
 
-def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> None:
+def test_watch_waits_for_trials_without_a_controller(tiltyard: Command) -> None:
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     Path("wait").write_text("")
     child = controller("start", "plan.yaml")
@@ -435,7 +435,7 @@ def test_trials_that_go_on_alone_are_watched_to_their_end(tiltyard: Command) -> 
     assert len(output("done")) == 2
 
 
-def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command) -> None:
+def test_environment_of_the_profile_is_kept_for_retries(tiltyard: Command) -> None:
     Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"lab": {"environment": {"ODD": "of the lab"}}}}))
     write_plan(space={"x": [1, 2]}, bad="2")
     tiltyard("sweep", "start", "plan.yaml", "--on", "lab", expect=1)
@@ -449,9 +449,9 @@ def test_the_variables_of_a_profile_are_there_whoever_goes_on(tiltyard: Command)
 @pytest.mark.slow
 @pytest.mark.timeout(3000 if LONG else 300)
 @pytest.mark.parametrize("kind", ["grid", "tpe"])
-def test_kill_9_of_controllers_and_trials_at_any_moment(kind: str, runs: Path) -> None:
-    """Never two processes at one trial, and none is done again once its end is known. Where only controllers are
-    killed (grid), each program runs exactly once; one that is killed itself (tpe) starts anew."""
+def test_kill_9_of_controllers_and_trials_loses_and_repeats_nothing(kind: str, runs: Path) -> None:
+    """No trial has two processes at once, and none runs again after its end is known. If only controllers are killed
+    (grid), each program runs exactly once; a program that is killed itself (tpe) starts again."""
     rng, size = random.Random(5), 40 if LONG else 6
     values: Any = list(range(size)) if kind == "grid" else {"range": [0.0, 1.0]}
     learning: dict[str, Any] = {} if kind == "grid" else {"search": "tpe", "trials": size}
@@ -503,8 +503,8 @@ TINY = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000 if LONG else 300)
-def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs: Path) -> None:
-    """Controller and trials; TILTYARD_LONG=1 does the 3 x 2 grid with 5 seeds."""
+def test_grid_of_trainings_killed_half_way_finishes_every_trial_once(runs: Path) -> None:
+    """Kill the controller and the trials. TILTYARD_LONG=1 runs the 3 x 2 grid with 5 seeds."""
     space = {"algo.lr": [1e-3, 3e-4, 1e-4] if LONG else [1e-3, 1e-4], "algo.gamma": [0.98, 0.99] if LONG else [0.99]}
     plan = {"experiment": TINY, "space": space, "seeds": 5 if LONG else 2, "max_parallel": 2, "back_off": 0.0}
     Path("plan.yaml").write_text(dump_yaml(plan))
@@ -538,12 +538,12 @@ def test_a_grid_of_trainings_killed_half_way_finishes_with_every_trial_once(runs
 
 
 def _is_early(row: dict[str, Any]) -> bool:
-    """Whether a run is at work and has something to go on from, far from its end."""
+    """Whether a run is running and has a checkpoint, but is far from its end."""
     saved = list_checkpoints(Run(Path(row["folder"])))
     return row["state"] == "running" and bool(saved) and saved[-1].env_steps <= 1024
 
 
-# What a training would record, in no time: `x` a step, ten steps.
+# Records what a training would: ten steps, and `x` per step.
 LEARNER = """
 import json, os, sys, time, signal
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

@@ -1,4 +1,4 @@
-"""Sweeps through any other queue: a small `ngc` on PATH that really starts what it is given, in the background."""
+"""Sweeps through a custom queue: a small `ngc` on PATH that runs submitted commands in the background."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ from tiltyard.sweep.backends.custom_queue import words
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import summarize
 
-# Jobs are processes; a file each says which one, and what was asked for.
+# Jobs are processes; a file per job has its pid and the options of its submission.
 NGC = """#!PYTHON
 import json, os, pathlib, subprocess, sys, time
 place = pathlib.Path(PLACE)
@@ -59,7 +59,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sweeps.md"
 
 
 def documented() -> dict[str, Any]:
-    """The profile that the guide shows."""
+    """The profile shown in the guide."""
     text = next(block for block in GUIDE.read_text().split("```yaml\n") if block.startswith("profiles:\n  ngc:"))
     profile: dict[str, Any] = parse_yaml(text.partition("```")[0], "the guide")["profiles"]["ngc"]
     return profile
@@ -71,7 +71,7 @@ def write_site(profile: dict[str, Any]) -> None:
 
 @pytest.fixture
 def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder in which the queue keeps its jobs."""
+    """Install the queue and return the folder of its jobs."""
     tools, place = tmp_path / "bin", tmp_path / "queue"
     tools.mkdir()
     place.mkdir()
@@ -97,7 +97,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 100.0) -> None:
 
 
 def gone(queue: Path, job: int) -> bool:
-    """Whether all of a job has ended, its tick included."""
+    """Whether the process of a job is gone, which includes its tick."""
     return proc.read(atomic.read_json(queue / f"job-{job}")["pid"]) is None
 
 
@@ -105,7 +105,7 @@ def over(sweep: Sweep) -> bool:
     return summarize(sweep).state in ("finished", "failed")
 
 
-def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) -> None:
+def test_jobs_respect_pause_between(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=3, pause_between=3.0)
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     wait_until(lambda: over(find_sweep("toy")))
@@ -113,7 +113,7 @@ def test_jobs_keep_the_pause_between_two_starts(tiltyard: Command, queue: Path) 
     assert len(began) == 3 and began[2] - began[0] > 2, "six seconds, and what starting a program takes more or less"
 
 
-def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -> None:
+def test_sweep_runs_through_the_commands_of_a_queue(tiltyard: Command, queue: Path) -> None:
     odd = 'it\'s "$(touch never)"; $HOME\na b'
     write_site({**documented(), "environment": {"ODD_TOKEN": odd}})
     write_plan(
@@ -129,7 +129,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     wait_until(lambda: len(output("began")) == 2)
     Path("wait").unlink()
     assert "Trial 1 was submitted as job 1000." in out.stderr and "Trial 3" not in out.stderr
-    wait_until(lambda: over(sweep))  # every job submits the next one: nobody else is there
+    wait_until(lambda: over(sweep))  # every job submits the next one: there is no controller
     assert summarize(sweep).counts == {"finished": 3, "failed": 1}
     assert most_at_once() == 2 and len(output("began")) == 4
     assert {(line["odd"], line["hidden"], line["given"]["text"]) for line in output("began")} == {(odd, odd, odd)}
@@ -146,7 +146,7 @@ def test_a_sweep_through_a_queues_own_commands(tiltyard: Command, queue: Path) -
     assert len(output("began")) == 5 and summarize(sweep).counts == {"finished": 4}
 
 
-def test_a_search_continues_from_its_jobs(tiltyard: Command, queue: Path) -> None:
+def test_search_continues_from_its_jobs(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=5, max_parallel=2)
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("toy")
@@ -154,10 +154,10 @@ def test_a_search_continues_from_its_jobs(tiltyard: Command, queue: Path) -> Non
     assert Counter(line["trial"] for line in output("done")) == Counter({sweep.place(n).name: 1 for n in range(1, 6)})
 
 
-def test_watch_submits_where_jobs_cannot(
+def test_watch_submits_trials_if_jobs_cannot(
     tiltyard: Command, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue's commands are not there in the jobs."""
+    """The commands of the queue are not on PATH inside the jobs."""
     setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]
     write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
     write_plan(space={"x": [1, 2, 3]}, max_parallel=1)
@@ -192,8 +192,8 @@ def test_watch_survives_a_queue_outage(tiltyard: Command, queue: Path) -> None:
     assert "the queue is down" in watched.stderr and "2: 2 finished" in watched.stdout
 
 
-def test_the_last_job_waits_out_a_queue_outage(tiltyard: Command, queue: Path) -> None:
-    """Nobody else is at work or looks: what it does not submit stays undone."""
+def test_last_job_retries_until_a_queue_outage_is_over(tiltyard: Command, queue: Path) -> None:
+    """No other process polls the sweep: a trial that this job does not submit would never run."""
     write_plan(space={"x": {"range": [0.0, 1.0]}}, search="tpe", trials=2, max_parallel=1)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
@@ -208,7 +208,7 @@ def test_the_last_job_waits_out_a_queue_outage(tiltyard: Command, queue: Path) -
     assert summarize(sweep).counts == {"finished": 2} and len(output("began")) == 2
 
 
-def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue: Path) -> None:
+def test_killed_job_counts_as_failed_and_stopped_job_as_stopped(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=2, retries=1)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
@@ -218,7 +218,7 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     wait_until(lambda: Run(sweep.place(1)).state == "lost")
     tiltyard("sweep", "stop")
     assert summarize(sweep).counts == {"lost": 1, "stopped": 1, "waiting": 1}
-    wait_until(lambda: summarize(sweep).state == "stopped")  # the job that was stopped takes its turn
+    wait_until(lambda: summarize(sweep).state == "stopped")  # the stopped job still runs its tick
     assert [each["reason"] for each in sweep.decisions() if each["kind"] == "failed"] == [
         'job 1000 ended: {"status": "FINISHED_SUCCESS"}'
     ]
@@ -228,7 +228,7 @@ def test_jobs_that_die_are_failures_and_stops_are_stops(tiltyard: Command, queue
     assert summarize(sweep).counts == {"finished": 3}
 
 
-def test_a_retry_leaves_stopped_trials_alone(tiltyard: Command, queue: Path) -> None:
+def test_retry_does_not_restart_stopped_trials(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=1, bad="1")
     Path("program.py").write_text(PROGRAM.replace("while pathlib", 'while given["x"] == "2" and pathlib'))
     Path("wait").touch()
@@ -237,7 +237,7 @@ def test_a_retry_leaves_stopped_trials_alone(tiltyard: Command, queue: Path) -> 
     wait_until(lambda: len(output("began")) == 2)
     tiltyard("sweep", "stop")
     assert summarize(sweep).counts == {"failed": 1, "stopped": 1, "waiting": 1}
-    wait_until(lambda: gone(queue, 1001))  # else it still has the only place
+    wait_until(lambda: gone(queue, 1001))  # until then it occupies the only slot
     Path("bad").write_text("")
     tiltyard("sweep", "retry", "--failed")
     wait_until(lambda: summarize(sweep).counts == {"finished": 2, "stopped": 1})
@@ -248,7 +248,7 @@ def test_a_retry_leaves_stopped_trials_alone(tiltyard: Command, queue: Path) -> 
     assert summarize(sweep).counts == {"finished": 3}
 
 
-# Records nothing. Ends as it is told to, and by itself when there is nothing to wait for.
+# Records nothing. Exits with code 75 on SIGTERM, or with 0 when the file `wait` is gone.
 SILENT = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -259,7 +259,7 @@ while pathlib.Path("wait").exists():
 
 
 def start_silent(tiltyard: Command) -> Sweep:
-    """A sweep of one such program, which waits."""
+    """Start a sweep with one SILENT program, which waits."""
     write_plan(space={"x": [1]})
     Path("program.py").write_text(SILENT)
     Path("wait").touch()
@@ -267,13 +267,13 @@ def start_silent(tiltyard: Command) -> Sweep:
     return find_sweep("toy")
 
 
-def test_a_warning_before_the_time_limit_is_no_failure(tiltyard: Command, queue: Path) -> None:
+def test_warning_before_the_time_limit_does_not_count_as_a_failure(tiltyard: Command, queue: Path) -> None:
     sweep = start_silent(tiltyard)
-    for job in (1000, 1001):  # twice: a program that records nothing comes no further as far as anybody can see
+    for job in (1000, 1001):  # twice: a program without records shows no progress
         wait_until(Path("ready").exists)
         Path("ready").unlink()
         if job == 1001:
-            (queue / "down").touch()  # what cannot be submitted at once is no failure either
+            (queue / "down").touch()  # a delayed submission must not count as a failure either
         os.kill(atomic.read_json(queue / f"job-{job}")["pid"], signal.SIGUSR2)
     wait_until(lambda: "A tick failed" in (sweep.folder / "events.jsonl").read_text())
     (queue / "down").unlink()
@@ -285,8 +285,8 @@ def test_a_warning_before_the_time_limit_is_no_failure(tiltyard: Command, queue:
     assert not [each for each in sweep.decisions() if each["kind"] == "failed"]
 
 
-def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command, queue: Path) -> None:
-    setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]  # so that its job cannot submit the next
+def test_sweep_can_be_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command, queue: Path) -> None:
+    setup = [f"PATH={shlex.quote(os.environ['PATH'].partition(':')[2])}"]  # so that its job cannot submit the next one
     write_site({**documented(), "template": {**documented()["template"], "setup": setup}})
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
@@ -297,8 +297,8 @@ def test_a_sweep_is_stopped_while_a_trial_is_between_two_jobs(tiltyard: Command,
     assert summarize(sweep).counts == {"stopped": 1} and summarize(sweep).state == "stopped"
 
 
-def test_a_job_that_gets_a_signal_leaves_its_trial_stopped(tiltyard: Command, queue: Path) -> None:
-    """Cancelled or preempted: only a person knows whether it is to go on."""
+def test_trial_of_a_job_that_gets_sigterm_is_stopped(tiltyard: Command, queue: Path) -> None:
+    """The job was cancelled or preempted: only the user knows whether the trial should continue."""
     sweep = start_silent(tiltyard)
     wait_until(Path("ready").exists)
     os.kill(atomic.read_json(queue / "job-1000")["pid"], signal.SIGTERM)
@@ -309,7 +309,7 @@ def test_a_job_that_gets_a_signal_leaves_its_trial_stopped(tiltyard: Command, qu
     assert summarize(sweep).counts == {"finished": 1}
 
 
-def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> None:
+def test_trials_refused_by_the_queue_are_submitted_at_the_next_start(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     (queue / "down").touch()
     out = tiltyard("sweep", "start", "plan.yaml", "--on", "ngc", expect=1)
@@ -322,7 +322,7 @@ def test_a_queue_that_refuses_or_is_silent(tiltyard: Command, queue: Path) -> No
     assert len(output("began")) == 2
 
 
-def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: Command, queue: Path) -> None:
+def test_template_gone_matches_the_error_of_a_forgotten_job(tiltyard: Command, queue: Path) -> None:
     write_plan(space={"x": [1]}, retries=1)
     Path("wait").touch()
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
@@ -343,7 +343,7 @@ def test_a_queue_forgets_jobs_and_the_site_file_says_how_that_sounds(tiltyard: C
     assert summarize(sweep).counts == {"finished": 1} and "job 1000 ended: GONE" in atomic.to_json(sweep.decisions())
 
 
-def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> None:
+def test_runs_outside_of_sweeps_are_refused(tiltyard: Command, queue: Path) -> None:
     assert "submits trials of sweeps" in tiltyard("train", "CartPole-v1", "--on", "ngc", expect=2).stderr
     write_plan(space={"x": [1]}, trials_per_gpu=1)
     assert (
@@ -352,7 +352,7 @@ def test_runs_that_are_no_trials_are_refused(tiltyard: Command, queue: Path) -> 
     )
 
 
-def test_names_stand_for_values_and_no_shell_reads_them() -> None:
+def test_placeholders_are_filled_in_without_a_shell() -> None:
     values = {"command": "bash '/a b/script.sh'", "name": "a; rm -rf $HOME", "gpus": ""}
     assert words("run --name={name} '{command} && true' {{x}} {gpus} a\\ b", values) == [
         "run",
@@ -380,7 +380,7 @@ SENSIBLE = {"submit": "x {command}", "poll": "x {id}", "cancel": "x {id}"}
         ({"submit": "x {command}", "poll": "x {id}"}, "template.cancel"),
     ],
 )
-def test_templates_that_make_no_sense(runs: Path, template: dict[str, str] | None, wrong: str) -> None:
+def test_invalid_templates_are_refused(runs: Path, template: dict[str, str] | None, wrong: str) -> None:
     profile: dict[str, Any] = {"launcher": "template"} | ({"template": template} if template else {})
     Path("tiltyard.yaml").write_text(dump_yaml({"profiles": {"p": profile}}))
     with pytest.raises(ConfigError) as error:
@@ -388,8 +388,8 @@ def test_templates_that_make_no_sense(runs: Path, template: dict[str, str] | Non
     assert wrong in error.value.details
 
 
-def test_a_population_decides_in_its_members_jobs(tiltyard: Command, queue: Path) -> None:
-    """Fewer slots than members: whoever pauses takes the turn, replaces who is behind, and submits who is next."""
+def test_population_decides_inside_the_jobs_of_its_members(tiltyard: Command, queue: Path) -> None:
+    """Fewer slots than members: the job of a paused member runs the tick, replaces the worst and submits the next."""
     plan([3.0, 2.0, 1.0], max_parallel=2, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
     tiltyard("sweep", "start", "plan.yaml", "--on", "ngc")
     sweep = find_sweep("steady")
@@ -398,4 +398,4 @@ def test_a_population_decides_in_its_members_jobs(tiltyard: Command, queue: Path
     copies = [(line["trial"], line["source"]) for line in sweep.decisions() if line["kind"] == "exploit"]
     assert copies == [(3, 1)]
     assert {Run(sweep.place(number)).status()["attempt"] for number in (1, 2, 3)} == {2}, "a pause each"
-    assert len(list(queue.glob("job-*"))) > 3  # a pause ends the job, unless it is the same member is next
+    assert len(list(queue.glob("job-*"))) > 3  # a pause ends the job, unless the same member is next

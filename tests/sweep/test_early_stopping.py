@@ -1,4 +1,4 @@
-"""Who falls behind, on synthetic curves with a known best."""
+"""Early stopping rules on synthetic curves with a known best arm."""
 
 import math
 import random
@@ -15,8 +15,10 @@ Rule = Callable[[EarlyStop, dict[int, Curve], set[int]], dict[int, str]]
 
 
 def race(rule: EarlyStop, judge: Rule, seed: int, slots: int = 4) -> tuple[int, dict[int, Curve], set[int]]:
-    """Arms that approach different heights at different speeds, with noise, some at a time in a random order; the best
-    of them, the curves, and who was ended."""
+    """Run noisy arms with different heights and speeds, `slots` in parallel, in random order.
+
+    Return the best arm, the curves and the ended arms.
+    """
     rng = random.Random(seed)
     heights = {arm: arm / ARMS for arm in range(ARMS)}
     speeds = {arm: rng.uniform(1500, 4000) for arm in range(ARMS)}
@@ -40,7 +42,7 @@ def race(rule: EarlyStop, judge: Rule, seed: int, slots: int = 4) -> tuple[int, 
     return max(heights, key=heights.__getitem__), curves, ended
 
 
-def test_asha_keeps_the_best_of_27_arms_in_19_of_20_seeds_and_saves_most_of_the_work() -> None:
+def test_asha_keeps_the_best_of_27_arms_in_19_of_20_seeds_and_saves_half_of_the_steps() -> None:
     rule = EarlyStop(rule="asha", after=3000, factor=3)
     kept, steps = 0, []
     for seed in range(20):
@@ -51,7 +53,7 @@ def test_asha_keeps_the_best_of_27_arms_in_19_of_20_seeds_and_saves_most_of_the_
     assert max(steps) < 0.5 * ARMS * TOP, "less than half of what it costs to run all of them"
 
 
-def test_the_median_rule_keeps_the_best_and_ends_bad_ones() -> None:
+def test_median_rule_keeps_the_best_and_ends_bad_arms() -> None:
     rule = EarlyStop(rule="median", after=3000, least=5)
     kept, share = 0, []
     for seed in range(20):
@@ -62,10 +64,10 @@ def test_the_median_rule_keeps_the_best_and_ends_bad_ones() -> None:
     assert 0.15 < sum(share) / len(share) < 0.6
 
 
-def test_asha_on_paper() -> None:
+def test_asha_matches_a_hand_computed_example() -> None:
     rule = EarlyStop(rule="asha", after=10, factor=3)
     curves: dict[int, Curve] = {n: [(5, 99.0 if n == 1 else 0.0), (10, float(n))] for n in range(1, 7)}
-    # best so far: arm 1 showed 99 before the first rung
+    # without last=True the best value so far counts, and arm 1 had 99 before the first rung
     assert set(asha(rule, curves, set(curves))) == {2, 3, 4, 5}
     assert set(asha(rule, curves, set(curves), last=True)) == {1, 2, 3, 4}
     assert asha(rule, curves, {6}) == {}
@@ -78,19 +80,19 @@ def test_asha_on_paper() -> None:
 
 
 @pytest.mark.parametrize(("goal", "out"), [("maximise", {1}), ("minimise", {7})])
-def test_less_can_be_better(goal: str, out: set[int]) -> None:
+def test_minimise_ends_the_largest_values(goal: str, out: set[int]) -> None:
     plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
     curves: dict[int, Curve] = {n: [(10, float(n))] for n in range(1, 8)}
     assert set(behind(plan, curves, {1, 4, 7})) == out
 
 
 @pytest.mark.parametrize(("goal", "one"), [("maximise", -1200.0), ("minimise", -800.0)])
-def test_numbers_are_told_with_their_sign(goal: str, one: float) -> None:
+def test_reason_shows_values_with_their_sign(goal: str, one: float) -> None:
     plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
     curves: dict[int, Curve] = {n: [(10, -1000.0)] for n in range(1, 8)} | {8: [(10, one)]}
     assert behind(plan, curves, {8})[8].endswith(f"{one:g}, and the median of 7 others is -1000")
 
 
-def test_no_rule_no_end() -> None:
+def test_no_trial_is_ended_without_a_rule() -> None:
     plan = load_plan({"experiment": "x"})[0]
     assert behind(plan, {1: [(10, 0.0)], 2: [(10, 1.0)]}, {1, 2}) == {}

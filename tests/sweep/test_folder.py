@@ -1,4 +1,4 @@
-"""A sweep on disk: which one a name means, and decisions that people and controllers write at the same time."""
+"""A sweep on disk: lookup by name, and concurrent decisions of users and controllers."""
 
 import threading
 from pathlib import Path
@@ -12,13 +12,15 @@ from tiltyard.run.lock import guard
 from tiltyard.sweep.folder import find_sweep
 
 
-def test_a_name_means_the_same_inside_another_sweeps_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sweep stop other` typed there must not stop this one."""
+def test_sweep_name_matches_the_same_sweep_inside_the_folder_of_another(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sweep stop OTHER` in the folder of a sweep must not stop that sweep."""
     root = runs.absolute()
     first, second = fake_sweep(root, 1, 1), fake_sweep(root, 1, 1)
     for place in (first.folder, first.place(1)):
         monkeypatch.chdir(place)
-        (place / "fake").mkdir()  # that happens to be called like a sweep
+        (place / "fake").mkdir()  # same name as the sweep
         for name in ("last", "fake", "2", "fake/sweep-0002"):
             assert find_sweep(name, root) == second
         for name in ("nonsense", "../sweep-0003", "sweep-0001/nonsense", "../../.."):
@@ -29,10 +31,10 @@ def test_a_name_means_the_same_inside_another_sweeps_folder(runs: Path, monkeypa
 
 
 def test_decisions_are_written_one_at_a_time(runs: Path) -> None:
-    """On NFS two appends from two machines may end up in the same place, and a person's retry would be lost."""
+    """On NFS, appends from two machines can overwrite each other, and the retry of a user would be lost."""
     sweep = fake_sweep(runs, 1, 1)
     person = threading.Thread(target=sweep.decide, args=("retry",), kwargs={"trial": 1})
-    with guard(Run(sweep.folder)):  # somebody else is at it
+    with guard(Run(sweep.folder)):  # as another process would hold it
         person.start()
         person.join(0.3)
         assert sweep.decisions() == []

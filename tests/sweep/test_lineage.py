@@ -1,4 +1,4 @@
-"""A population's story as its decisions tell it, and what its plan makes of a space. Pure."""
+"""Lineage of a population from its decisions, and initial settings from its plan; no files and no processes."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ STORY = [
 ]
 
 
-def test_where_everybody_stands() -> None:
+def test_lineage_has_the_state_of_every_member() -> None:
     story = Lineage(TRIALS, STORY)
     assert story.members() == [Member(1, 200, 10.0, 100), Member(2, 220, None, 110), Member(3, 200, 12.0, 100)]
     replaced = Lineage(TRIALS, STORY[:4])
@@ -59,21 +59,21 @@ def test_where_everybody_stands() -> None:
     assert fresh.begins(2) == 0
 
 
-def test_what_periods_brought() -> None:
+def test_gains_are_score_differences_of_periods() -> None:
     gains = Lineage(TRIALS, STORY).gains(1.0)
-    # of member 3 from the source's 9 on, of member 2 nothing: it has no score at the end
+    # the gain of member 3 starts from the 9 of its source; member 2 has none, because its last score is missing
     assert gains == [Gain({"algo.lr": 0.1}, 200, 1.0), Gain({"algo.lr": 0.15}, 200, 3.0)]
     assert [each.gain for each in Lineage(TRIALS, STORY).gains(-1.0)] == [-1.0, -3.0]
 
 
-def test_what_made_a_member_with_the_seeds_of_its_ancestors() -> None:
+def test_schedule_of_a_member_has_the_settings_and_seeds_of_its_ancestors() -> None:
     story = Lineage(TRIALS, STORY)
     assert story.schedule(1) == [(0, {"algo.lr": 0.1, "seed": 7})]
     assert story.schedule(3) == [(0, {"algo.lr": 0.1, "seed": 7}), (100, {"algo.lr": 0.15, "seed": 9})]
     assert story.schedule(2) == [*story.schedule(3), (200, {"algo.lr": 0.2, "seed": 8})]
 
 
-def test_an_exploit_as_a_sentence() -> None:
+def test_exploit_is_described_in_one_sentence() -> None:
     first, second = Lineage(TRIALS, STORY).copies
     assert describe_copy(first) == (
         "Member 3 became a copy of member 1 (9 against 1) at env step 120, now 100: algo.lr 0.3 -> 0.15."
@@ -81,7 +81,7 @@ def test_an_exploit_as_a_sentence() -> None:
     assert "with the same settings" in describe_copy(second)
 
 
-# ------------------------------------------------------------------------------------------------ what members begin with
+# ------------------------------------------------------------------------------------------------ initial settings
 
 
 def population(**more: Any) -> Plan:
@@ -92,7 +92,7 @@ def population(**more: Any) -> Plan:
     return load_plan(output)[0]
 
 
-def test_members_begin_spread_over_the_space() -> None:
+def test_initial_members_are_spread_over_the_space() -> None:
     plan = population(space={"algo.lr": {"log": [1e-5, 1e-1]}, "algo.gamma": {"range": [0.9, 0.999]}})
     first = first_settings(plan, 8)
     places = sorted(int((np.log10(each["algo.lr"]) + 5) * 2) for each in first)
@@ -105,7 +105,7 @@ def test_members_begin_spread_over_the_space() -> None:
     assert population(space=plan.space, metric={"name": "x", "of": "best"}).metric.of == "best"
 
 
-def test_a_mapping_is_moved_number_by_number() -> None:
+def test_each_number_of_a_mapping_is_varied() -> None:
     plan = population(space={"env.options.rewards": {"weights": True}, "algo.lr": [0.1, 0.2]})
     names = {"env.options.rewards.hit", "env.options.rewards.deep.walk"}
     assert {key for tunable in tunables(plan) for key in tunable.keys} == {"algo.lr", *names}
@@ -119,20 +119,20 @@ def test_a_mapping_is_moved_number_by_number() -> None:
     assert len({each["env.options.rewards.hit"] for each in others}) == 7
 
 
-def test_given_points_are_what_members_begin_with() -> None:
+def test_given_points_are_the_initial_settings() -> None:
     points = [{"algo.lr": 0.1}, {"algo.lr": 0.2}]
     plan = population(trials=2, points=points, space={"algo.lr": {"log": [1e-5, 1.0]}})
     assert first_settings(plan, 2) == points
 
 
-def test_a_spread_covers_choices_evenly() -> None:
+def test_latin_hypercube_covers_choices_evenly() -> None:
     plan = population(space={"algo.epochs": [1, 2, 4, 8]})
     found = [each["algo.epochs"] for each in latin_hypercube(tunables(plan), 8, np.random.default_rng(0))]
     assert sorted(found) == [1, 1, 2, 2, 4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("rules", [{"replace": 0.6}, {"factors": [0.5, 2]}, {"relative_gap": 1.0}, {"rate": 2}])
-def test_rules_out_of_bounds(rules: dict[str, Any]) -> None:
+def test_out_of_range_rules_are_refused(rules: dict[str, Any]) -> None:
     from tiltyard.errors import ConfigError
 
     with pytest.raises(ConfigError):

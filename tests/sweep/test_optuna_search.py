@@ -1,4 +1,4 @@
-"""Searches that learn, asked from what the folders say: better than chance, never the same twice, the same again."""
+"""Optuna searches from recorded results: better than random, deterministic, without repeated points."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ def plan(kind: str, **more: Any) -> Plan:
 
 
 def score(point: dict[str, Any]) -> float:
-    """Best at a = 1e-3, b = 40, c = y, (d, e) = (3, 4), where it is 0."""
+    """Score with maximum 0 at a = 1e-3, b = 40, c = y, (d, e) = (3, 4)."""
     return -(abs(math.log10(point["a"]) + 3) + abs(point["b"] - 40) / 20 + (point["c"] != "y") + (point["d"] != 3))
 
 
@@ -46,7 +46,7 @@ def searched(made: Plan, count: int, sign: float = 1.0) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["tpe", pytest.param("gp", marks=pytest.mark.slow)])
-def test_a_search_ends_nearer_the_optimum_than_chance(kind: str) -> None:
+def test_search_ends_nearer_the_optimum_than_random_points(kind: str) -> None:
     points = searched(plan(kind), 22)
     assert len({fingerprint(point) for point in points}) == 22
     assert all(1e-5 <= p["a"] <= 1e-1 and 1 <= p["b"] <= 64 and (p["d"], p["e"]) in ((1, 2), (3, 4)) for p in points)
@@ -56,11 +56,11 @@ def test_a_search_ends_nearer_the_optimum_than_chance(kind: str) -> None:
     assert later[len(later) // 2] > sorted(chance)[len(chance) * 3 // 4], "its median beats chance's upper quarter"
 
 
-def test_the_goal_is_minded() -> None:
+def test_minimise_mirrors_maximise() -> None:
     assert searched(plan("tpe", goal="minimise"), 14, -1.0) == searched(plan("tpe"), 14)
 
 
-def test_the_same_question_has_the_same_answer_and_other_things_count() -> None:
+def test_ask_is_deterministic_and_depends_on_number_and_states() -> None:
     made = plan("tpe")
     points = searched(made, 12)
     before = [group(i, point, score(point)) for i, point in enumerate(points, start=1)]
@@ -73,7 +73,7 @@ def test_the_same_question_has_the_same_answer_and_other_things_count() -> None:
     assert optuna_search.ask(made, failed, 13) not in points
 
 
-def test_a_small_space_is_tried_as_a_whole_before_anything_comes_twice() -> None:
+def test_small_space_is_exhausted_before_a_point_repeats() -> None:
     made = load_plan({"experiment": "x", "space": {"a": [1, 2, 3], "b": [1, 2]}, "search": "tpe", "trials": 7})[0]
     found: list[Group] = []
     for number in range(1, 8):
@@ -82,10 +82,10 @@ def test_a_small_space_is_tried_as_a_whole_before_anything_comes_twice() -> None
     assert len({fingerprint(each.settings) for each in found[:6]}) == 6
 
 
-def test_points_of_a_span_may_be_fewer_than_trials() -> None:
+def test_range_may_have_fewer_points_than_trials() -> None:
     space = {"a": {"log": [1e-4, 1e-2], "points": 3}}
     made = load_plan({"experiment": "x", "space": space, "search": "tpe", "trials": 6})[0]
-    found = [group(1, {"a": 3.9e-4}, 0.0)]  # no choice: as an earlier version drew it
+    found = [group(1, {"a": 3.9e-4}, 0.0)]  # not one of the points: an earlier version sampled such values
     for number in range(2, 7):
         point = optuna_search.ask(made, found, number)
         assert point["a"] in (1e-4, 1e-3, 1e-2)
@@ -93,8 +93,8 @@ def test_points_of_a_span_may_be_fewer_than_trials() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path) -> None:
-    """Ended in between by hand; the next controller asks for what is missing and for nothing twice."""
+def test_search_of_trainings_continues_from_its_folder(tiltyard: Command, runs: Path) -> None:
+    """The next controller runs a point that was chosen before the kill, and chooses none twice."""
     experiment = {
         "env": "CartPole-v1",
         "name": "tiny",
@@ -110,7 +110,7 @@ def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path)
     tiltyard("sweep", "start", "plan.yaml")
     sweep = find_sweep("tiny")
     first = sweep.trials()
-    # As if the controller had been killed after it asked and before it made a folder.
+    # As if the controller was killed after it chose a point and before it created the folder.
     sweep.decide("extend", points=1)
     asked = {"trial": 3, "point": 3, "seed": 0, "settings": {"algo.lr": 0.00123}}
     atomic.append_line(sweep.folder / "manifest.jsonl", atomic.to_json(asked))
@@ -123,8 +123,8 @@ def test_a_search_of_trainings_from_folders_alone(tiltyard: Command, runs: Path)
     assert third[-1]["metrics"]["setting/lr"] == pytest.approx(0.00123)
 
 
-def test_a_model_that_is_sure_of_an_end_is_not_replaced_by_chance() -> None:
-    """The optimum on a bound: whoever answers it again is asked no further, and looks around it."""
+def test_gp_keeps_searching_near_an_optimum_on_a_bound() -> None:
+    """If the model proposes the same bound again, the search takes points near it instead of random ones."""
     made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})[0]
     found: list[Group] = []
     for number in range(1, 17):

@@ -1,6 +1,6 @@
-"""A population over runs: who is replaced by whom, what a copy is, what every kill leaves, and how it is told.
+"""Population-based training over runs: replacement, copies, recovery from kills, and reports.
 
-The env's reward is a setting, so that scores are known in advance; weights, optimisers and settings are real.
+The reward of the env is a setting, so scores are known in advance; weights, optimisers and settings are real.
 """
 
 import json
@@ -42,7 +42,7 @@ from tiltyard.training import resume
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    """Three members that learned to the end; nobody changes it."""
+    """A finished population of three members; tests must not change it."""
     with _elsewhere(tmp_path_factory.mktemp("three")):
         plan([3.0, 2.0, 1.0])
         return started()
@@ -64,7 +64,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(three: Sweep) -> None:
+def test_worst_member_becomes_a_copy_of_the_best_with_new_settings_in_effect(three: Sweep) -> None:
     sweep = three
     first = exploits(sweep)[0]
     assert (first["trial"], first["source"]) == (3, 1)
@@ -81,7 +81,7 @@ def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(th
     second = next((line["attempt"] for line in exploits(sweep)[1:] if line["trial"] == 3), math.inf)
     own = [each for each in metrics.read(member) if first["attempt"] < each["attempt"] <= second]
     assert {each["metrics"]["setting/lr"] for each in own} == {after["algo.lr"]}
-    # the window of 100 episodes came along from another env, and began anew
+    # the window of 100 episodes is cleared, because the source filled it with another level
     assert own[0]["metrics"]["train/return"] == pytest.approx(4 * after["env.options.level"])
 
     events = [event for event in read_events(member) if event["kind"] == "exploited"]
@@ -97,10 +97,10 @@ def test_the_worst_becomes_a_copy_of_the_best_with_settings_that_are_in_force(th
     [
         ([-3.0, -2.0, -1.0], "train/return", "maximise", 1),
         ([-3.0, -2.0, -1.0], "train/return", "minimise", 3),
-        ([3.0, 2.0, 1.0], "episode/true_objective", "maximise", 1),  # all negative, and the rewards say the contrary
+        ([3.0, 2.0, 1.0], "episode/true_objective", "maximise", 1),  # all negative, and opposite to the rewards
     ],
 )
-def test_negative_objectives_and_what_the_env_calls_its_true_one(
+def test_negative_scores_and_true_objectives_rank_correctly(
     levels: list[float], metric: str, goal: str, worst: int, runs: Path
 ) -> None:
     experiment = {**EXPERIMENT, "stop": {"env_steps": 96}}
@@ -113,8 +113,8 @@ def test_negative_objectives_and_what_the_env_calls_its_true_one(
     assert settings[worst] == settings[4 - worst], "rate 0 moves nothing"
 
 
-def test_a_pause_changes_nothing_but_the_clock(runs: Path) -> None:
-    """And where settings change on the way, the run goes on by itself, whatever it was told before."""
+def test_pause_does_not_change_the_training(runs: Path) -> None:
+    """A scheduled change of settings takes effect without a pause."""
     plan([1.0, 2.0])
     whole, paused, changing = (_run(schedule) for schedule in (None, SettingsSchedule([(0, {})], 100, 1), CHANGES))
     outcome = [api.run_training(run, resume.prepare_resume(run)[1], live=False) for run in (whole, paused, changing)]
@@ -149,8 +149,10 @@ def _curve(run: Run) -> list[tuple[int, float]]:
     return [(each["env_steps"], each["metrics"].get("loss/policy", 0.0)) for each in metrics.read(run)]
 
 
-def test_a_number_that_is_not_in_force_is_an_error_that_names_both(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classic fault: what was restored is the rate of the checkpoint, and nobody notices."""
+def test_setting_that_is_not_in_effect_is_an_error_with_both_values(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard against a common bug: restoring a checkpoint also restores its old learning rate unnoticed."""
     plan([1.0, 2.0])
     run = _run(CHANGES)
 
@@ -222,7 +224,9 @@ def _outcome(sweep: Sweep) -> tuple[list[Any], dict[int, Any]]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_kill_9_at_every_point_of_an_exploit(point: str, runs: Path, undisturbed: Any) -> None:
+def test_kill_9_at_every_point_of_an_exploit_does_not_change_the_result(
+    point: str, runs: Path, undisturbed: Any
+) -> None:
     _small_plan()
     sweep = begun()
     root = Path(__file__).parents[2]
@@ -246,8 +250,8 @@ def test_kill_9_at_every_point_of_an_exploit(point: str, runs: Path, undisturbed
 
 
 @pytest.mark.timeout(3000)
-def test_kill_9_of_controllers_and_members_at_any_moment(runs: Path) -> None:
-    """What is written down is done once, and everybody comes to the end with the settings that were decided."""
+def test_kill_9_of_controllers_and_members_repeats_no_decision(runs: Path) -> None:
+    """Each recorded decision is applied once, and all members finish with their decided settings."""
     only_when_long("five minutes")
     rng = random.Random(3)
     plan([4.0, 3.0, 2.0, 1.0], max_parallel=2, retries=1000, back_off=0.0)
@@ -286,8 +290,8 @@ def run_locally(sweep: Sweep) -> int:
 # ------------------------------------------------------------------------------------------------ slots, processes
 
 
-def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -> None:
-    """The member with the fewest env steps goes next, and nobody is the worst before all are known."""
+def test_population_runs_with_fewer_slots_than_members(tiltyard: Command) -> None:
+    """The member with the fewest env steps runs next, and none is replaced before all have a score."""
     plan([3.0, 2.0, 1.0], max_parallel=2, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
     out = tiltyard("sweep", "start", "plan.yaml")
     assert "3: 3 finished" in out.stdout
@@ -315,7 +319,7 @@ def test_fewer_slots_than_members_in_processes_of_their_own(tiltyard: Command) -
     assert "no member 9" in tiltyard("sweep", "lineage", "--member", "9", expect=2).stderr
 
 
-def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None:
+def test_failed_member_can_be_retried_while_the_others_continue(runs: Path) -> None:
     plan([3.0, 2.0, 1.0], retries=0, experiment={**EXPERIMENT, "stop": {"env_steps": 96}})
     sweep = begun()
     bad = sweep.folder / "plugins" / "steady.py"
@@ -331,8 +335,8 @@ def test_a_member_that_fails_is_retried_and_the_others_go_on(runs: Path) -> None
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_who_failed_for_good_is_not_the_worst(failures: int, runs: Path) -> None:
-    """It would hold the only place for ever, and nobody would be replaced. Tried again, it is the worst as before."""
+def test_member_without_retries_left_is_not_ranked(failures: int, runs: Path) -> None:
+    """It would stay the only candidate for replacement forever. With a retry left, it still counts as the worst."""
     sweep = _after_one_period({1: 500.0, 2: 450.0, 3: 5.0, 4: 1.0}, replace=0.25)
     for attempt in range(1, failures + 1):
         sweep.decide("failed", trial=4, attempt=attempt, reason="the loss is not a number")
@@ -343,10 +347,10 @@ def test_who_failed_for_good_is_not_the_worst(failures: int, runs: Path) -> None
 
 @pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.parametrize("state", ["running", "queued"])
-def test_nobody_waits_for_a_member_that_was_killed_for_good_in_its_first_period(
+def test_population_does_not_wait_for_a_member_that_failed_in_its_first_period(
     state: str, failures: int, runs: Path
 ) -> None:
-    """What is killed leaves behind what it was, and a job that never began says that it is queued."""
+    """A killed process leaves its last state in the status file, and the state of an unstarted job is `queued`."""
     sweep = _after_one_period({1: 12.0, 2: None, 3: 4.0}, replace=0.5)
     for attempt in range(1, failures + 1):
         sweep.decide("failed", trial=2, attempt=attempt, reason="signal 9")
@@ -356,7 +360,7 @@ def test_nobody_waits_for_a_member_that_was_killed_for_good_in_its_first_period(
 
 
 def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
-    """A population of which all is said and nothing is trained; whoever has no score is in its first period."""
+    """Create a population from recorded scores without training; a member without a score is in its first period."""
     plan([float(number) for number in scores], retries=1, population={**RULES, **rules})
     sweep = begun()
     for trial in sweep.trials():
@@ -366,7 +370,7 @@ def _after_one_period(scores: dict[int, float | None], **rules: Any) -> Sweep:
     return sweep
 
 
-def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pb2_proposes_settings_from_the_gains_of_periods(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiltyard.algos import pb2
 
     asked, real = [], pb2.propose
@@ -396,7 +400,7 @@ def test_pb2_chooses_from_what_periods_brought(runs: Path, monkeypatch: pytest.M
     assert len(scores) > len(gains), "the first period of each has nothing to be compared with"
 
 
-def test_a_dictionary_of_rewards_moves_number_by_number(runs: Path) -> None:
+def test_each_number_of_a_reward_mapping_is_varied(runs: Path) -> None:
     experiment = {**EXPERIMENT, "env": {"id": "steady.py:Steady", "options": {"rewards": {"hit": 4.0, "walk": -0.5}}}}
     space = {"env.options.rewards": {"weights": True}}
     rules = {**RULES, "relative_gap": 0.0}
@@ -418,10 +422,10 @@ def test_a_dictionary_of_rewards_moves_number_by_number(runs: Path) -> None:
     assert options["rewards"] != {"hit": 4.0, "walk": -0.5}
 
 
-# ------------------------------------------------------------------------------------------------ replay
+# ------------------------------------------------------------------------------------------------ repeat a member
 
 
-def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: Sweep, tiltyard: Command) -> None:
+def test_schedule_of_a_member_is_repeated_bit_for_bit_despite_a_kill(three: Sweep, tiltyard: Command) -> None:
     sweep, name = three, str(three.folder)
     story = lineage.read(sweep)
     member = story.copies[-1].exploit.member
@@ -452,7 +456,7 @@ def test_what_made_a_member_is_repeated_alone_to_the_bit_through_a_kill(three: S
     assert alone == [last.algo.lr, last.seed, last.env.options]
 
 
-def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
+def test_replay_command_repeats_the_best_member(tiltyard: Command) -> None:
     plan([2.0, 1.0], experiment={**EXPERIMENT, "stop": {"env_steps": 96}}, population={**RULES, "replace": 0.5})
     sweep = started()
     out = tiltyard("sweep", "replay")
@@ -466,8 +470,8 @@ def test_the_best_member_is_repeated_by_one_command(tiltyard: Command) -> None:
 
 
 @pytest.mark.parametrize("ahead", [64, -64])
-def test_env_steps_after_a_copy_are_the_sources(ahead: int, runs: Path) -> None:
-    """A source that is further jumps the member ahead; one that is not makes void what the member recorded since."""
+def test_env_steps_of_a_copy_continue_from_its_source(ahead: int, runs: Path) -> None:
+    """A source with more env steps moves the member forward; one with fewer discards the records after that step."""
     plan([2.0, 1.0], population={**RULES, "period": 128, "start": 128, "replace": 0.5})
     sweep = begun()
     for number, until in ((1, 128 + max(0, ahead)), (2, 128 + max(0, -ahead))):
@@ -510,7 +514,7 @@ def test_invalid_populations_are_refused(more: Any, output: str, tiltyard: Comma
     assert not Path("runs").exists()
 
 
-def test_what_rllib_can_vary_is_in_the_hint(runs: Path) -> None:
+def test_hint_lists_the_settings_that_rllib_can_vary(runs: Path) -> None:
     from tiltyard.config.load import load
     from tiltyard.sweep.pbt.members import _movable
 
@@ -524,8 +528,8 @@ def test_what_rllib_can_vary_is_in_the_hint(runs: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_members_on_rllib(tiltyard: Command) -> None:
-    """Each stretch starts a Ray of its own; the copy goes on with the winner's weights and its own learning rate."""
+def test_members_can_train_with_rllib(tiltyard: Command) -> None:
+    """Each period starts its own Ray; the copy continues with the weights of its source and its own learning rate."""
     pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install 'tiltyard[ray]'")
     only_when_long("two minutes")
     engine = {"kind": "rllib", "envs": 2, "runners": 0}
@@ -541,8 +545,8 @@ def test_members_on_rllib(tiltyard: Command) -> None:
     assert used == pytest.approx(only["after"]["algo.lr"], rel=1e-6)
 
 
-def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
-    """Whoever told it may have been killed, or the queue refused it; a person's stop is another thing."""
+def test_member_that_never_began_its_period_is_due_again(runs: Path) -> None:
+    """The controller may have been killed, or the queue refused the job. A member that a user stopped is not due."""
     plan([2.0, 1.0])
     sweep = begun()
     whole = sweep.plan()
@@ -557,7 +561,7 @@ def test_who_was_told_of_a_period_and_never_began_it_is_due(runs: Path) -> None:
     assert members.record_periods([1]) == set()
 
 
-def test_others_have_no_lineage(tiltyard: Command) -> None:
+def test_lineage_and_replay_require_a_population(tiltyard: Command) -> None:
     Path("plan.yaml").write_text(dump_yaml({"name": "toy", "program": ["python", "-c", "1"], "space": {"x": [1]}}))
     tiltyard("sweep", "start", "plan.yaml", "--dry-run")
     tiltyard("sweep", "start", "plan.yaml", expect=0)

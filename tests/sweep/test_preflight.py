@@ -1,4 +1,4 @@
-"""Before a sweep begins: every combination is built and checked, and what it needs is kept as it was."""
+"""Sweep preflight: every combination is checked, and the files it needs are copied."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def plan(space: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"experiment": EXPERIMENT, "space": space, **more}
 
 
-def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) -> None:
+def test_all_problems_of_all_points_are_reported_together(runs: Path) -> None:
     with pytest.raises(ConfigError) as error:
         preflight.prepare(plan({"algo.lr": [1e-3, -1.0], "algo.gama": [0.9], "algo.epochs": [1, 0]}))
     printed = error.value.details
@@ -39,20 +39,20 @@ def test_all_problems_of_all_points_are_told_at_once_with_the_point(runs: Path) 
     assert not runs.exists()
 
 
-def test_what_only_two_settings_together_show_is_found_in_its_point(runs: Path) -> None:
+def test_conflict_between_two_settings_is_reported_with_its_point(runs: Path) -> None:
     with pytest.raises(ConfigError) as error:
         preflight.prepare(plan({"algo.rollout": [8, 16], "algo.minibatch": [16, 32]}))
     assert "in algo.rollout=8 algo.minibatch=32)" in error.value.details
     preflight.prepare(plan({"algo.rollout, algo.minibatch": [[8, 16], [16, 32]]}))
 
 
-def test_ends_of_a_space_are_checked_before_a_search_begins(runs: Path) -> None:
+def test_bounds_of_a_space_are_checked_before_a_search_starts(runs: Path) -> None:
     with pytest.raises(ConfigError, match="points of the plan") as error:
         preflight.prepare(plan({"algo.gamma": {"range": [0.9, 1.5]}}, search="tpe", trials=3))
     assert "algo.gamma" in error.value.details
 
 
-def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
+def test_envs_and_metrics_of_all_points_are_checked(runs: Path) -> None:
     with pytest.raises(UseError, match="NoSuchEnv"):
         preflight.prepare(plan({"env.id": ["CartPole-v1", "NoSuchEnv-v7"]}))
     with pytest.raises(UseError, match="not a known metric"):
@@ -62,20 +62,20 @@ def test_envs_and_models_among_the_points_are_tried_out(runs: Path) -> None:
     assert not runs.exists()
 
 
-def test_a_rule_that_could_never_end_a_trial_is_refused(runs: Path) -> None:
+def test_stop_rule_that_can_never_end_a_trial_is_refused(runs: Path) -> None:
     stop = {"rule": "asha", "after": 16}
     with pytest.raises(ConfigError) as error:
         preflight.prepare(plan({"algo.lr": [1e-3, 1e-4]}, stop=stop))
     assert "stop.after = 16: no trial trains that long: stop.env_steps = 16" in error.value.details
     assert not runs.exists()
-    preflight.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # one that is longer can be ended
+    preflight.prepare(plan({"stop.env_steps": [16, 32]}, stop=stop))  # a longer trial can be ended
 
 
 @pytest.mark.slow
-def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
+def test_experiment_file_next_to_the_plan_is_copied_into_the_sweep(
     tiltyard: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plug-ins too: a trial that is made later has the code of the sweep's start."""
+    """Plug-ins are copied too: a trial created later has the code from the start of the sweep."""
     folder = tmp_path / "lab"
     folder.mkdir()
     (folder / "own.py").write_text(
@@ -97,7 +97,7 @@ def test_the_experiment_file_is_found_beside_the_plan_and_kept_as_it_was(
     assert [trial.settings for trial in find_sweep("tiny").trials()] == [{"algo.lr": 1e-3}, {"algo.lr": 1e-4}]
 
 
-def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
+def test_profile_is_applied_and_unsupported_requests_are_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWEEP_TOLD", "0")
@@ -130,7 +130,7 @@ def test_a_profile_counts_and_what_its_jobs_cannot_do_is_told(
         preflight.prepare(plan({"algo.lr": [1e-3]}, trials_per_gpu=2), profile="there")
 
 
-def test_nothing_of_a_plan_is_lost_in_its_folder(runs: Path) -> None:
+def test_plan_in_the_folder_equals_the_prepared_plan(runs: Path) -> None:
     tree = {**EXPERIMENT, "algo": {**EXPERIMENT["algo"], "kl_stop": None}}  # type: ignore[dict-item]
     made = preflight.prepare({"experiment": tree, "points": [{"algo.kl_stop": None}, {"algo.kl_stop": 0.1}]})
     sweep = preflight.begin(made)
@@ -141,7 +141,7 @@ def test_nothing_of_a_plan_is_lost_in_its_folder(runs: Path) -> None:
     assert sweep.trials() == made.trials
 
 
-def test_a_plan_that_no_file_can_hold_is_refused_before_anything_is_made(runs: Path) -> None:
+def test_too_large_plan_is_refused_before_anything_is_written(runs: Path) -> None:
     made = preflight.prepare({"program": ["python"], "environment": {"LONG": "x" * 2_000_000}})
     with pytest.raises(UseError, match="more than 1,048,576"):
         preflight.begin(made)
@@ -151,14 +151,14 @@ def test_a_plan_that_no_file_can_hold_is_refused_before_anything_is_made(runs: P
 # ------------------------------------------------------------------------------------------------ shares of a machine
 
 
-def test_cores_are_divided() -> None:
+def test_cores_are_divided_among_slots() -> None:
     assert shares([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert shares([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3, 4]]
     assert shares([3, 7], 5) == [[3], [7], [3], [7], [3]]
     assert shares([0, 1, 2], 1) == [[0, 1, 2]]
 
 
-def test_gpus_are_packed_the_least_busy_first() -> None:
+def test_least_busy_gpu_is_used_first() -> None:
     taken: list[str | None] = []
     for _ in range(5):
         taken.append(least_busy(["2", "5"], taken, 2))
@@ -166,7 +166,7 @@ def test_gpus_are_packed_the_least_busy_first() -> None:
     assert least_busy(["2", "5"], ["2", "2", "5"], 3) == "5"
 
 
-def test_gpus_are_those_that_may_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_are_from_the_environment_or_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ["3", "GPU-ab"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
@@ -179,7 +179,7 @@ def test_gpus_are_those_that_may_be_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert made == {"A": "1", "B": "2", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"}
 
 
-def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_is_made(
+def test_bad_variable_names_and_missing_gpus_are_reported_before_anything_is_written(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -192,12 +192,12 @@ def test_names_of_variables_and_what_the_machine_lacks_are_told_before_a_folder_
     assert not runs.exists()
 
 
-def test_nothing_of_a_try_out_is_left_running(runs: Path) -> None:
+def test_preflight_leaves_no_fork_server_running(runs: Path) -> None:
     assert preflight.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
     assert fork_server.standby._ready is None
 
 
-def test_many_trials_want_a_yes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_trials_require_confirmation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "MANY", 3)
     four = plan({"algo.lr": [1e-3, 1e-4]}, seeds=2)
     with pytest.raises(UseError, match="this plan has 4 trials"):
@@ -205,7 +205,7 @@ def test_many_trials_want_a_yes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert preflight.prepare(four, many=True).count == 4
 
 
-def test_a_plan_is_no_experiment_and_an_experiment_no_plan(tiltyard: Command, runs: Path) -> None:
+def test_plan_and_experiment_files_are_not_interchangeable(tiltyard: Command, runs: Path) -> None:
     Path("plan.yaml").write_text(dump_yaml(plan({"algo.lr": [1e-3]})))
     Path("experiment.yaml").write_text(dump_yaml(EXPERIMENT))
     assert "tiltyard sweep start plan.yaml" in tiltyard("train", "plan.yaml", expect=2).stderr

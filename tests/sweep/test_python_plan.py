@@ -1,4 +1,4 @@
-"""The Python form: parameters, plans made of them, and programs that are given them as flags."""
+"""Sweep plans in Python: parameter grids, their plans, and programs that get parameters as flags."""
 
 import json
 import re
@@ -22,7 +22,7 @@ PARAMS = ParamGrid(
 )
 
 
-def test_grids_and_lists() -> None:
+def test_grids_and_lists_generate_their_combinations() -> None:
     found = list(PARAMS.generate_params())
     assert len(found) == 8
     assert found[0] == {"seed": 0, "algo.lr": 1e-3, "algo.rollout": 8, "algo.minibatch": 16}
@@ -33,7 +33,7 @@ def test_grids_and_lists() -> None:
     assert list(ParamList([{"a": 1}, {"b": 2}]).generate_params()) == [{"a": 1}, {"b": 2}]
     with pytest.raises(UseError, match="does not have 2 values"):
         list(ParamGrid([(("a", "b"), [[1]])]).generate_params())
-    with pytest.raises(UseError, match="no value for 'x'"):  # and not one combination without x
+    with pytest.raises(UseError, match="no value for 'x'"):  # rather than combinations without x
         list(ParamGrid([("y", [1, 2]), ("x", [])]).generate_params())
 
 
@@ -58,7 +58,7 @@ def test_trainings_become_plans_with_seeds() -> None:
         RunDescription("s", [Experiment("e", "tiltyard train x.yaml --on there")]).plans()
 
 
-def test_variables_of_an_experiment_are_added_to_those_of_all() -> None:
+def test_variables_of_an_experiment_are_merged_with_the_common_ones() -> None:
     made = RunDescription(
         "s",
         [Experiment("e", "python x.py", env_vars={"A": "own", "B": "b"})],
@@ -67,7 +67,7 @@ def test_variables_of_an_experiment_are_added_to_those_of_all() -> None:
     assert made.plans()[0]["environment"] == {"A": "own", "B": "b", "C": "c"}
 
 
-def test_a_command_with_an_open_quote_is_its_authors(tiltyard: Command) -> None:
+def test_command_with_an_open_quote_is_reported_as_a_user_error(tiltyard: Command) -> None:
     Path("study.py").write_text(
         "from tiltyard.sweep.python_plan import Experiment, RunDescription\n"
         "RUN_DESCRIPTION = RunDescription('s', [Experiment('e', 'python \"x.py')])\n"
@@ -100,7 +100,7 @@ open("said", "a").write(json.dumps([sys.argv[1:], os.environ.get("TOLD")]) + "\\
 
 
 @pytest.mark.parametrize("word", ["study.py", "study"])
-def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, runs: Path) -> None:
+def test_any_program_gets_its_parameters_as_flags(word: str, tiltyard: Command, runs: Path) -> None:
     Path("study.py").write_text(DESCRIPTION)
     Path("names.py").write_text("NAMES = ['first', 'second']")
     Path("say.py").write_text(SAY)
@@ -128,8 +128,8 @@ def test_any_program_with_its_parameters_as_flags(word: str, tiltyard: Command, 
     assert second.trials()[0].settings == {"on": True, "text": "it's $HOME"}
 
 
-def test_seeds_of_a_program_are_seeds(tiltyard: Command, runs: Path) -> None:
-    """So that combinations are compared over them, and more can be added."""
+def test_seeds_of_a_program_become_seeds_of_the_plan(tiltyard: Command, runs: Path) -> None:
+    """Combinations are then compared across seeds, and more seeds can be added."""
     grid = ParamGrid([("seed", seeds(2)), ("lr", [0.1, 0.2])])
     (plan,) = RunDescription("study", [Experiment("toy", "python say.py", grid)]).plans()
     assert (plan["points"], plan["seeds"]) == ([{"lr": 0.1}, {"lr": 0.2}], [0, 1])
@@ -142,7 +142,7 @@ def test_seeds_of_a_program_are_seeds(tiltyard: Command, runs: Path) -> None:
     assert "so --seeds would set it twice" in tiltyard("sweep", "extend", "--seeds", "1", expect=2).stderr
 
 
-def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: Path) -> None:
+def test_description_may_define_dataclasses(tiltyard: Command, runs: Path) -> None:
     Path("study.py").write_text(
         "from __future__ import annotations\n"
         "import sys\n"
@@ -160,7 +160,7 @@ def test_a_description_may_have_dataclasses_of_its_own(tiltyard: Command, runs: 
     assert "--wide=3" in Path("said").read_text()
 
 
-def test_what_is_no_description(tiltyard: Command) -> None:
+def test_missing_descriptions_are_reported(tiltyard: Command) -> None:
     Path("empty.py").write_text("")
     assert "has no RUN_DESCRIPTION" in tiltyard("sweep", "start", "empty.py", expect=2).stderr
     assert "no such file: nowhere.py" in tiltyard("sweep", "start", "nowhere.py", expect=2).stderr
@@ -180,7 +180,7 @@ def test_what_is_no_description(tiltyard: Command) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_description_is_its_authors(text: str, output: str, tiltyard: Command) -> None:
+def test_error_in_a_description_is_reported_as_a_user_error(text: str, output: str, tiltyard: Command) -> None:
     Path("study.py").write_text(text)
     printed = tiltyard("sweep", "start", "study.py", expect=2).stderr
     assert output in printed and "internal error" not in printed
@@ -203,7 +203,7 @@ RUN_DESCRIPTION = RunDescription(
 """
 
 
-def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tiltyard: Command, runs: Path) -> None:
+def test_several_detached_sweeps_run_one_after_another(tiltyard: Command, runs: Path) -> None:
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
     output = tiltyard("sweep", "start", "study.py", "--detach")
@@ -218,7 +218,7 @@ def test_several_sweeps_in_the_background_are_carried_out_one_after_another(tilt
     assert max(ends) <= min(starts)
 
 
-def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: Path) -> None:
+def test_trial_of_a_program_is_shown_like_a_run(tiltyard: Command, runs: Path) -> None:
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
     output = tiltyard("sweep", "start", "study.py").stdout
@@ -242,8 +242,8 @@ def test_a_trial_of_a_program_is_looked_at_like_a_run(tiltyard: Command, runs: P
     assert "x=2" in best.stdout and f"tiltyard show s-a/sweep-0002/{find_sweep('s-a').place(2).name}" in best.stdout
 
 
-def test_a_program_that_vanished_is_named(tiltyard: Command, runs: Path) -> None:
-    """Trials are made while the sweep is carried out: by then it may be gone, and so may the folder it is run in."""
+def test_deleted_program_is_named_in_the_reason(tiltyard: Command, runs: Path) -> None:
+    """Trials are created while the sweep runs: the program or its folder may be deleted by then."""
     program = Path("mine.sh")
     program.write_text("#!/bin/sh\nrm mine.sh\n")
     program.chmod(0o755)
@@ -256,7 +256,7 @@ def test_a_program_that_vanished_is_named(tiltyard: Command, runs: Path) -> None
     ]
 
 
-def test_a_sweep_may_be_renamed_and_is_deleted_as_a_whole(tiltyard: Command, runs: Path) -> None:
+def test_copied_sweep_works_and_is_deleted_as_a_whole(tiltyard: Command, runs: Path) -> None:
     Path("scores.py").write_text(SCORES)
     Path("study.py").write_text(SEVERAL)
     tiltyard("sweep", "start", "study.py")

@@ -1,4 +1,4 @@
-"""What a sweep says of itself, from its folders alone."""
+"""Reports of a sweep, from its folders alone."""
 
 import csv
 import io
@@ -27,14 +27,14 @@ from tiltyard.sweep.results import interquartile_mean
 from tiltyard.sweep.space import fixed_points
 
 
-def test_the_interquartile_mean_is_that_of_the_middle_half() -> None:
+def test_interquartile_mean_is_the_mean_of_the_middle_half() -> None:
     assert interquartile_mean([3.0]) == 3.0
     assert interquartile_mean([1.0, 3.0]) == 2.0
     assert interquartile_mean([-1000.0, 1.0, 3.0, 1000.0]) == 2.0
     assert interquartile_mean([0.0, 10.0, 20.0, 30.0, 1000.0]) == pytest.approx((0.75 * 10 + 20 + 0.75 * 30) / 2.5)
 
 
-def test_the_bootstrap_interval_covers_the_truth() -> None:
+def test_bootstrap_interval_covers_the_true_mean() -> None:
     rng = random.Random(1)
     hits = 0
     for _ in range(60):
@@ -45,7 +45,7 @@ def test_the_bootstrap_interval_covers_the_truth() -> None:
     assert bootstrap([2.0, 2.0]) == (2.0, 2.0)
 
 
-def test_what_explains_the_variance() -> None:
+def test_explained_fraction_of_variance() -> None:
     rng = random.Random(0)
     labels = ["a", "b", "c"] * 40
     assert explained(labels, [float(ord(label)) for label in labels]) == pytest.approx(1.0, abs=0.01)
@@ -56,7 +56,7 @@ def test_what_explains_the_variance() -> None:
     assert explained(["a", "b", "c", "d"], [1.0, 2.0, 3.0, 4.0]) is None  # nothing to compare with
 
 
-def test_numbers_of_a_list_of_points_are_sorted_into_quarters() -> None:
+def test_importance_groups_numbers_of_listed_points_into_quarters() -> None:
     rng = random.Random(0)
     points: list[dict[str, Any]] = [{"lr": rng.random(), "word": rng.choice("ab")} for _ in range(40)]
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "points": points})
@@ -66,7 +66,7 @@ def test_numbers_of_a_list_of_points_are_sorted_into_quarters() -> None:
     assert shares["lr"] > 0.8 and shares["word"] < 0.3
 
 
-def test_a_program_that_began_anew_is_compared_by_its_new_life(tmp_path: Path) -> None:
+def test_curve_of_a_restarted_program_has_only_its_newest_attempt(tmp_path: Path) -> None:
     lives = [[(0, 1.0), (10, 99.0), (20, 98.0)], [(0, 2.0), (10, 3.0)]]
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step, value in [pair for life in lives for pair in life]:
@@ -74,7 +74,7 @@ def test_a_program_that_began_anew_is_compared_by_its_new_life(tmp_path: Path) -
     assert results.curve(tmp_path, "score") == [(0, 2.0), (10, 3.0)]
 
 
-def test_bands_go_as_far_as_all_curves_do() -> None:
+def test_bands_end_with_the_shortest_curve() -> None:
     steps, middle, low, high = bands([[(10, 0.0), (20, 2.0), (30, 9.0)], [(10, 2.0), (20, 4.0)]])
     assert steps == [10, 20]
     assert middle == [1.0, 3.0]
@@ -83,12 +83,12 @@ def test_bands_go_as_far_as_all_curves_do() -> None:
     assert bands([[(5, 1.0)]])[1] == [1.0]
 
 
-def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
+def test_status_and_best_report_the_same_data_in_all_formats(tiltyard: Command, runs: Path) -> None:
     sweep = fake_sweep(runs, 6, 3)
     atomic.write_json(sweep.place(4) / "status.json", status(4, state="failed", reason="out of luck\x1b[2J"))
-    for attempt in (1, 2, 3):  # and was tried again as often as the plan says
+    for attempt in (1, 2, 3):  # no retries are left
         sweep.decide("failed", trial=4, attempt=attempt, reason="out of luck")
-    atomic.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and nobody holds its lock
+    atomic.write_json(sweep.place(5) / "status.json", status(5, state="running"))  # and no process holds its lock
     (sweep.place(6) / "status.json").unlink()
     out = tiltyard("sweep", "status", "fake").stdout
     assert "18: 15 finished, 1 lost, 1 failed, 1 waiting" in out
@@ -115,7 +115,7 @@ def test_the_status_of_a_sweep(tiltyard: Command, runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "state"), [("local", "running"), ("template", "failed")])
-def test_a_last_turn_of_jobs_does_not_make_a_sweep_that_is_over_run(
+def test_finished_sweep_of_jobs_is_not_running_during_its_last_tick(
     tiltyard: Command, runs: Path, launcher: str, state: str
 ) -> None:
     sweep = fake_sweep(runs, 2, 1, retries=0)
@@ -128,7 +128,7 @@ def test_a_last_turn_of_jobs_does_not_make_a_sweep_that_is_over_run(
     assert json.loads(tiltyard("sweep", "status", "--json", expect=1).stdout)["state"] == "failed"
 
 
-def test_last_and_best_and_less_is_better(runs: Path) -> None:
+def test_last_best_and_minimise_select_different_values(runs: Path) -> None:
     best = summarize(fake_sweep(runs, 4, 1))
     last = summarize(fake_sweep(runs, 4, 1, metric={"name": "eval/return", "of": "last"}))
     least = summarize(fake_sweep(runs, 4, 1, goal="minimise"))
@@ -137,7 +137,7 @@ def test_last_and_best_and_less_is_better(runs: Path) -> None:
     assert [g.value for g in least.groups] == sorted(g.value or 0 for g in least.groups)
 
 
-def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path) -> None:
+def test_cached_value_is_used_until_the_trial_changes(runs: Path) -> None:
     sweep = fake_sweep(runs, 2, 1)
     rows = summarize(sweep).rows
     for row in rows:
@@ -150,8 +150,8 @@ def test_values_that_are_kept_count_as_long_as_the_trial_is_as_it_was(runs: Path
     assert [row.value for row in summarize(sweep).rows] == [rows[0].value, 12345.0]
 
 
-def test_importance_of_a_grid_is_by_its_levels() -> None:
-    """One of five levels brings everything: quarters of the sorted values would mix it with its neighbours."""
+def test_importance_of_a_grid_groups_by_its_values() -> None:
+    """Only one of five values scores: quarters of the sorted values would mix it with its neighbours."""
     space = {"algo.lr": {"log": [1e-5, 1e-1], "points": 5}, "algo.epochs": [1, 2, 3, 4]}
     plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": space})
     points = fixed_points(plan, 20)
@@ -162,7 +162,7 @@ def test_importance_of_a_grid_is_by_its_levels() -> None:
     assert found["algo.lr"] > 0.95 and found["algo.epochs"] < 0.05
 
 
-def test_importance_names_what_matters(runs: Path) -> None:
+def test_importance_ranks_the_deciding_setting_first(runs: Path) -> None:
     found = importance(summarize(fake_sweep(runs, 60, 1)))
     assert found[0][0] == "algo.lr"
     assert found[0][1] > 0.5
@@ -172,7 +172,7 @@ def test_importance_names_what_matters(runs: Path) -> None:
     assert importance(summarize(fake_sweep(runs, 3, 1))) == []
 
 
-def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_plot_writes_its_image_files(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     fake_sweep(runs, 8, 2)
     out = tiltyard("sweep", "plot", "--out", str(tmp_path / "shown")).stdout.split()
     assert [Path(each).name for each in out] == ["curves.png", "importance.png", "parallel.png"]
@@ -182,8 +182,8 @@ def test_pictures(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     assert "no trial has recorded any metric" in tiltyard("sweep", "best", str(sweep.folder), expect=2).stderr
 
 
-def test_a_dollar_in_a_picture_is_a_dollar(tiltyard: Command, runs: Path) -> None:
-    """matplotlib would read a formula between two of them, and fail."""
+def test_dollar_signs_are_plotted_literally(tiltyard: Command, runs: Path) -> None:
+    """matplotlib would parse the string between two of them as a formula, and fail."""
     values = ["it's $x_{$", "$", "plain"]
     sweep = fake_sweep(runs, 8, 2, space={**SPACE, "$text_{$": values}, metric="eval/$_{$return")
     for number in range(1, 17):
@@ -193,7 +193,7 @@ def test_a_dollar_in_a_picture_is_a_dollar(tiltyard: Command, runs: Path) -> Non
 
 
 @pytest.mark.parametrize("action", ["status", "watch", "best"])
-def test_looking_imports_nothing_heavy(action: str, runs: Path) -> None:
+def test_read_only_commands_import_no_heavy_package(action: str, runs: Path) -> None:
     fake_sweep(runs, 3, 2)
     code = SPY.format(words=["sweep", action], heavy=(*HEAVY, "optuna"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What a line of `space` stands for: grids, draws, and what is refused."""
+"""Search spaces: grids, random samples and refused values."""
 
 import math
 import random
@@ -17,7 +17,7 @@ def plan(space: dict[str, Any], **more: Any) -> Plan:
     return load_plan({"experiment": "CartPole-v1", "space": space, **more})[0]
 
 
-def test_a_grid_has_every_combination_once_with_coupled_settings() -> None:
+def test_grid_has_every_combination_once_and_keeps_coupled_settings() -> None:
     found = dimensions(
         plan(
             {
@@ -39,7 +39,7 @@ def test_a_grid_has_every_combination_once_with_coupled_settings() -> None:
 
 
 @pytest.mark.parametrize("what", [{"space": {"a": list(range(9))}}, {"points": [{"a": i} for i in range(9)]}])
-def test_a_random_order_is_the_same_again(what: dict[str, Any]) -> None:
+def test_random_order_is_deterministic_for_a_seed(what: dict[str, Any]) -> None:
     made = load_plan({"experiment": "x", "order": "random", **what})[0]
     order = [point["a"] for point in fixed_points(made, 9)]
     assert sorted(order) == list(range(9)) != order
@@ -48,7 +48,7 @@ def test_a_random_order_is_the_same_again(what: dict[str, Any]) -> None:
     assert order != [point["a"] for point in fixed_points(other, 9)]
 
 
-def test_draws_stay_inside_and_are_the_same_again() -> None:
+def test_samples_are_within_bounds_and_deterministic() -> None:
     found = dimensions(
         plan(
             {"a": {"log": [1e-5, 1e-1]}, "b": {"int": [2, 512], "log": True}, "c": {"range": [-1, 1]}, "d": ["x", "y"]},
@@ -67,28 +67,28 @@ def test_draws_stay_inside_and_are_the_same_again() -> None:
     assert math.isclose(sum(p["c"] for p in points) / len(points), 0.0, abs_tol=0.05)
 
 
-def test_draws_of_a_span_with_points_are_its_points() -> None:
+def test_samples_of_a_range_with_points_are_its_points() -> None:
     found = dimensions(plan({"a": {"log": [1e-4, 1e-2], "points": 3}}, search="random", trials=1))
     assert {point["a"] for point in islice(draws(found, 0), 50)} == {1e-4, 1e-3, 1e-2}
 
 
-def test_a_span_of_a_billion_values_is_counted_and_drawn_from_without_making_them() -> None:
-    """The same for a small step: a list of them would take all memory."""
+def test_huge_range_is_counted_and_sampled_without_a_list_of_its_values() -> None:
+    """Ranges with a small step too: a list of the values would use up all memory."""
     space = {"a": {"int": [0, 10**15]}, "b": {"range": [0, 1], "step": 1e-12}}
     assert grid_size(dimensions(plan(space))) == (10**15 + 1) * (10**12 + 1)
     points = list(islice(draws(dimensions(plan(space, search="random", trials=1)), 0), 20))
     assert all(type(p["a"]) is int and 0 <= p["a"] <= 10**15 and 0 <= p["b"] <= 1 for p in points)
 
 
-def test_a_drawn_step_is_that_of_a_choice_among_all_of_them() -> None:
-    """A random search that goes on, begun by an earlier version, draws what it drew then."""
+def test_sample_of_a_stepped_range_equals_a_choice_from_its_grid() -> None:
+    """A random search that an earlier version started continues with the same samples."""
     found = dimensions(plan({"a": {"int": [1, 300]}, "b": {"range": [0, 2], "step": 0.1}}, search="random", trials=1))
     for number in range(20):
         a, b = random.Random(number), random.Random(number)
         assert [each.draw(a) for each in found] == [b.choice(each.grid()) for each in found]
 
 
-def test_no_draw_comes_twice_while_there_are_others() -> None:
+def test_samples_do_not_repeat_while_unused_points_remain() -> None:
     found = dimensions(plan({"a": [1, 2, 3], "b": {"int": [1, 4]}}, search="random", trials=12))
     assert len({fingerprint(point) for point in islice(draws(found, 0), 12)}) == 12
 
@@ -148,7 +148,7 @@ def test_invalid_plans_are_refused(values: dict[str, Any], output: str) -> None:
     assert output in error.value.details
 
 
-def test_short_forms() -> None:
+def test_short_forms_are_expanded() -> None:
     made, _ = load_plan({"program": "python 'my train.py'", "seeds": 3, "metric": "train/return", "goal": "minimize"})
     assert made.program == ["python", "my train.py"]
     assert made.seeds == [0, 1, 2]
