@@ -1,4 +1,4 @@
-"""An env for tests of speed: it waits where it is told to, takes memory, and may fail."""
+"""An env for speed tests: it sleeps, uses memory or fails according to its options."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""`tiltyard bench`: what it measures of envs whose costs are known, and where its figure turns up again."""
+"""`tiltyard bench`: measurements of envs with known costs, and where the result is shown later."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def measured(tiltyard: Command, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_two_processes_step_an_env_that_waits_faster_than_one(tiltyard: Command, env: str) -> None:
+def test_two_processes_step_a_sleeping_env_faster_than_one(tiltyard: Command, env: str) -> None:
     found = measured(tiltyard, env, "env.options.step=0.02", "engine.envs=4", "--seconds", "2.2", "--workers", "2")
     one, two = found["sampled"]
     assert (one["processes"], two["processes"], two["envs"]) == (1, 2, 4)
@@ -42,7 +42,7 @@ def test_two_processes_step_an_env_that_waits_faster_than_one(tiltyard: Command,
     assert one["reset_share"] < 0.1
 
 
-def test_resets_frames_and_memory_are_told_apart(tiltyard: Command, env: str) -> None:
+def test_resets_frames_and_memory_are_measured_separately(tiltyard: Command, env: str) -> None:
     options = ("env.options.reset=0.01", "env.options.mib=6", "env.frameskip=2", "env.options.length=4")
     found = measured(tiltyard, env, *options, "engine.envs=3", "--seconds", "0.5", "--workers", "1")
     (only,) = found["sampled"]
@@ -52,7 +52,9 @@ def test_resets_frames_and_memory_are_told_apart(tiltyard: Command, env: str) ->
     assert only["windows"] == {}
 
 
-def test_training_is_told_beside_what_the_env_alone_does(tiltyard: Command, runs: Path, env: str) -> None:
+def test_training_speed_is_shown_as_a_percentage_of_the_measured_env_speed(
+    tiltyard: Command, runs: Path, env: str
+) -> None:
     tiltyard("train", env, "engine.envs=2", "engine.workers=0", *TRAIN)
 
     def speed() -> str:
@@ -61,7 +63,7 @@ def test_training_is_told_beside_what_the_env_alone_does(tiltyard: Command, runs
     table = tiltyard("bench", env, "engine.envs=4", "--seconds", "0.2", "--workers", "1").stdout.splitlines()
     assert table[0].split() == ["processes", "envs", "env", "steps/s", "frames/s", "resets", "env"]
     assert table[1].split()[:2] == ["1", "4"]
-    assert speed().endswith("env steps per second")  # what was measured is 4 rows, and these are 2
+    assert speed().endswith("env steps per second")  # the measurement is of 4 envs, but the run has 2
     tiltyard("bench", env, "engine.envs=2", "--seconds", "0.2", "--workers", "1")
     assert " % of what the env alone does here" in speed()
     assert " % of what the env alone does here\n" in tiltyard("resume", "last", "stop.updates=4").stderr
@@ -69,18 +71,20 @@ def test_training_is_told_beside_what_the_env_alone_does(tiltyard: Command, runs
     assert speed().endswith("env steps per second")
 
 
-def test_an_env_that_fails_is_told_as_its_own(tiltyard: Command, env: str) -> None:
+def test_env_error_is_attributed_to_the_env(tiltyard: Command, env: str) -> None:
     output = tiltyard("bench", env, "env.options.fails_at=200", "--seconds", "5", "--workers", "1", expect=1).stderr
     assert "step() raised RuntimeError: out of fuel" in output
-    assert "out of fuel" in tiltyard("bench", env, "env.options.fails_at=3", expect=2).stderr  # found by the probe
+    assert (
+        "out of fuel" in tiltyard("bench", env, "env.options.fails_at=3", expect=2).stderr
+    )  # the probe finds this one
 
 
 @pytest.mark.parametrize("words", [("--seconds", "0"), ("--seconds", "nan"), ("--workers", "0"), ("engine.envs=0",)])
-def test_wrong_words_are_refused(tiltyard: Command, words: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_refused(tiltyard: Command, words: tuple[str, ...]) -> None:
     assert tiltyard("bench", "CartPole-v1", *words, expect=2).stderr.startswith("error: ")
 
 
-def test_processes_die_with_their_parent(runs: Path, env: str) -> None:
+def test_samplers_exit_when_their_parent_is_killed(runs: Path, env: str) -> None:
     command = [sys.executable, "-m", "tiltyard", "bench", env, "--seconds", "600", "--workers", "2", "engine.envs=2"]
     parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: len(samplers(parent.pid)) == 1)
@@ -92,7 +96,7 @@ def test_processes_die_with_their_parent(runs: Path, env: str) -> None:
 
 
 def samplers(parent: int) -> list[int]:
-    """Children of a process that are samplers."""
+    """Pids of the sampler children of a process."""
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [int(pid) for pid in listed if b"tiltyard.tuning.sampler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -104,7 +108,7 @@ def wait_until(true: Any) -> None:
         time.sleep(0.02)
 
 
-def test_counts_of_processes() -> None:
+def test_process_counts_are_powers_of_two_and_the_maximum() -> None:
     assert [process_counts(most) for most in (1, 2, 3, 8, 12)] == [
         [1],
         [1, 2],
@@ -115,8 +119,8 @@ def test_counts_of_processes() -> None:
     assert usable_cores() >= 1
 
 
-def test_figures_are_of_the_time_that_all_processes_were_at_work() -> None:
-    """Two processes at 100 and 50 env steps per second, 4 frames each; the second begins late and ends late."""
+def test_summary_covers_only_the_time_when_all_processes_ran() -> None:
+    """Two processes at 100 and 50 env steps per second, 4 frames per step; the second starts and ends later."""
 
     def ticks(began: float, speed: float, resets: float) -> Any:
         at = np.arange(0, 21.01, 0.5)

@@ -1,4 +1,4 @@
-"""`tiltyard config` as typed: data on stdout, everything else on stderr, no plug-in imported."""
+"""`tiltyard config` in its own process: data on stdout, everything else on stderr, no plug-in imported."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def tiltyard(*words: str, cwd, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_show_is_yaml_and_json(tmp_path):
+def test_show_prints_yaml_or_json(tmp_path):
     done = tiltyard("config", "show", "CartPole-v1", "algo.lr=3e-4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -29,7 +29,7 @@ def test_show_is_yaml_and_json(tmp_path):
     )
 
 
-def test_origins_and_profiles_and_no_plugin_is_imported(tmp_path):
+def test_show_prints_origins_and_profiles_without_importing_plugins(tmp_path):
     (tmp_path / "net.py").write_text("open('imported', 'w')\nclass CustomModel: pass\n")
     (tmp_path / "x.yaml").write_text("env: CartPole-v1\nmodel: net.py\nuse: [memory]\n")
     (tmp_path / "tiltyard.yaml").write_text("profiles: {big: {set: {engine.envs: 64}}}\n")
@@ -47,7 +47,7 @@ def test_origins_and_profiles_and_no_plugin_is_imported(tmp_path):
     assert not (tmp_path / "imported").exists()
 
 
-def test_schema_and_reference(tmp_path):
+def test_schema_and_reference_are_printed(tmp_path):
     assert json.loads(tiltyard("config", "schema", cwd=tmp_path).stdout)["title"] == "Tiltyard experiment"
     assert "| `algo.lr` |" in tiltyard("config", "reference", cwd=tmp_path).stdout
     rows = json.loads(tiltyard("config", "reference", "--json", cwd=tmp_path).stdout)
@@ -65,7 +65,7 @@ def test_schema_and_reference(tmp_path):
         (["show", "CartPole-v1", "algo.lrr=1"], "1. algo.lrr = 1: unknown setting"),
     ],
 )
-def test_wrong_use(tmp_path, words, sentence):
+def test_wrong_use_is_refused_with_a_sentence(tmp_path, words, sentence):
     done = tiltyard("config", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -74,7 +74,7 @@ def test_wrong_use(tmp_path, words, sentence):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_showing_an_experiment_imports_nothing_heavy(tmp_path):
+def test_show_imports_no_heavy_package(tmp_path):
     code = "import sys; from tiltyard.cli import main\ntry:\n    main(['config', 'show', 'CartPole-v1'])\nexcept SystemExit:\n    pass\n"
     code += "print(sorted({'torch', 'ray', 'gymnasium', 'numpy', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)

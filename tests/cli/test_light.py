@@ -1,4 +1,4 @@
-"""Commands that only look are quick: they import neither torch, ray, gymnasium nor numpy, and run no plug-in."""
+"""Read-only commands are quick: they import none of torch, ray, gymnasium and numpy, and run no plug-in."""
 
 import subprocess
 import sys
@@ -56,7 +56,9 @@ def one_run(runs: Path, tmp_path: Path) -> str:
     ],
     ids=" ".join,
 )
-def test_looking_imports_nothing_heavy_and_runs_no_plugin(words: list[str], one_run: str, runs: Path) -> None:
+def test_read_only_commands_import_no_heavy_package_and_run_no_plugin(
+    words: list[str], one_run: str, runs: Path
+) -> None:
     file = str(next(runs.glob("*/0*/experiment.yaml")))
     typed = [{"RUN": one_run, "FILE": file}.get(word, word) for word in words]
     done = subprocess.run(

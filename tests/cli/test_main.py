@@ -17,7 +17,7 @@ def typed(*words: str, stdout: int, unbuffered: str = "") -> "subprocess.Complet
 
 
 @pytest.mark.slow
-def test_letters_that_a_terminal_lacks_and_a_full_disk(tiltyard: Command, runs: Path) -> None:
+def test_unprintable_letters_are_escaped_and_a_full_disk_is_reported(tiltyard: Command, runs: Path) -> None:
     tiny = ["engine.envs=1", "algo.rollout=8", "algo.minibatch=8", "stop.env_steps=8", "eval.at_end=false"]
     tiltyard("train", "CartPole-v1", *tiny, "notes=für später")
     done = typed("ls", stdout=subprocess.PIPE)
@@ -30,7 +30,7 @@ def test_letters_that_a_terminal_lacks_and_a_full_disk(tiltyard: Command, runs: 
     os.close(full)
 
 
-def test_a_reader_that_leaves_is_no_error(runs: Path) -> None:
+def test_closed_pipe_on_stdout_does_not_count_as_an_error(runs: Path) -> None:
     there, here = os.pipe()
     os.close(there)
     done = subprocess.run([sys.executable, "-m", "tiltyard", "--help"], stdout=here, stderr=subprocess.PIPE, text=True)

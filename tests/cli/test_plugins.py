@@ -1,4 +1,4 @@
-"""Plug-ins as plain files: their code really runs, from the copy in the run folder, and later edits change nothing."""
+"""Plug-ins as plain files: their code runs from the copy in the run folder, and later edits have no effect."""
 
 from pathlib import Path
 
@@ -48,10 +48,10 @@ def write_model(folder: Path) -> None:
     (folder / "nets" / "layers.py").write_text(LAYERS)
 
 
-def test_a_model_file_by_convention_with_checked_options(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_model_file_is_used_and_its_options_are_checked(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     write_model(tmp_path)
     done = tiltyard("train", "CartPole-v1", "model={id: nets/customnet.py, options: {width: 5}}", *SETTINGS)
-    # 4 x 5 + 5 of the body, 5 x 2 + 2 of the actor, 5 + 1 of the critic: the plug-in's own layers and nothing else.
+    # body 4 x 5 + 5, actor 5 x 2 + 2, critic 5 + 1: only the layers of the plug-in.
     assert "CustomModel (plugins/nets/customnet.py:CustomModel): 43 parameters" in done.stderr
     done = tiltyard("train", "CartPole-v1", "model={id: nets/customnet.py, options: {widht: 5}}", *SETTINGS, expect=2)
     assert "model.options.widht" in done.stderr and "did you mean 'width'" in done.stderr
@@ -72,7 +72,7 @@ def test_later_edits_do_not_change_a_run(tiltyard: Command, runs: Path, tmp_path
     assert "RuntimeError" in done.stderr and "edited" in done.stderr and "customnet.py" in done.stderr
 
 
-def test_env_wrapper_and_encoder_files(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_env_wrapper_and_encoder_files_are_used(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(
         "import gymnasium, numpy as np, torch\n"
         "from torch import nn\n"
@@ -117,9 +117,9 @@ def test_env_wrapper_and_encoder_files(tiltyard: Command, runs: Path, tmp_path: 
     )
 
 
-# ---------------------------------------------------------------------------------------------- what a copy needs
+# ---------------------------------------------------------------------------------------------- copies of projects
 
-# An episode's return is SCALE x length.
+# The return of an episode is SCALE x length.
 PUSH = """
 import gymnasium
 import numpy as np
@@ -151,7 +151,7 @@ def length():
 
 
 def write_lab(folder: Path, scale: float, length: int) -> None:
-    """lab.envs.push:Push imports relatively, and in `step` a module beside the package, which reads a file."""
+    """Write lab.envs.push:Push: it has a relative import, and `step` imports a module that reads a file next to it."""
     (folder / "lab" / "envs").mkdir(parents=True, exist_ok=True)
     (folder / "lab" / "__init__.py").write_text("")
     (folder / "lab" / "scale.py").write_text(f"SCALE = {scale}\n")
@@ -165,7 +165,7 @@ def returned(run: str) -> float:
     return product.evaluate(run, episodes=1).mean
 
 
-def test_a_module_of_the_project_runs_from_its_copy_anywhere(
+def test_project_module_runs_from_its_copy_in_any_folder(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lab(tmp_path, 2.0, 3)
@@ -174,22 +174,22 @@ def test_a_module_of_the_project_runs_from_its_copy_anywhere(
     assert returned("last") == 6.0
     write_lab(tmp_path, 100.0, 100)
     elsewhere = tmp_path / "elsewhere"
-    write_lab(elsewhere, 1000.0, 1000)  # Python itself would import this one
+    write_lab(elsewhere, 1000.0, 1000)  # a normal import would find this one
     monkeypatch.chdir(elsewhere)
     monkeypatch.syspath_prepend(str(elsewhere))
     tiltyard("resume", "last", "stop.env_steps=128")
     assert find("last", runs).status()["eval_return"] == 6.0
     tiltyard("fork", "last", "name=forked", "stop.env_steps=192")
     assert [returned(name) for name in ("pushing", "forked")] == [6.0, 6.0]
-    # Named on the command line, it is the one that lies here.
+    # An override on the command line names the one in the current folder.
     (elsewhere / "length.txt").write_text("5")
     assert product.evaluate("pushing", ["env.id=lab.envs.push:Push"], episodes=1).mean == 5000.0
 
 
-def test_a_package_of_the_project_that_registers_an_id_runs_from_its_copy_anywhere(
+def test_project_package_that_registers_an_id_runs_from_its_copy_in_any_folder(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the probe, in workers, in this process, and after a resume where another package of that name lies."""
+    """The copy is used in the probe, workers and this process, and for a resume next to a package of the same name."""
     write_lab(tmp_path, 2.0, 50)
     (tmp_path / "lab" / "__init__.py").write_text(
         "from gymnasium.envs.registration import register\n"
@@ -230,7 +230,7 @@ def test_overrides_of_a_run_find_files_in_the_current_folder(
     assert (run.folder / "plugins" / "extra.py").is_file() and run.state == "finished"
 
 
-def test_what_works_only_where_it_is_makes_no_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_plugin_that_does_not_work_as_a_copy_is_refused(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     write_lab(tmp_path, 2.0, 3)
     (tmp_path / "beside.py").write_text(BESIDE.replace('"length.txt"', '("length" + ".txt")'))
     done = tiltyard("train", "lab.envs.push:Push", *SETTINGS, expect=2)

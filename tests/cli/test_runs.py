@@ -1,4 +1,4 @@
-"""ls, show, logs, stop, rm and diff as typed: real processes, real folders, real signals."""
+"""Commands ls, show, logs, stop, rm and diff with real processes, folders and signals."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def tiltyard(root, tmp_path, monkeypatch, capsys):
-    """Type a command, with a stdin that is no terminal."""
+    """Run a command with a stdin that is not a terminal."""
     monkeypatch.setenv("TILTYARD_RUNS", str(root))
     monkeypatch.chdir(tmp_path)
 
@@ -52,7 +52,7 @@ def make(root, name="toy", **settings):
 
 
 def trained(root, name="toy", **settings):
-    """A finished run with records and two checkpoints, as training leaves it."""
+    """Create a finished run with metrics and two checkpoints, like one after training."""
     run = make(root, name, **settings)
     for steps, value in ((100, 10.0), (200, 22.5)):
         found = {
@@ -90,7 +90,7 @@ def trained(root, name="toy", **settings):
 # ---------------------------------------------------------------------------------------------- ls
 
 
-def test_ls_lists_filters_and_speaks_json(root, tiltyard):
+def test_ls_lists_filters_and_prints_json(root, tiltyard):
     one = trained(root, tags=["paper", "fast"], notes="the Good one\nsecond line")
     two = make(root, "other", tags=["paper"])
     out = tiltyard("ls").stdout
@@ -111,14 +111,14 @@ def test_ls_lists_filters_and_speaks_json(root, tiltyard):
     assert "did you mean 'finished'" in tiltyard("ls", "--state", "finish", code=2).stderr
 
 
-def test_ls_never_says_more_than_100_percent_nor_100_too_early(root, tiltyard):
+def test_ls_shows_at_most_100_percent_and_100_only_when_done(root, tiltyard):
     for steps in (9_999, 10_000, 250_000):
         write_status(make(root, stop={"env_steps": 10_000}), progress=Progress(env_steps=steps))
     shares = [line.split("  ") for line in tiltyard("ls").stdout.splitlines()[1:]]
     assert [next(cell.strip() for cell in line if "%" in cell) for line in shares] == ["99 %", "100 %", "100 %"]
 
 
-def test_ls_of_nothing_and_of_a_wrong_root(root, tiltyard, tmp_path):
+def test_ls_without_runs_and_with_a_missing_root(root, tiltyard, tmp_path):
     done = tiltyard("ls")
     assert done.stdout == "" and "tiltyard train" in done.stderr
     assert json.loads(tiltyard("ls", "--json").stdout) == []
@@ -131,7 +131,7 @@ def test_control_characters_in_notes_do_not_reach_the_terminal(root, tiltyard):
         assert "\x1b" not in tiltyard(*words).stdout and "\x07" not in tiltyard(*words).stdout
 
 
-def test_broken_and_half_deleted_runs_are_listed_not_fatal(root, tiltyard):
+def test_broken_and_half_deleted_runs_are_listed_as_broken(root, tiltyard):
     one, two = make(root), make(root)
     (one.folder / "status.json").write_text("{")
     (two.folder / "status.json").unlink()
@@ -140,7 +140,7 @@ def test_broken_and_half_deleted_runs_are_listed_not_fatal(root, tiltyard):
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["show", "last"], ["--help"]])
-def test_looking_imports_nothing_heavy(root, tmp_path, words):
+def test_read_only_commands_import_no_heavy_package(root, tmp_path, words):
     trained(root)
     code = (
         "import sys, atexit\n"
@@ -155,7 +155,7 @@ def test_looking_imports_nothing_heavy(root, tmp_path, words):
 # ---------------------------------------------------------------------------------------------- show
 
 
-def test_show_on_one_screen_as_json_and_as_events(root, tiltyard):
+def test_show_prints_a_summary_json_or_events(root, tiltyard):
     run = trained(root, tags=["a"], notes="mine")
     out = tiltyard("show", "last").stdout
     for words in ("finished: stop.env_steps", "200 of 1,000,000", "22.5 in training", "45 at env step 200, best 45", "env 75%",
@@ -181,14 +181,14 @@ def test_show_names_every_budget_and_goal(root, tiltyard):
 
 
 def typed(line):
-    """The words that a shell makes of a command printed, without `tiltyard`."""
+    """Split a printed command like a shell, without the leading `tiltyard`."""
     first, *words = shlex.split(line)
     assert first == "tiltyard"
     return words
 
 
 @pytest.mark.parametrize("place", ["runs", "my other runs", "-odd"])
-def test_commands_shown_work_as_typed_wherever_the_run_is(root, tiltyard, tmp_path, monkeypatch, place):
+def test_printed_commands_work_from_any_folder(root, tiltyard, tmp_path, monkeypatch, place):
     run = trained(tmp_path / place)
     pytest.importorskip("matplotlib")
     for here in (tmp_path, run.folder.parent, root.parent / "elsewhere"):
@@ -200,18 +200,18 @@ def test_commands_shown_work_as_typed_wherever_the_run_is(root, tiltyard, tmp_pa
         assert (here / "curve.png").exists()
 
 
-def test_a_name_that_means_another_run_here_is_not_shown(root, tiltyard, tmp_path, monkeypatch):
+def test_printed_commands_do_not_use_a_name_that_matches_another_run(root, tiltyard, tmp_path, monkeypatch):
     run = trained(root)
     shutil.copytree(run.folder, tmp_path / "copies" / run.id)
     write_status(Run(tmp_path / "copies" / run.id), notes="the copy")
-    monkeypatch.chdir(tmp_path / "copies")  # here the id is a path, of the copy
+    monkeypatch.chdir(tmp_path / "copies")  # here the id is also the path of the copy
     facts = json.loads(tiltyard("show", run.folder, "--json").stdout)
     assert all(str(run.folder) in command for command in facts["next"])
     copy = json.loads(tiltyard("show", run.id, "--json").stdout)
     assert copy["notes"] == "the copy" and all(run.id in typed(command) for command in copy["next"])
 
 
-def test_show_names_damage_and_works_before_training(root, tiltyard):
+def test_show_reports_damage_and_works_before_training(root, tiltyard):
     run = trained(root)
     (run.checkpoints / "000000000200" / "manifest.json").write_text("{")
     with run.metrics_file.open("a") as file:
@@ -222,14 +222,14 @@ def test_show_names_damage_and_works_before_training(root, tiltyard):
     assert "created" in (out := tiltyard("show", fresh.id).stdout) and f"tiltyard resume {fresh.id}" in out
 
 
-def test_show_draws_the_learning_curve(root, tiltyard, tmp_path):
+def test_show_plots_the_learning_curve(root, tiltyard, tmp_path):
     pytest.importorskip("matplotlib")
     run = trained(root)
     tiltyard("show", run.id, "--plot", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_run_is_one_sentence(root, tiltyard):
+def test_unknown_run_is_reported_in_one_sentence(root, tiltyard):
     run = make(root)
     for verb in ("show", "logs", "stop", "rm"):
         done = tiltyard(verb, run.id[:-1], code=2)
@@ -259,7 +259,7 @@ with Lock(run), (run.folder / "logs" / "attempt-001.log").open("w") as log:
 
 @pytest.fixture
 def trainer(request):
-    """A process that holds a run as training does."""
+    """Start a process that holds the lock of a run, like training."""
     started = []
 
     def start(run, manner="obeys"):
@@ -276,7 +276,7 @@ def trainer(request):
         process.communicate()
 
 
-def test_stop_asks_waits_and_says_what_came_of_it(root, tiltyard, trainer):
+def test_stop_waits_for_the_run_and_reports_its_state(root, tiltyard, trainer):
     run = make(root)
     process = trainer(run)
     assert "running" in tiltyard("ls").stdout
@@ -286,13 +286,13 @@ def test_stop_asks_waits_and_says_what_came_of_it(root, tiltyard, trainer):
     assert f"run {run.id} is not running (stopped)" in tiltyard("stop", run.id, code=2).stderr
 
 
-def test_stop_does_not_wait_for_ever(root, tiltyard, trainer):
+def test_stop_gives_up_after_its_timeout(root, tiltyard, trainer):
     run = make(root)
     trainer(run, "deaf")
     assert "still finishing its update" in tiltyard("stop", run.id, "--wait", "0.2", code=1).stderr
 
 
-def test_stop_names_another_host_and_never_signals_a_stranger(root, tiltyard):
+def test_stop_names_another_host_and_never_signals_an_unrelated_process(root, tiltyard):
     run = make(root)
     stranger = subprocess.Popen(["sleep", "60"])
     try:
@@ -302,7 +302,7 @@ def test_stop_names_another_host_and_never_signals_a_stranger(root, tiltyard):
         assert f"pid {stranger.pid} on host node9" in done.stderr and "on that host: tiltyard stop" in done.stderr
         from tiltyard.run.lock import this_process
 
-        # This machine, this number, but another start time: the number was given to somebody else since.
+        # Same host and pid, but another start time: the pid was reused.
         (run.folder / "lock.json").write_text(json.dumps({**this_process(), "pid": stranger.pid, "started": "1"}))
         tiltyard("stop", run.id, code=2)
         assert stranger.poll() is None
@@ -336,7 +336,7 @@ def test_logs_stops_following_a_run_whose_process_was_killed(root, tiltyard, tra
 # ---------------------------------------------------------------------------------------------- rm
 
 
-def test_rm_deletes_what_was_named_after_finding_all(root, tiltyard):
+def test_rm_deletes_nothing_unless_all_runs_are_found(root, tiltyard):
     one, two, three = make(root), make(root), make(root)
     assert "add --yes" in tiltyard("rm", one.id, code=2).stderr
     tiltyard("rm", one.id, "no-such-run", "--yes", code=2)
@@ -346,7 +346,7 @@ def test_rm_deletes_what_was_named_after_finding_all(root, tiltyard):
     assert [path.name for path in (root / "toy").iterdir()] == [three.folder.name]
 
 
-def test_rm_refuses_live_runs_links_and_other_places(root, tiltyard, trainer, tmp_path):
+def test_rm_refuses_live_runs_symlinks_and_other_folders(root, tiltyard, trainer, tmp_path):
     live, elsewhere = make(root), make(tmp_path / "others")
     process = trainer(live)
     assert f"pid {process.pid} on host" in tiltyard("rm", live.id, "--yes", code=2).stderr
@@ -357,7 +357,7 @@ def test_rm_refuses_live_runs_links_and_other_places(root, tiltyard, trainer, tm
     assert live.status() and elsewhere.status()
 
 
-def test_rm_asks_at_a_terminal(root, tmp_path):
+def test_rm_asks_for_confirmation_at_a_terminal(root, tmp_path):
     run = make(root)
     for answer, left in ((b"\n", True), (b"n\n", True), (b"y\n", False)):
         ours, theirs = os.openpty()
@@ -374,7 +374,7 @@ def test_rm_asks_at_a_terminal(root, tmp_path):
 # ---------------------------------------------------------------------------------------------- diff
 
 
-def test_diff_names_the_settings_that_differ(root, tiltyard, tmp_path):
+def test_diff_prints_the_settings_that_differ(root, tiltyard, tmp_path):
     one = make(root, seed=1, algo={"id": "ppo", "lr": 1e-4})
     two = make(root, seed=2, algo={"id": "ppo", "lr": {"kind": "linear", "start": 1e-3}})
     rows = {
@@ -390,7 +390,7 @@ def test_diff_names_the_settings_that_differ(root, tiltyard, tmp_path):
     assert rows == [{"setting": "seed", "left": 1, "right": 3}]
 
 
-def test_diff_and_show_import_no_plug_in_and_notice_changed_ones(root, tiltyard, tmp_path):
+def test_diff_and_show_import_no_plug_in_and_diff_detects_changed_ones(root, tiltyard, tmp_path):
     source = tmp_path / "net.py"
     runs = []
     for text in ("raise SystemExit('imported!')\n", "raise SystemExit('imported again!')\n"):

@@ -1,4 +1,4 @@
-"""`tiltyard sweep`: what people decide about a sweep, and what follows from it."""
+"""`tiltyard sweep`: decisions of the user about a sweep, and their effects."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_what_somebody_stopped_is_started_by_start_alone(tiltyard: Command, detach: list[str]) -> None:
+def test_stopped_trial_is_restarted_only_by_start(tiltyard: Command, detach: list[str]) -> None:
     write_plan(space={"x": [1, 2, 3]}, bad="1")
     Path("program.py").write_text(PROGRAM.replace("while pathlib", 'while given["x"] == "2" and pathlib'))
     Path("wait").touch()
@@ -46,8 +46,8 @@ def test_what_somebody_stopped_is_started_by_start_alone(tiltyard: Command, deta
     assert summarize(sweep).counts == {"finished": 6}
 
 
-def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> None:
-    """Nobody carries the sweep out any more, and a trial of it goes on on another machine."""
+def test_trials_that_cannot_be_stopped_from_this_host_are_reported(tiltyard: Command) -> None:
+    """The sweep has no controller, and one of its trials still runs on another host."""
     write_plan(space={"x": [1]})
     tiltyard("sweep", "start", "plan.yaml")
     trial = Run(find_sweep("toy").place(1))
@@ -57,8 +57,8 @@ def test_trials_that_cannot_be_asked_from_here_are_told(tiltyard: Command) -> No
     assert "trial 1 can only be stopped on host elsewhere" in printed and "they will save" not in printed
 
 
-def test_an_extension_is_checked_before_anything_is_written(tiltyard: Command) -> None:
-    """As a start is: a draw that makes no experiment, and more trials than anybody types by hand."""
+def test_extension_is_checked_before_anything_is_written(tiltyard: Command) -> None:
+    """The checks of `start` apply: invalid samples and too many trials are refused."""
 
     def made(name: str, space: dict[str, Any], first: dict[str, Any]) -> Sweep:
         plan, _ = load_plan({"experiment": EXPERIMENT, "space": space, "search": "random", "trials": 1})

@@ -1,4 +1,4 @@
-"""`train`, `resume` and `fork` as a user types them."""
+"""Commands train, resume and fork."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TINY = [
 QUICK = [*TINY, "eval.episodes=2", "eval.time_limit=50"]
 
 
-def test_train_without_a_file_prints_the_folder_and_what_to_type_next(tiltyard: Command, runs: Path) -> None:
+def test_train_without_a_file_prints_the_folder_and_the_next_commands(tiltyard: Command, runs: Path) -> None:
     done = tiltyard("train", "CartPole-v1", *QUICK)
     run = find("last", runs)
     assert done.stdout == f"{os.path.relpath(run.folder)}\n"
@@ -34,9 +34,7 @@ def test_train_without_a_file_prints_the_folder_and_what_to_type_next(tiltyard: 
     assert [record["env_steps"] for record in metrics.read(run.metrics_file)][-1] == 96
 
 
-def test_json_is_all_that_reaches_stdout_even_when_the_env_prints(
-    tiltyard: Command, runs: Path, tmp_path: Path
-) -> None:
+def test_stdout_has_only_json_even_if_the_env_prints(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
         "import os\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -52,7 +50,7 @@ def test_json_is_all_that_reaches_stdout_even_when_the_env_prints(
     assert "python says" in done.stderr and "prints to stdout" in done.stderr
 
 
-def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs: Path) -> None:
+def test_expect_sets_the_exit_code_of_a_finished_run(tiltyard: Command, runs: Path) -> None:
     done = tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>=5000", expect=1)
     assert "expected return>=5000, but eval/return is" in done.stderr
     tiltyard("train", "CartPole-v1", *QUICK, "--expect", "return>0")
@@ -73,14 +71,14 @@ def test_expect_decides_the_exit_code_of_a_finished_run(tiltyard: Command, runs:
         ("eval/return_low>=1", ["eval.episodes=1"], "one episode has no interval"),
     ],
 )
-def test_what_cannot_be_expected_is_refused_before_anything_starts(
+def test_invalid_expectation_is_refused_before_anything_starts(
     tiltyard: Command, runs: Path, expected: str, overrides: list[str], output: str
 ) -> None:
     assert output in tiltyard("train", "CartPole-v1", *QUICK, *overrides, "--expect", expected, expect=2).stderr
     assert not runs.exists()
 
 
-def test_seeds_are_runs_one_after_another(tiltyard: Command, runs: Path) -> None:
+def test_seeds_create_one_run_each(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "--seeds", "3-4", "eval.at_end=false")
     assert [Run(folder).experiment().seed for folder in sorted(runs.glob("*/0*"))] == [3, 4]
     weights = [
@@ -90,7 +88,7 @@ def test_seeds_are_runs_one_after_another(tiltyard: Command, runs: Path) -> None
     assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
 
 
-def test_debug_makes_everything_tiny(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_debug_reduces_all_sizes(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("env: CartPole-v1\nengine: {envs: 64}\nalgo: {rollout: 512, minibatch: 4096}\n")
     tiltyard("train", "x.yaml", "--debug")
     run = find("last", runs)
@@ -98,7 +96,7 @@ def test_debug_makes_everything_tiny(tiltyard: Command, runs: Path, tmp_path: Pa
     assert run.state == "finished" and run.status()["progress"]["env_steps"] < 5000
 
 
-def test_pdb_stops_where_it_crashed(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_pdb_stops_where_the_env_raised(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
         "class Bad(CartPoleEnv):\n"
@@ -118,7 +116,7 @@ def test_pdb_stops_where_it_crashed(tiltyard: Command, runs: Path, tmp_path: Pat
     assert run.state == "failed" and "tiltyard/engines" in (run.folder / "error.txt").read_text()
 
 
-def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path) -> None:
+def test_finished_run_prints_a_command_to_train_longer(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK)
     run = find("last", runs)
     done = tiltyard("resume", "last")
@@ -132,7 +130,7 @@ def test_a_finished_run_trains_longer_and_says_so(tiltyard: Command, runs: Path)
     assert "tiltyard fork" in done.stderr
 
 
-def test_what_to_type_next_works_for_a_run_outside_the_runs_folder(
+def test_printed_commands_work_for_a_run_outside_the_runs_folder(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiltyard("train", "CartPole-v1", *QUICK)
@@ -147,7 +145,7 @@ def test_what_to_type_next_works_for_a_run_outside_the_runs_folder(
     assert f"folder       {moved}" in tiltyard(*shlex.split(commands[1])).stdout
 
 
-def test_fork_starts_from_a_checkpoint_with_changed_settings_and_a_lineage(tiltyard: Command, runs: Path) -> None:
+def test_fork_starts_from_a_checkpoint_with_new_settings_and_records_its_lineage(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "save.env_steps=32", "save.last=10")
     parent = find("last", runs)
     tiltyard("fork", parent.id, "--at", "64", "algo.lr=0.5", "stop.env_steps=128", "name=child")
@@ -162,7 +160,7 @@ def test_fork_starts_from_a_checkpoint_with_changed_settings_and_a_lineage(tilty
     assert "has no checkpoint at env step 63" in done.stderr and "64" in done.stderr
 
 
-def test_model_init_takes_the_weights_that_fit_and_lists_the_rest(tiltyard: Command, runs: Path) -> None:
+def test_model_init_copies_matching_weights_and_lists_the_rest(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "name=source", "eval.at_end=false")
     done = tiltyard(
         "train", "Acrobot-v1", *QUICK, "model.init=source", "name=taker", "stop.env_steps=32", "eval.at_end=false"
@@ -178,7 +176,7 @@ def test_model_init_takes_the_weights_that_fit_and_lists_the_rest(tiltyard: Comm
     assert "nowhere" in done.stderr
 
 
-def test_a_run_can_start_from_the_checkpoint_of_another(tiltyard: Command, runs: Path) -> None:
+def test_run_can_start_from_the_checkpoint_of_another(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "name=first", "eval.at_end=false")
     source = checkpoint.select(find("first", runs)).folder
     tiltyard("train", "CartPole-v1", *QUICK, "name=second", f"resume={source}", "stop.env_steps=128")

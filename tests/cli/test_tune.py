@@ -1,4 +1,4 @@
-"""`tiltyard tune` and `engine.tune`: real engines race within tiny budgets; the rule of what may be tried is pure."""
+"""`tiltyard tune` and `engine.tune`: real engines with tiny budgets; the candidates are tested without engines."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ SIZES = ("engine.envs=4", "algo.rollout=16", "algo.minibatch=32")
 
 @pytest.fixture
 def file(runs: Path) -> str:
-    """An env that waits 2 ms in every step, all in one process unless somebody knows better."""
+    """Experiment file with an env that sleeps 2 ms in every step, in one process by default."""
     shutil.copy(Path(__file__).parent / "pauses.py", runs.parent)
     (runs.parent / "slow.yaml").write_text(
         "env: {id: 'pauses.py:Pauses', options: {step: 0.002, length: 50}}\n"
@@ -29,7 +29,7 @@ def file(runs: Path) -> str:
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
-def test_an_env_that_waits_gets_workers(tiltyard: Command, file: str) -> None:
+def test_sleeping_env_gets_workers(tiltyard: Command, file: str) -> None:
     output = tiltyard("tune", file, *SIZES, "--seconds", "3", "--json")
     found = json.loads(output.stdout)
     assert found["own"]["workers"] == 0
@@ -42,9 +42,7 @@ def test_an_env_that_waits_gets_workers(tiltyard: Command, file: str) -> None:
     assert output.stderr.count("algo.rollout=16 algo.minibatch=32\n") >= 1 + len(found["tried"])
 
 
-def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
-    tiltyard: Command, runs: Path, file: str
-) -> None:
+def test_slow_start_does_not_shorten_the_measurement_up_to_a_limit(tiltyard: Command, runs: Path, file: str) -> None:
     path = runs.parent / file
     path.write_text(path.read_text().replace("epochs: 1", "epochs: 1, minibatch: 32"))
     words = (*SIZES[:2], "engine.workers=0", "env.options.step=0", "env.options.make=0.3")  # 1.2 s for an engine
@@ -54,7 +52,7 @@ def test_a_slow_start_takes_nothing_from_the_time_to_measure_up_to_a_limit(
     assert [trial["minibatch"] for trial in found["tried"]] == [32]
 
 
-def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: str) -> None:
+def test_choice_is_explained_and_printed_as_usable_arguments(tiltyard: Command, file: str) -> None:
     fast = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "algo.epochs=20")
     output = tiltyard("tune", file, *fast, "algo.minibatch=2", "--seconds", "1").stdout.splitlines()
     assert output[0].split() == ["workers", "mode", "envs", "rollout", "minibatch", "env", "steps/s", "rounds"]
@@ -64,8 +62,8 @@ def test_what_is_chosen_is_explained_and_can_be_typed(tiltyard: Command, file: s
     tiltyard("train", file, "env.options.step=0", *output[-1].split())
 
 
-def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs: Path, file: str) -> None:
-    """Gradient steps on two samples each are slow; on four there are half as many."""
+def test_tuned_settings_are_stored_in_the_run(tiltyard: Command, runs: Path, file: str) -> None:
+    """Gradient steps on 2 env steps each are slow; a minibatch of 4 needs half as many."""
     path = runs.parent / file
     path.write_text(path.read_text().replace("epochs: 1", "epochs: 20, minibatch: 2") + "name: tuned\n")
     words = ("env.options.step=0", "engine.workers=0", "engine.envs=4", "algo.rollout=16", "engine.tune=true")
@@ -79,7 +77,7 @@ def test_a_run_keeps_what_was_chosen_before_it_was_made(tiltyard: Command, runs:
     assert load(run / "experiment.yaml").experiment.algo == settings.algo
 
 
-def test_a_job_is_not_tuned_for_the_machine_that_submits_it(file: str, tiltyard: Command, runs: Path) -> None:
+def test_tuning_is_refused_for_a_job_on_another_machine(file: str, tiltyard: Command, runs: Path) -> None:
     Path("tiltyard.yaml").write_text("profiles:\n  cluster: {launcher: slurm, set: {engine.tune: true}}\n")
     output = tiltyard("train", file, "--on", "cluster", "--dry-run", expect=2).stderr
     assert (
@@ -89,7 +87,7 @@ def test_a_job_is_not_tuned_for_the_machine_that_submits_it(file: str, tiltyard:
     assert "tuning for" not in output and not runs.exists()
 
 
-# ------------------------------------------------------------------------------------------------ the rule
+# ------------------------------------------------------------------------------------------------ candidates
 
 
 def around(*words: str, kept: tuple[str, ...] = (), workers: int = 0) -> Candidates:
@@ -98,7 +96,7 @@ def around(*words: str, kept: tuple[str, ...] = (), workers: int = 0) -> Candida
 
 
 def everything(candidates: Candidates) -> list[Point]:
-    """All that a search could come to."""
+    """All points that a search could reach."""
     found = {candidates.own}
     for _ in range(2):
         for make in (candidates.processes, candidates.sizes, candidates.minibatches, candidates.more_workers):
@@ -109,7 +107,7 @@ def everything(candidates: Candidates) -> list[Point]:
 @pytest.mark.parametrize(
     "words", [(), ("model.memory.kind=lstm",), ("algo=a2c",), ("engine.envs=6", "algo.rollout=8", "algo.minibatch=48")]
 )
-def test_candidates_learn_as_the_experiment_would(words: tuple[str, ...]) -> None:
+def test_candidates_stay_close_to_the_batch_and_minibatch_of_the_experiment(words: tuple[str, ...]) -> None:
     candidates = around(*words)
     own, found = candidates.own, everything(candidates)
     assert len(found) > 10
@@ -121,14 +119,14 @@ def test_candidates_learn_as_the_experiment_would(words: tuple[str, ...]) -> Non
         assert (own.minibatch or 1) / 2 <= (point.minibatch or 1) <= 2 * (own.minibatch or 1)
         assert not point.workers or point.envs % point.workers == 0
         again = load(point.applied(candidates.experiment).model_dump(mode="json", by_alias=True)).experiment
-        assert own_point(again, point.workers) == point  # a valid experiment that says the same
+        assert own_point(again, point.workers) == point  # the experiment is valid and has the same values
         typed = load("CartPole-v1", [*words, *point.words()]).experiment
         assert own_point(typed, point.workers) == point
 
 
 @pytest.mark.parametrize("cores", [1, 3, 6, 7, 12, 24, 64])
-def test_workers_are_tried_whatever_the_number_of_cores(cores: int) -> None:
-    """Cores need not divide the envs."""
+def test_workers_are_tried_for_any_number_of_cores(cores: int) -> None:
+    """The number of envs does not have to be a multiple of the cores."""
     experiment = load("CartPole-v1", ["engine.envs=8"]).experiment
     for workers in (0, 4):
         found = Candidates(experiment, own_point(experiment, workers), (), cores=cores)
@@ -137,19 +135,19 @@ def test_workers_are_tried_whatever_the_number_of_cores(cores: int) -> None:
         assert all(count == 0 or 8 % count == 0 for count, _ in tried)
 
 
-def test_what_is_kept_is_not_tried_otherwise() -> None:
+def test_kept_settings_are_not_varied() -> None:
     names: dict[str, Any] = {"engine.workers": "workers", "engine.mode": "mode", "engine.envs": "envs"}
     for name, field in (names | {"algo.rollout": "rollout", "algo.minibatch": "minibatch"}).items():
         candidates = around(kept=(name,))
         found = everything(candidates)
         assert {getattr(point, field) for point in found} == {getattr(candidates.own, field)}
         assert len(found) > 1
-    assert not around().allows(replace(around().own, workers=3))  # 8 envs cannot be shared by 3
+    assert not around().allows(replace(around().own, workers=3))  # 8 is not a multiple of 3
     assert not around().allows(replace(around().own, mode="async"))  # needs workers
 
 
-def test_workers_beyond_the_envs_bring_envs_along() -> None:
-    """Else a climb ends at as many workers as there are envs, and envs that wait are stepped one after another."""
+def test_more_workers_than_envs_also_increase_the_envs() -> None:
+    """Otherwise the search stops at one env per worker, although more workers could wait in parallel."""
     candidates = around("engine.envs=8", "algo.rollout=32", "algo.minibatch=64", workers=8)
     same, other = candidates.more_workers(candidates.own)
     assert (same.workers, same.envs, same.rollout, same.mode) == (16, 16, 16, "sync")

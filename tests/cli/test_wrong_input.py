@@ -1,4 +1,4 @@
-"""Wrong input as a stranger types it: one sentence, a hint, exit 2, no traceback of ours, and nothing created."""
+"""Wrong input: one sentence, a hint, exit code 2, no traceback of Tiltyard, and nothing is created."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def everything_below(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def refused(tiltyard: Command, runs: Path) -> Refused:
-    """Run a command that must be refused; what it said. The runs folder is the same before and after, to the byte."""
+    """Run a command that must be refused, and return its stderr. It must not change a byte of the runs folder."""
 
     def call(*words: str, own_traceback: bool = False) -> str:
         before = everything_below(runs)
@@ -64,10 +64,10 @@ def refused(tiltyard: Command, runs: Path) -> Refused:
 
 @pytest.fixture(scope="module")
 def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runs folder with two runs, trained once for all tests here: `cart` of CartPole, `own` of a plug-in of each kind."""
+    """Runs folder, trained once for all tests: run `cart` of CartPole, and run `own` with plug-ins."""
     root = tmp_path_factory.mktemp("trained")
     (root / "parts.py").write_text(PARTS)
-    (root / "nets.py").write_text(NETS)  # a file of its own: the probe of the env then needs no torch
+    (root / "nets.py").write_text(NETS)  # a separate file, so that the probe of the env does not import torch
     parts = ["env.wrappers=[parts.py:Tripled]", "model.encoder=nets.py:Sum"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILTYARD_RUNS", str(root / "runs"))
@@ -79,7 +79,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(trained_once: Path, runs: Path) -> Path:
-    """A fresh copy of those runs as this test's runs folder."""
+    """A fresh copy of the trained runs as the runs folder of one test."""
     shutil.copytree(trained_once, runs)
     return runs
 
@@ -110,7 +110,7 @@ class Sum(torch.nn.Module):
 """
 
 
-# ---------------------------------------------------------------------------------------------- words and settings
+# ---------------------------------------------------------------------------------------------- arguments and settings
 
 
 @pytest.mark.parametrize(
@@ -152,19 +152,19 @@ class Sum(torch.nn.Module):
         ("config shwo", "did you mean 'show'?"),
     ],
 )
-def test_wrong_words_and_settings(refused: Refused, runs: Path, words: str, output: str) -> None:
+def test_wrong_arguments_and_settings_are_refused(refused: Refused, runs: Path, words: str, output: str) -> None:
     assert output in refused(*words.split())
     assert not runs.exists()
 
 
-def test_unknown_envs_and_options_name_what_is_near(refused: Refused) -> None:
+def test_unknown_envs_and_options_suggest_similar_names(refused: Refused) -> None:
     assert "did you mean 'CartPole-v1'?" in refused("train", "CartPol-v1")
     output = refused("train", "CartPole-v1", "env.options.sutton_barto=true")
     assert "env.options.sutton_barto = true: CartPoleEnv has no option" in output and "sutton_barto_reward" in output
 
 
 @pytest.mark.parametrize("name", ["a/b", "../up", "..", "a\nb", "x" * 81, "-dash", ".hidden", "a b", "''", "a\0b"])
-def test_run_names_that_are_no_folder_names(refused: Refused, tmp_path: Path, name: str) -> None:
+def test_run_names_that_are_not_folder_names_are_refused(refused: Refused, tmp_path: Path, name: str) -> None:
     output = refused("train", "CartPole-v1", f"name={name}")
     assert "1 problem" in output or "override" in output
     assert "\n" not in name or f"name = {name!r}: must be 1 to 80" in output
@@ -191,12 +191,14 @@ BOMB = "".join(
         (b"env: !!python/object/apply:os.system [id]\n", "!!python"),
     ],
 )
-def test_files_that_describe_nothing(refused: Refused, tmp_path: Path, raw: bytes, output: str) -> None:
+def test_files_without_a_valid_experiment_are_refused(
+    refused: Refused, tmp_path: Path, raw: bytes, output: str
+) -> None:
     (tmp_path / "x.yaml").write_bytes(raw)
     assert output in refused("train", "x.yaml")
 
 
-def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tmp_path: Path) -> None:
+def test_folders_missing_files_and_pipes_are_refused(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     assert "folder.yaml is a folder" in refused("train", "folder.yaml")
     assert "is a folder" in refused("train", str(tmp_path))
@@ -211,7 +213,7 @@ def test_a_folder_a_missing_file_and_a_file_nobody_may_read(refused: Refused, tm
 
 
 def numeric_settings() -> list[tuple[str, str, list[str]]]:
-    """(name, type as the reference says it, other settings it needs) of every setting that is or holds a number."""
+    """(name, type in the reference, other settings it needs) of every setting that is or contains a number."""
     found = []
     for name, kind, _, _ in describe():
         if "number" not in kind:
@@ -237,7 +239,7 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
 
 
 def within(value: float, kind: str) -> bool:
-    """Whether the reference page says that the number is allowed."""
+    """Whether the type in the reference allows the number."""
     low = re.search(r"from (-?[\d.,]+)", kind)
     above = re.search(r"above (-?[\d.,]+)", kind)
     high = re.search(r" to ([\d.,]+)", kind)
@@ -250,8 +252,8 @@ def within(value: float, kind: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "kind", "around"), numeric_settings())
-def test_every_number_is_in_its_range_or_refused(name: str, kind: str, around: list[str]) -> None:
-    """Negative, zero, huge, not finite and not a number, for every numeric setting there is."""
+def test_numbers_outside_of_their_range_are_refused(name: str, kind: str, around: list[str]) -> None:
+    """Try negative, zero, huge, non-finite and non-numeric values of every numeric setting."""
     for text in ("-1", "0", "1e30", "-1e30", "9" * 400, ".nan", ".inf", "-.inf", "many", "true", "[]", "{}"):
         shape = {"list of list": f"[[0, {text}]]", "list of": f"[{text}]"}
         given = next((shape[front] for front in shape if kind.startswith(front)), text)
@@ -265,20 +267,20 @@ def test_every_number_is_in_its_range_or_refused(name: str, kind: str, around: l
         assert name in caught.value.details, f"{words}: {caught.value.details}"
 
 
-def test_the_numbers_above_are_all_there_are() -> None:
+def test_numeric_settings_are_complete() -> None:
     names = {name for name, _, _ in numeric_settings()}
     assert {"seed", "algo.lr", "algo.lr.over", "engine.envs", "eval.every", "save.milestones", "model.hidden"} <= names
     assert len(numeric_settings()) > 55
 
 
-def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, runs: Path) -> None:
+def test_settings_that_need_too_much_memory_are_refused_with_the_numbers(refused: Refused, runs: Path) -> None:
     output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6")
     assert re.search(r"engine.envs = 100,000 x algo.rollout = 1,000,000 needs about [\d.]+ GiB", output)
     assert re.search(r"but only [\d.]+ GiB are free", output)
     alone = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
     output = refused("train", "CartPole-v1", "engine.envs=100000", "algo.rollout=1e6", "engine.mode=async")
     shared = float(re.search(r"needs about ([\d.]+) GiB", output)[1])
-    assert shared / alone == pytest.approx(5 / 3, rel=0.01)  # two slots beside what the learner has anyway
+    assert shared / alone == pytest.approx(5 / 3, rel=0.01)  # two slots in addition to the memory of the learner
     output = refused("train", "CartPole-v1", f"model.hidden={[16384] * 64}")
     assert re.search(r"a model of 3\d(,\d{3}){3} parameters needs about [\d.]+ GiB for training, but", output)
     assert not runs.exists()
@@ -296,13 +298,13 @@ def test_more_than_memory_holds_is_refused_with_the_numbers(refused: Refused, ru
         ("shape", "has shape [3] but its space declares [2]"),
     ],
 )
-def test_envs_that_break_their_word(refused: Refused, runs: Path, fault: str, output: str) -> None:
+def test_envs_that_violate_their_spaces_are_refused(refused: Refused, runs: Path, fault: str, output: str) -> None:
     words = refused("train", BAD_ENV, f"env.options.fault={fault}")
     assert output in words and "step 3" in words
     assert not runs.exists()
 
 
-def test_an_env_that_prints_is_refused_or_kept_out_of_the_data(tiltyard: Command, refused: Refused, runs: Path) -> None:
+def test_env_that_prints_is_refused_or_redirected_to_stderr(tiltyard: Command, refused: Refused, runs: Path) -> None:
     settings = [*TINY, "env.options.fault=prints", "env.time_limit=8"]
     assert "reset() prints to stdout, which is for data: 'hello from the" in refused("train", BAD_ENV, *settings)
     assert not runs.exists()
@@ -313,7 +315,7 @@ def test_an_env_that_prints_is_refused_or_kept_out_of_the_data(tiltyard: Command
 
 
 @pytest.mark.parametrize("place", ["model.id={}", "model.encoder={}", "env.wrappers=[{}]", "env.id={}"])
-def test_a_plug_in_that_raises_shows_its_own_traceback_and_none_of_ours(
+def test_traceback_of_a_plug_in_has_only_its_own_frames(
     refused: Refused, runs: Path, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "broken.py").write_text("import os\n\ndef early():\n    return 1 / 0\n\nearly()\n")
@@ -326,7 +328,7 @@ def test_a_plug_in_that_raises_shows_its_own_traceback_and_none_of_ours(
 # ---------------------------------------------------------------------------------------------- run folders
 
 
-def test_eval_and_fork_of_a_run_without_checkpoints(refused: Refused, trained: Path) -> None:
+def test_eval_and_fork_require_a_checkpoint(refused: Refused, trained: Path) -> None:
     run = find("cart", trained)
     shutil.rmtree(run.checkpoints)
     run.checkpoints.mkdir()
@@ -334,7 +336,7 @@ def test_eval_and_fork_of_a_run_without_checkpoints(refused: Refused, trained: P
         assert f"run {run.id} has no checkpoint" in refused(verb, "cart")
 
 
-def test_a_checkpoint_of_another_env_or_model_prints_both_shapes(refused: Refused, trained: Path) -> None:
+def test_checkpoint_of_another_env_or_model_is_refused_with_both_shapes(refused: Refused, trained: Path) -> None:
     run = find("cart", trained)
     newest = next(run.checkpoints.glob("0*"))
     for words in (
@@ -351,7 +353,7 @@ def test_a_checkpoint_of_another_env_or_model_prints_both_shapes(refused: Refuse
     assert "cannot change env" in refused("resume", "cart", "env.id=Acrobot-v1")
 
 
-def test_half_deleted_runs_and_those_of_a_newer_tiltyard(refused: Refused, trained: Path) -> None:
+def test_incomplete_runs_and_runs_of_a_newer_tiltyard_are_refused(refused: Refused, trained: Path) -> None:
     run = find("cart", trained)
     kept = {name: (run.folder / name).read_text() for name in ("status.json", "experiment.yaml")}
     for name, text in kept.items():
@@ -384,7 +386,7 @@ with Lock(Run(Path(sys.argv[1]))):
 
 @pytest.fixture
 def holder() -> Iterator[Callable[[Run], subprocess.Popen[str]]]:
-    """A process that writes a run."""
+    """Start a process that holds the lock of a run."""
     started = []
 
     def hold(run: Run) -> subprocess.Popen[str]:
@@ -399,7 +401,7 @@ def holder() -> Iterator[Callable[[Run], subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_a_run_that_a_live_process_writes_and_the_lock_of_a_dead_one(
+def test_run_locked_by_a_live_process_is_refused_and_by_a_dead_one_recovered(
     refused: Refused, tiltyard: Command, trained: Path, holder: Callable[[Run], subprocess.Popen[str]]
 ) -> None:
     run = find("cart", trained)
@@ -415,7 +417,7 @@ def test_a_run_that_a_live_process_writes_and_the_lock_of_a_dead_one(
     assert any(event["kind"] == "recovered" for event in read_events(run))
 
 
-def test_a_read_only_run_folder(refused: Refused, trained: Path, tmp_path: Path) -> None:
+def test_read_only_run_folder_is_reported(refused: Refused, trained: Path, tmp_path: Path) -> None:
     place = tmp_path / "shut"
     shutil.copytree(trained, place)
     mounted = subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True, text=True)
@@ -433,7 +435,7 @@ def test_a_read_only_run_folder(refused: Refused, trained: Path, tmp_path: Path)
         for each in words:
             output = refused(*each)
             assert "cannot be written" in output and "Read-only file system" in output
-        os.environ["TILTYARD_RUNS"] = str(place)  # the fixture `runs` puts it back
+        os.environ["TILTYARD_RUNS"] = str(place)  # the fixture `runs` restores it
         assert "cannot be written: Read-only file system" in refused("train", "CartPole-v1", "name=new", *TINY)
         assert "Read-only file system" in refused("rm", "cart", "--yes")
     finally:
@@ -441,7 +443,7 @@ def test_a_read_only_run_folder(refused: Refused, trained: Path, tmp_path: Path)
             subprocess.run(["umount", place], check=True)
 
 
-def test_rm_stays_inside_its_root_and_never_follows_links(refused: Refused, trained: Path, tmp_path: Path) -> None:
+def test_rm_stays_inside_its_root_and_never_follows_symlinks(refused: Refused, trained: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "cart"
     elsewhere.mkdir(parents=True)
     outside = elsewhere / "0001-far-away"
@@ -458,7 +460,7 @@ def test_rm_stays_inside_its_root_and_never_follows_links(refused: Refused, trai
     assert everything_below(outside) == before
 
 
-# ---------------------------------------------------------------------------------------------- somebody else's code
+# ---------------------------------------------------------------------------------------------- code of another user
 
 
 def give_away(folder: Path) -> None:
@@ -469,7 +471,7 @@ def give_away(folder: Path) -> None:
 
 
 def poison(run: Run, mark: Path) -> None:
-    """Importing any plug-in of the run leaves a mark."""
+    """Make every plug-in of the run create the file `mark` when imported."""
     for path in run.folder.glob("plugins/**/*.py"):
         path.write_text(path.read_text() + f"\nopen({str(mark)!r}, 'w').close()\n")
 
@@ -477,7 +479,7 @@ def poison(run: Run, mark: Path) -> None:
 EVAL = ["--episodes", "1", "--out", "out"]
 
 
-def test_another_users_code_is_run_only_when_trusted(
+def test_code_of_another_user_runs_only_with_trust_code(
     refused: Refused, tiltyard: Command, trained: Path, tmp_path: Path
 ) -> None:
     run, mark = find("own", trained), tmp_path / "mark"
@@ -492,13 +494,15 @@ def test_another_users_code_is_run_only_when_trusted(
     tiltyard("eval", "own", *EVAL, "--trust-code")
     assert mark.exists()
     tiltyard("fork", "own", "name=mine", "stop.env_steps=96", "--trust-code")
-    tiltyard("resume", "mine", "stop.env_steps=128")  # its copy of the code is ours
+    tiltyard("resume", "mine", "stop.env_steps=128")  # its copy of the code belongs to this user
     tiltyard("resume", "own", "stop.env_steps=96", "--trust-code")
 
 
 @pytest.mark.parametrize("setting", ["env.id", "env.wrappers", "model.encoder"])
-def test_each_kind_of_plug_in_is_asked_about(refused: Refused, trained: Path, tmp_path: Path, setting: str) -> None:
-    """A run whose other plug-ins are built in: the one that is left must be enough to refuse it."""
+def test_each_kind_of_plug_in_requires_trust_code(
+    refused: Refused, trained: Path, tmp_path: Path, setting: str
+) -> None:
+    """One plug-in is enough to refuse the run, even if all other parts are built in."""
     run, mark = find("own" if setting == "env.id" else "cart", trained), tmp_path / "mark"
     (run.folder / "plugins").mkdir(exist_ok=True)
     (run.folder / "plugins" / "one.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
@@ -517,7 +521,7 @@ def test_each_kind_of_plug_in_is_asked_about(refused: Refused, trained: Path, tm
 
 
 @pytest.mark.parametrize("name", ["subprocess:Popen", "antigravity:Sky-v0"])
-def test_names_of_installed_modules_are_somebodys_word_too(refused: Refused, trained: Path, name: str) -> None:
+def test_names_of_installed_modules_also_require_trust_code(refused: Refused, trained: Path, name: str) -> None:
     run = find("cart", trained)
     run.experiment_file.write_text(run.experiment_file.read_text().replace("id: CartPole-v1", f"id: {name}", 1))
     give_away(run.folder)
@@ -526,7 +530,7 @@ def test_names_of_installed_modules_are_somebodys_word_too(refused: Refused, tra
         assert f"env.id = {name}" in output and "belongs to another user" in output
 
 
-def test_a_run_of_another_user_without_code_needs_no_trust(tiltyard: Command, trained: Path) -> None:
+def test_run_of_another_user_without_code_needs_no_trust_code(tiltyard: Command, trained: Path) -> None:
     give_away(find("cart", trained).folder)
     tiltyard("eval", "cart", *EVAL)
     tiltyard("fork", "cart", "name=mine", "stop.env_steps=96")

@@ -1,4 +1,4 @@
-"""A disk that fills up while saving: the previous checkpoint stays, the user is told, and the run goes on once there is room."""
+"""The disk is full while saving: an error is printed, and the run can continue from the previous checkpoint."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tiltyard.run.folder import find
 
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """A file system of 2 MiB of its own."""
+    """A separate file system of 2 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True)
@@ -47,7 +47,7 @@ class CustomEnv(CartPoleEnv):
 
 
 @pytest.mark.slow
-def test_what_failed_is_told_also_when_nothing_can_be_written_about_it(small_disk: Path) -> None:
+def test_failure_is_printed_even_if_nothing_can_be_written(small_disk: Path) -> None:
     Path("fills.py").write_text(FILLS)
     words = [f"env.options.place={small_disk / 'ballast'}", "engine.envs=2", "algo.rollout=16", "algo.minibatch=32"]
     off = ["engine.workers=0", "eval.every=0", "eval.at_end=false", "track.tensorboard=false"]
@@ -56,7 +56,7 @@ def test_what_failed_is_told_also_when_nothing_can_be_written_about_it(small_dis
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> None:
+def test_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> None:
     settings = [
         "engine.envs=2",
         "algo.rollout=16",
@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk: Path) -> 
     assert before is not None
     ballast = small_disk / "ballast"
     free = shutil.disk_usage(small_disk).free
-    ballast.write_bytes(os.urandom(free - 60_000))  # room for events and metrics, not for a checkpoint
+    ballast.write_bytes(os.urandom(free - 60_000))  # enough for events and metrics, but not for a checkpoint
     done = in_own_process("resume", "full", "stop.env_steps=1e6", expect=1)
     assert "No space left on device" in done.stderr and "is intact" in done.stderr
     assert "Traceback" not in done.stderr

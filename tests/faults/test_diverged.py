@@ -1,4 +1,4 @@
-"""Numbers that stop being numbers: the run stops at once, names the tensor, keeps the last good checkpoint and the batch."""
+"""Non-finite numbers: the run stops at once, names the tensor, and keeps the last checkpoint and the batch."""
 
 from pathlib import Path
 
@@ -49,7 +49,9 @@ class Rots(CartPoleEnv):
     ("what", "named"),
     [("reward", "reward is nan"), ("infinite reward", "reward is inf"), ("observation", "observation 'obs' holds NaN")],
 )
-def test_what_an_env_gives(tiltyard: Command, runs: Path, tmp_path: Path, what: str, named: str) -> None:
+def test_non_finite_values_from_an_env_stop_the_run(
+    tiltyard: Command, runs: Path, tmp_path: Path, what: str, named: str
+) -> None:
     (tmp_path / "rots.py").write_text(ENV)
     done = tiltyard("train", "rots.py:Rots", f"env.options.what={what}", *SETTINGS, expect=1)
     run = find("last", runs)
@@ -60,7 +62,7 @@ def test_what_an_env_gives(tiltyard: Command, runs: Path, tmp_path: Path, what: 
     assert checkpoint.read_tree(run.folder / "bad_batch", "batch")
 
 
-def test_shapes_and_dtypes_that_change_later(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_shape_or_dtype_that_changes_later_stops_the_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "rots.py").write_text(ENV)
     assert (
         "shape [3] but its space declares [4]"
@@ -78,7 +80,7 @@ def test_shapes_and_dtypes_that_change_later(tiltyard: Command, runs: Path, tmp_
     )
 
 
-def test_a_loss_that_explodes_is_named(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_non_finite_loss_is_named(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n"
         "from torch import nn\n"

@@ -1,4 +1,4 @@
-"""Plug-ins that end the process, or raise what is no Exception: told as theirs, exit 1, whatever they asked for."""
+"""Plug-ins that call sys.exit or raise a BaseException: attributed to the plug-in, always with exit code 1."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class CustomModel(torch.nn.Module):
         ),
     ],
 )
-def test_an_env(
+def test_exit_or_interrupt_in_an_env_fails_the_run(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, output: str
 ) -> None:
     (tmp_path / "quits.py").write_text(ENV)
@@ -64,7 +64,7 @@ def test_an_env(
     tiltyard("resume", "last")
 
 
-def test_an_env_and_a_policy_in_an_evaluation(
+def test_exit_in_an_env_or_policy_fails_the_evaluation(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "quits.py").write_text(ENV)
@@ -79,7 +79,7 @@ def test_an_env_and_a_policy_in_an_evaluation(
 @pytest.mark.parametrize(
     ("how", "output"), [("exit", "called sys.exit(0)"), ("raise", "raised ValueError: out of ideas")]
 )
-def test_a_model(
+def test_exit_or_error_in_a_model_fails_the_run(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, output: str
 ) -> None:
     (tmp_path / "net.py").write_text(MODEL)

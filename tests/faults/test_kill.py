@@ -1,4 +1,4 @@
-"""kill -9 at any moment: every resume continues from a valid checkpoint, at most one interval back."""
+"""kill -9 at random moments: every resume continues from a valid checkpoint, at most one interval back."""
 
 import os
 import random
@@ -58,7 +58,7 @@ def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None
     run = find("last", runs)
     reached = 0
     for _ in range(kills):
-        if rng.random() < 0.5:  # half of the kills right in the middle of a save
+        if rng.random() < 0.5:  # half of the kills are during a save
             wait_until(lambda: list((run.folder / "checkpoints").glob(".tmp-*")) or child.poll() is not None)  # noqa: B023
         else:
             time.sleep(rng.uniform(0.0, 0.4))
@@ -95,7 +95,7 @@ def small_run(runs: Path, *more: str) -> Run:
     return find("last", runs)
 
 
-def test_a_corrupted_newest_checkpoint_is_named_and_the_previous_one_used(runs: Path) -> None:
+def test_corrupted_newest_checkpoint_is_reported_and_the_previous_one_is_used(runs: Path) -> None:
     run = small_run(runs)
     kept = checkpoint.list_checkpoints(run)
     weights = kept[-1].folder / "policies" / "main.safetensors"
@@ -110,7 +110,7 @@ def test_a_corrupted_newest_checkpoint_is_named_and_the_previous_one_used(runs: 
     assert checkpoint.newest_valid(run)[0].env_steps == 1280  # type: ignore[union-attr]
 
 
-def test_if_all_checkpoints_are_corrupted_it_is_an_error_never_a_fresh_start(runs: Path) -> None:
+def test_resume_fails_without_starting_over_if_all_checkpoints_are_corrupted(runs: Path) -> None:
     run = small_run(runs)
     for one in checkpoint.list_checkpoints(run):
         (one.folder / "loop.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A training that fails ends with a checkpoint of the moment before, whatever failed; an env that hangs is a failure."""
+"""A failing run saves a checkpoint from before the failure, whatever failed. A hanging env is a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
 pytestmark = pytest.mark.slow
-# What a run saves and evaluates by itself: nothing in so short a time.
+# So short that no regular save or evaluation is due.
 SHORT = [
     "engine.envs=2",
     "algo.rollout=16",
@@ -79,16 +79,18 @@ def newest(run: Run) -> int:
 
 
 @pytest.mark.parametrize("processes", [["engine.workers=0"], ["engine.workers=1", "engine.mode=async"]])
-def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, processes: list[str]) -> None:
+def test_failing_learner_saves_a_checkpoint_from_before_the_update(
+    tiltyard: Command, runs: Path, tmp_path: Path, processes: list[str]
+) -> None:
     Path("breaks.py").write_text(BREAKS)
     well = tmp_path / "well"
-    # Four gradient steps an update: it fails in the second one of the sixth update.
+    # Four gradient steps per update: it fails in the second gradient step of the sixth update.
     model = ["model.id=breaks.py", "model.options.after=21", f"model.options.well={well}"]
     output = tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.env_steps=320", expect=1)
     run = find("last", runs)
     assert "the layer broke" in output.stderr and "the layer broke" in run.status()["reason"]
     assert newest(run) == 160
-    if processes == ["engine.workers=0"]:  # the policy as it was before the update that failed, to the bit
+    if processes == ["engine.workers=0"]:  # the policy from before the failed update, bit for bit
         tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.updates=5", "name=five")
         weights, theirs = (
             checkpoint.read_tree(checkpoint.newest_valid(each)[0].folder / "policies", "main")["weights"]  # type: ignore[union-attr]
@@ -101,8 +103,10 @@ def test_a_learner_that_fails(tiltyard: Command, runs: Path, tmp_path: Path, pro
     assert run.state == "finished" and run.status()["progress"]["env_steps"] == 320
 
 
-def test_the_last_checkpoint_pushes_out_no_other(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
-    """What fails again and again just behind it would leave only checkpoints of a policy about to fail."""
+def test_checkpoint_after_a_failure_does_not_replace_regular_ones(
+    tiltyard: Command, runs: Path, tmp_path: Path
+) -> None:
+    """Otherwise repeated failures would leave only checkpoints of a policy that is about to fail."""
     Path("breaks.py").write_text(BREAKS)
     model = ["model.id=breaks.py", "model.options.after=21", f"model.options.well={tmp_path / 'well'}"]
     save = ["save.env_steps=64", "save.last=1", "save.best=0"]
@@ -110,7 +114,7 @@ def test_the_last_checkpoint_pushes_out_no_other(tiltyard: Command, runs: Path, 
     assert [each.env_steps for each in checkpoint.list_checkpoints(find("last", runs))] == [128, 160]
 
 
-def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
+def test_run_without_restarts_left_saves_a_checkpoint(tiltyard: Command, runs: Path) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=worker", "env.step_timeout=1", "engine.workers=1"]
     output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.restarts=0", "stop.env_steps=1e6", expect=1)
@@ -120,7 +124,9 @@ def test_workers_that_are_given_up(tiltyard: Command, runs: Path) -> None:
 
 
 @pytest.mark.parametrize("isolate", ["none", "process"])
-def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path, isolate: str) -> None:
+def test_hanging_env_in_the_main_process_is_a_failure_with_a_checkpoint(
+    tiltyard: Command, runs: Path, isolate: str
+) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=driver", "env.step_timeout=1", f"env.isolate={isolate}"]
     output = tiltyard("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)
@@ -131,26 +137,29 @@ def test_an_env_that_hangs_in_the_drivers_process(tiltyard: Command, runs: Path,
     assert newest(run) == 192
 
 
-def test_an_env_that_hangs_in_an_evaluation(tiltyard: Command, runs: Path) -> None:
+def test_hanging_env_in_an_evaluation_is_a_failure_and_can_be_resumed(tiltyard: Command, runs: Path) -> None:
     Path("hangs.py").write_text(HANGS)
-    here = [f"env.options.where={os.getpid()}", "env.options.after=5"]  # after five steps, but not where it is probed
+    here = [
+        f"env.options.where={os.getpid()}",
+        "env.options.after=5",
+    ]  # after five steps, but not in the process of the probe
     evaluation = ["eval.at_end=true", "eval.episodes=2", "env.step_timeout=1", "stop.env_steps=96"]
     output = tiltyard("train", "hangs.py", *SHORT, *here, *evaluation, "engine.workers=2", expect=1)
     run = find("last", runs)
     assert "it did not return from step() within 1 s" in output.stderr and newest(run) == 96
-    output = in_own_process("resume", run.id)  # in another process nothing hangs
+    output = in_own_process("resume", run.id)  # it does not hang in another process
     assert "begin new episodes" not in output.stderr, "training itself was not cut"
     assert run.state == "finished" and run.status()["eval_return"] is not None
 
 
-def test_envs_that_take_long_to_make_for_an_evaluation_do_not_hang(tiltyard: Command, runs: Path) -> None:
+def test_slow_creation_of_evaluation_envs_does_not_count_as_a_hang(tiltyard: Command, runs: Path) -> None:
     Path("slow.py").write_text(SLOW)
     here = [f"env.options.where={os.getpid()}", "env.step_timeout=1", "engine.workers=2", "stop.env_steps=64"]
     tiltyard("train", "slow.py", *SHORT, *here, "eval.at_end=true", "eval.episodes=1")
     assert find("last", runs).status()["eval_return"] is not None
 
 
-def test_an_env_that_never_comes_back_to_python(runs: Path) -> None:
+def test_env_that_never_returns_to_python_is_a_failure_with_a_checkpoint(runs: Path) -> None:
     Path("hangs.py").write_text(HANGS)
     env = ["env.options.where=driver", "env.options.how=lock", "env.step_timeout=1"]
     output = in_own_process("train", "hangs.py", *SHORT, *env, "engine.workers=0", "stop.env_steps=1e6", expect=1)

@@ -1,6 +1,6 @@
 """SIGTERM, SIGUSR2, SIGINT and SIGHUP end a training at the end of its update: a committed checkpoint and exit code 75.
 
-An evaluation is left at once, and done by the next attempt, so that nobody can tell from the metrics.
+An evaluation stops at once and is repeated by the next attempt, so that the metrics do not show the interruption.
 """
 
 import os
@@ -23,7 +23,7 @@ from tiltyard.run.folder import Run, find
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_and_exits_75(runs: Path, number: signal.Signals) -> None:
+def test_signal_saves_a_checkpoint_and_exits_with_75(runs: Path, number: signal.Signals) -> None:
     child = started("train", "CartPole-v1", *SETTINGS[1:], "save.env_steps=1e9", "--plain")
     wait_until(lambda: any(path.read_text().count("\n") > 3 for path in runs.glob("*/0*/metrics.jsonl")))
     os.kill(child.pid, number)
@@ -37,8 +37,8 @@ def test_a_signal_saves_and_exits_75(runs: Path, number: signal.Signals) -> None
     assert f"tiltyard resume {run.id}" in errors
 
 
-# An env that knows an evaluation by its seeds, and sends this process the signal that the file `order` names, once, at
-# the sixth step of one. What it is asked to step after that goes to the file `late`.
+# An env that recognises an evaluation by its seeds. At the sixth step of one it sends this process, once, the signal in
+# the file `order`. Steps after that are counted in the file `late`.
 CUT = """
 import os
 import signal
@@ -90,7 +90,7 @@ EVALUATED: dict[str, Any] = {
 
 @pytest.fixture
 def cut(runs: Path, tmp_path: Path) -> Path:
-    """The env in cut.py; returns the file with the order to cut."""
+    """Write the env to cut.py, and return the path of the file `order`."""
     (tmp_path / "cut.py").write_text(CUT.replace("FOLDER", repr(str(tmp_path))))
     return tmp_path / "order"
 
@@ -100,7 +100,7 @@ def evaluations(run: Run) -> list[tuple[int, float]]:
 
 
 def assert_same_in_the_end(run: Run, whole: Run) -> None:
-    """Resume `run` to its end: nobody can tell that it was cut."""
+    """Resume `run` to its end, and check that it equals the uninterrupted run `whole`."""
     product.resume(run, live=False)
     assert (run.state, run.status()["reason"]) == (whole.state, whole.status()["reason"]) and whole.state == "finished"
     assert evaluations(run) == evaluations(whole)
@@ -120,7 +120,7 @@ def assert_same_in_the_end(run: Run, whole: Run) -> None:
     ],
     ids=["periodic", "periodic and saved", "final"],
 )
-def test_an_evaluation_is_left_at_once_and_made_up_for(
+def test_interrupted_evaluation_stops_at_once_and_is_repeated_on_resume(
     cut: Path, tmp_path: Path, sections: dict[str, Any], at: int, number: str
 ) -> None:
     whole = product.train({**EVALUATED, **sections}, live=False)
@@ -137,7 +137,9 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(
     assert_same_in_the_end(run, whole)
 
 
-def test_a_stop_in_the_last_evaluation_exits_75_and_resume_finishes(cut: Path, tiltyard: Command, runs: Path) -> None:
+def test_stop_in_the_last_evaluation_exits_with_75_and_resume_finishes(
+    cut: Path, tiltyard: Command, runs: Path
+) -> None:
     cut.write_text("SIGHUP")
     words = [f"{key}.{name}={value}" for key in ("engine", "algo", "eval") for name, value in EVALUATED[key].items()]
     output = tiltyard("train", "cut.py:Cut", *words, "stop.env_steps=128", "track.tensorboard=false", expect=75)
@@ -146,7 +148,7 @@ def test_a_stop_in_the_last_evaluation_exits_75_and_resume_finishes(cut: Path, t
     assert [steps for steps, _ in evaluations(find("last", runs))] == [64, 128]
 
 
-def test_kill_9_in_an_evaluation_after_the_save(cut: Path, tmp_path: Path, runs: Path) -> None:
+def test_kill_9_in_an_evaluation_does_not_change_the_result(cut: Path, tmp_path: Path, runs: Path) -> None:
     sections = {"save": {"env_steps": 64}, "stop": {"env_steps": 96}}
     whole = product.train({**EVALUATED, **sections}, live=False)
     cut.write_text("SIGKILL")
@@ -159,7 +161,7 @@ def test_kill_9_in_an_evaluation_after_the_save(cut: Path, tmp_path: Path, runs:
     assert_same_in_the_end(run, whole)
 
 
-def test_the_last_weights_are_saved_before_their_evaluation(cut: Path, runs: Path) -> None:
+def test_last_weights_are_saved_before_their_evaluation(cut: Path, runs: Path) -> None:
     cut.write_text("raise")
     with pytest.raises(product.TiltyardError, match="the env broke"):
         product.train({**EVALUATED, "eval": {**EVALUATED["eval"], "every": 0}}, live=False)
@@ -167,7 +169,7 @@ def test_the_last_weights_are_saved_before_their_evaluation(cut: Path, runs: Pat
     assert (run.state, [each.env_steps for each in checkpoint.list_checkpoints(run)]) == ("failed", [160])
 
 
-def test_an_interrupt_of_the_whole_group_leaves_no_half_film(cut: Path, tmp_path: Path, runs: Path) -> None:
+def test_interrupt_of_the_process_group_leaves_no_partial_video(cut: Path, tmp_path: Path, runs: Path) -> None:
     cut.write_text("group SIGINT")
     filmed = {**EVALUATED, "eval": {**EVALUATED["eval"], "every": 0, "video": True}, "stop": {"env_steps": 32}}
     code = f"import tiltyard; tiltyard.train({filmed!r}, live=False)"
@@ -183,7 +185,7 @@ def test_an_interrupt_of_the_whole_group_leaves_no_half_film(cut: Path, tmp_path
     assert not [event for event in read_events(run) if event["kind"] == "warning"]
 
 
-def test_killed_between_the_record_and_its_checkpoint_there_is_still_one_record(cut: Path, runs: Path) -> None:
+def test_kill_between_a_record_and_its_checkpoint_leaves_one_record(cut: Path, runs: Path) -> None:
     run = product.train({**EVALUATED, "stop": {"env_steps": 64}}, live=False)
     kept = checkpoint.list_checkpoints(run)[-1]
     tree = checkpoint.read_tree(kept.folder, "loop")

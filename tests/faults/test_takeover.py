@@ -1,4 +1,4 @@
-"""A process that stood still while its run was taken over writes nothing more; and one that is interrupted twice."""
+"""A process that was suspended while its run was taken over stops writing; a second interrupt exits at once."""
 
 import fcntl
 import os
@@ -29,7 +29,7 @@ PERIOD = 0.05
 
 @pytest.fixture
 def holding(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A training that stands in the midst of an update, in its env, for as long as the file `hold` is there."""
+    """A training that waits inside a step of its env, in the middle of an update, while the file `hold` exists."""
     monkeypatch.setenv("TILTYARD_HEARTBEAT", str(PERIOD))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     (tmp_path / "holds.py").write_text(HOLDS)
@@ -44,7 +44,7 @@ def holding(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def suspend(pid: int, guard: Path) -> None:
-    """Stop the process, but not while it keeps everybody else from looking at the lock: that would be the test's end."""
+    """Suspend the process, but not while it holds the guard of the lock: the test would then wait forever."""
     while True:
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -57,13 +57,13 @@ def suspend(pid: int, guard: Path) -> None:
         time.sleep(PERIOD / 5)
 
 
-def test_an_owner_that_was_taken_over_writes_nothing_more(
+def test_process_whose_run_was_taken_over_stops_writing(
     holding, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = find("last", runs)
     suspend(holding.pid, run.folder / GUARD)
     time.sleep(2 * UNSEEN_PERIODS * PERIOD)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the same job, started anew: may take over at once
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the same job after a requeue may take over at once
     with Lock.acquire(run, period=1000):
         before = every_byte(run.folder)
         (tmp_path / "hold").unlink()
@@ -74,9 +74,9 @@ def test_an_owner_that_was_taken_over_writes_nothing_more(
         assert run.state == "running"
 
 
-def test_a_second_interrupt_ends_at_once(holding, runs: Path) -> None:
+def test_second_interrupt_exits_at_once(holding, runs: Path) -> None:
     os.kill(holding.pid, signal.SIGINT)
-    time.sleep(1)  # two that come at the same moment are one
+    time.sleep(1)  # two signals at the same moment count as one
     os.kill(holding.pid, signal.SIGINT)
     _, errors = holding.communicate(timeout=100)
     assert holding.returncode == 130, errors
