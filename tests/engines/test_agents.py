@@ -1,4 +1,4 @@
-"""Several agents in one env: rows in which nobody decides are neither counted nor learned from, whatever is in them."""
+"""Several agents in one env: rows without a decision are neither counted nor learned from, whatever they contain."""
 
 import copy
 from pathlib import Path
@@ -14,11 +14,11 @@ from tiltyard.envs.toys.games import Visitors
 from tiltyard.types import Rollout
 
 PAUSES = ("env.options.pauses=true", "algo.rollout=24")
-DECISIONS = 14  # of the four visitors in the six env steps of an episode
+DECISIONS = 14  # of four visitors in one episode of six env steps
 
 
 def spoilt(rollout: Rollout) -> Rollout:
-    """The same with nonsense wherever nobody decided."""
+    """Return a copy with random values in all rows without a decision."""
     other, rng = copy.deepcopy(rollout), np.random.default_rng(0)
     away = ~other.valid
     assert away.any()
@@ -38,10 +38,10 @@ def spoilt(rollout: Rollout) -> Rollout:
     ],
     ids=["plain", "memory", "vtrace", "normalised"],
 )
-def test_what_is_in_rows_without_a_decision_changes_nothing(settings: tuple[str, ...]) -> None:
+def test_content_of_rows_without_a_decision_does_not_change_the_update(settings: tuple[str, ...]) -> None:
     engine = build("visitors", *PAUSES, "engine.kind=serial", *settings)
     assert isinstance(engine, SerialEngine)
-    engine.step()  # so that memories and statistics are not those of the beginning
+    engine.step()  # so that memories and statistics differ from their initial values
     spoken = []
     learners = [Learner(engine.experiment, engine.learner.spec, [Path.cwd()]) for _ in range(2)]
     for learner, rollout in zip(learners, (engine.rollout, spoilt(engine.rollout)), strict=True):
@@ -55,7 +55,7 @@ def test_what_is_in_rows_without_a_decision_changes_nothing(settings: tuple[str,
     engine.close()
 
 
-def test_env_steps_are_decisions_and_frames_are_the_simulators() -> None:
+def test_env_steps_count_decisions_and_frames_count_simulator_steps() -> None:
     engine = build("visitors", *PAUSES, "engine.kind=serial")
     for updates in (1, 2):
         report = engine.step()
@@ -66,7 +66,7 @@ def test_env_steps_are_decisions_and_frames_are_the_simulators() -> None:
 
 
 @pytest.mark.slow
-def test_workers_give_the_weights_that_groups_in_one_process_give() -> None:
+def test_workers_and_groups_in_one_process_give_identical_weights() -> None:
     settings = (*PAUSES, "engine.workers=2", "engine.envs=4", "model.memory.kind=gru", "model.memory.size=8")
     one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings)
     assert isinstance(two, LocalEngine)

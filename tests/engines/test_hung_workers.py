@@ -1,5 +1,4 @@
-"""Who watches the workers: what hangs is seen wherever it hangs, what only takes its time is left alone, and nobody
-suffers from another's end."""
+"""Supervision of workers: every hang is detected, slow workers are not killed, and other workers are not affected."""
 
 import os
 import signal
@@ -22,7 +21,7 @@ from tiltyard.processes.reaper import GRACE
 
 TIMEOUT = 60
 
-# What it does is in files beside it, so that the same env is well behaved while it is probed.
+# Files next to the env select its faults, so that it behaves well while it is probed.
 ENV = """
 import os, subprocess, time
 from pathlib import Path
@@ -91,8 +90,8 @@ def pids(engine: Any) -> list[int]:
     return [member.pid for member in engine.pool.workers]
 
 
-def test_two_that_die_at_once_are_replaced_also_when_one_of_the_new_ones_hangs(env: str, tmp_path: Path) -> None:
-    """News of a death that is heard before what is in the dead one's pipe must not have the driver read the new one."""
+def test_two_killed_workers_are_replaced_even_if_a_new_one_hangs(env: str, tmp_path: Path) -> None:
+    """If the exit is reported before the dead worker's pipe is read, the driver must not read the new worker's pipe."""
     engine = build(env, *TWO, "env.reset_timeout=2")
     engine.step()
     (tmp_path / "hang-in-making").touch()
@@ -120,8 +119,8 @@ class CustomModel(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_who_dies_while_the_driver_learns_is_replaced_at_once(env: str, tmp_path: Path, mode: str) -> None:
-    """Not after the update, which may take long."""
+def test_worker_killed_during_an_update_is_replaced_at_once(env: str, tmp_path: Path, mode: str) -> None:
+    """Not only after the update, which may take long."""
     (tmp_path / "model.py").write_text(MODEL)
     sizes = ("algo.rollout=64", "algo.minibatch=2", "algo.epochs=4", "eval.every=0")
     engine: Any = build(env, f"model.id={tmp_path / 'model.py'}", *TWO, *sizes, f"engine.mode={mode}")
@@ -146,7 +145,7 @@ def test_who_dies_while_the_driver_learns_is_replaced_at_once(env: str, tmp_path
     engine.close()
 
 
-def test_whoever_gives_up_names_the_command_that_takes_the_setting(env: str) -> None:
+def test_error_after_too_many_restarts_names_the_command_to_change_them(env: str) -> None:
     engine = build(env, *TWO, "engine.restarts=0")
     engine.step()
     os.kill(pids(engine)[0], signal.SIGKILL)
@@ -156,21 +155,19 @@ def test_whoever_gives_up_names_the_command_that_takes_the_setting(env: str) -> 
     engine.close()
 
 
-def test_a_pause_of_the_driver_is_no_hang_of_a_worker(env: str) -> None:
+def test_pause_of_the_driver_is_not_a_hang_of_a_worker(env: str) -> None:
     engine = build(env, *TWO, "env.step_timeout=1")
     engine.step()
     engine.pool._check_heartbeats()
-    time.sleep(1.5)  # an evaluation, say
+    time.sleep(1.5)  # such as an evaluation
     engine.pool.send(0, {"do": "fill", "slot": 0})
-    engine.shared.beats[0, 1] = STEPPING  # as it is from the command on, before the first env was stepped
+    engine.shared.beats[0, 1] = STEPPING  # its state between the command and the first env step
     engine.pool._check_heartbeats()
     assert engine.pool.workers[0].kill_reason == "" and engine.pool.restarts == 0
     engine.close()
 
 
-def test_a_job_that_was_suspended_has_no_hung_workers(
-    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspended_job_has_no_hung_workers(env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "SUSPENDED_SECONDS", 2.0)
     engine = build(env, *TWO, "env.step_timeout=3")
     engine.step()
@@ -178,7 +175,7 @@ def test_a_job_that_was_suspended_has_no_hung_workers(
     select, stood = engine.pool._selector.select, []
 
     def stand_still(timeout: float) -> Any:
-        if stood or (tmp_path / "one-slow-step").exists():  # nobody is in it yet
+        if stood or (tmp_path / "one-slow-step").exists():  # no worker is in the slow step yet
             return select(timeout)
         stood.append(True)
         for pid in pids(engine):
@@ -193,7 +190,7 @@ def test_a_job_that_was_suspended_has_no_hung_workers(
     engine.close()
 
 
-def test_a_replacement_that_takes_its_time_is_not_hung_in_its_predecessors_step(env: str, tmp_path: Path) -> None:
+def test_slow_start_of_a_new_worker_is_not_a_hang_in_the_previous_ones_step(env: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import time\n"
         "from pathlib import Path\n"
@@ -215,11 +212,11 @@ def test_a_replacement_that_takes_its_time_is_not_hung_in_its_predecessors_step(
     engine.close()
 
 
-def test_every_copy_has_the_whole_time_to_be_made(env: str, tmp_path: Path) -> None:
+def test_timeout_applies_to_each_env_copy_that_is_made(env: str, tmp_path: Path) -> None:
     engine = build(env, "engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1.5")
     (tmp_path / "slow").touch()
     os.kill(pids(engine)[0] or _born(engine), signal.SIGKILL)
-    assert len(engine.step().events) == 1  # that one, and none because making four takes 2.4 s
+    assert len(engine.step().events) == 1  # only the kill; making four copies takes 2.4 s and is no timeout
     engine.close()
 
 
@@ -230,7 +227,7 @@ def _born(engine: Any) -> int:
     return pids(engine)[0]
 
 
-def test_every_step_of_a_replay_has_the_whole_time(env: str, tmp_path: Path) -> None:
+def test_timeout_applies_to_each_step_of_a_rerun(env: str, tmp_path: Path) -> None:
     words = ("engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1", "env.restore_mode=rerun")
     engine = build(env, *words)
     for _ in range(2):
@@ -245,7 +242,7 @@ def test_every_step_of_a_replay_has_the_whole_time(env: str, tmp_path: Path) -> 
     again.close()
 
 
-def test_a_hang_while_saving_is_seen_and_the_checkpoint_is_made_all_the_same(env: str, tmp_path: Path) -> None:
+def test_hang_during_save_is_detected_and_the_checkpoint_is_still_written(env: str, tmp_path: Path) -> None:
     Path(env).write_text(ENV + STATEFUL)
     engine = build(env, *TWO, "env.reset_timeout=1")
     engine.step()
@@ -255,10 +252,10 @@ def test_a_hang_while_saving_is_seen_and_the_checkpoint_is_made_all_the_same(env
     engine.close()
 
 
-def test_what_the_disk_refuses_a_worker_is_told_as_such_and_nobody_is_replaced(tmp_path: Path) -> None:
+def test_disk_error_in_a_worker_is_raised_and_no_worker_is_replaced(tmp_path: Path) -> None:
     engine = build("CartPole-v1", *TWO)
     engine.step()
-    (tmp_path / "saved" / "engine" / "group-1.json").mkdir(parents=True)  # no file can be written there
+    (tmp_path / "saved" / "engine" / "group-1.json").mkdir(parents=True)  # so that no file can be written there
     with pytest.raises(OSError, match="directory"):
         engine.save(tmp_path / "saved")
     assert engine.pool.restarts == 0
@@ -266,7 +263,7 @@ def test_what_the_disk_refuses_a_worker_is_told_as_such_and_nobody_is_replaced(t
     engine.close()
 
 
-def test_a_replacement_saves_episodes_that_nobody_had(tmp_path: Path) -> None:
+def test_new_worker_saves_episodes_with_new_seeds(tmp_path: Path) -> None:
     engine = build("CartPole-v1", *TWO, "algo.rollout=1", "algo.minibatch=4")
     engine.step()
     engine.save(tmp_path / "first")
@@ -279,7 +276,7 @@ def test_a_replacement_saves_episodes_that_nobody_had(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_envs_in_workers_can_end_what_they_started(env: str, tmp_path: Path) -> None:
+def test_envs_in_workers_can_end_processes_they_started(env: str, tmp_path: Path) -> None:
     engine = build(env, *TWO)
     (tmp_path / "simulators").touch()
     engine.step()
@@ -288,7 +285,7 @@ def test_envs_in_workers_can_end_what_they_started(env: str, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
-def test_what_a_living_worker_sent_away_outlives_another_worker(env: str, tmp_path: Path) -> None:
+def test_daemons_of_a_worker_survive_the_death_of_another_worker(env: str, tmp_path: Path) -> None:
     (tmp_path / "daemons").touch()
     engine = build(env, *TWO)
     engine.step()
@@ -311,17 +308,19 @@ def _runs(pid: int) -> bool:
     return proc.read(pid) is not None
 
 
-def test_time_of_the_driver_outside_steps_is_not_waiting() -> None:
+def test_time_of_the_driver_between_steps_does_not_count_as_waiting() -> None:
     engine = build("CartPole-v1", *TWO)
     engine.step()
     time.sleep(3)
     engine.step()
-    waited = [filled.spent["wait"] for filled in engine.taken]  # shares of milliseconds would prove nothing
+    waited = [
+        filled.spent["wait"] for filled in engine.taken
+    ]  # in seconds, because fractions of a few milliseconds prove nothing
     assert len(waited) == 2 and max(waited) < 1.5, "of the three seconds"
     engine.close()
 
 
-def test_policies_that_were_replaced_make_no_sample_older() -> None:
+def test_replaced_policies_do_not_increase_the_lag_of_samples() -> None:
     words = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.mode=async", "engine.max_lag=2")
     engine = build("CartPole-v1", *TWO, *words)
     engine.step()

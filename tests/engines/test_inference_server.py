@@ -1,4 +1,4 @@
-"""One actor that decides for all workers: the same policy as with copies in each, and an end with a cause when it goes."""
+"""Batched inference in one actor: the same policy as with a copy per worker, and an error with a cause if it exits."""
 
 import contextlib
 import copy
@@ -46,7 +46,7 @@ def built(target: str, *settings: str) -> Iterator[Any]:
 
 
 def actor_of(engine: Any) -> int:
-    """The actor's process, once it is there."""
+    """Wait until the actor has started; return its pid."""
     while engine.pool._inference_server.pid is None:
         engine.pool._handle_events()
     pid: int = engine.pool._inference_server.pid
@@ -54,7 +54,7 @@ def actor_of(engine: Any) -> int:
 
 
 def wait_for_questions(engine: Any, workers: list[int]) -> None:
-    """Until these have asked an actor that does not answer."""
+    """Wait until these workers have sent requests to an actor that does not answer."""
     for worker in workers:
         while engine.shared.states[worker] != ACTING or engine.shared.beats[worker, 1] != IDLE:
             time.sleep(0.01)
@@ -62,7 +62,7 @@ def wait_for_questions(engine: Any, workers: list[int]) -> None:
 
 @contextlib.contextmanager
 def asked_in_vain(engine: Any, workers: list[int]) -> Iterator[None]:
-    """Inside, the actor stands still and these workers wait for it."""
+    """Suspend the actor, so that these workers wait for it inside the block."""
     pid = actor_of(engine)
     os.kill(pid, signal.SIGSTOP)
     engine._request_slots()
@@ -88,11 +88,11 @@ def weights(engine: Any) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("env", "settings"),
     [
-        ("Pendulum-v1", ("env.time_limit=5", "algo.epochs=1")),  # noise beside the means, and episodes that are cut
-        ("visitors", (*LSTM, "env.options.pauses=true")),  # agents that come and go, with a memory each
+        ("Pendulum-v1", ("env.time_limit=5", "algo.epochs=1")),  # with action noise, and episodes that are cut
+        ("visitors", (*LSTM, "env.options.pauses=true")),  # agents join and leave, each with its own memory
     ],
 )
-def test_it_gives_the_weights_that_a_copy_in_the_worker_gives(
+def test_batched_inference_gives_the_weights_of_inference_in_the_worker(
     env: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     with built(env, *ONE, *NORMAL, *settings) as own, built(env, *ONE, *NORMAL, *settings, BATCHED) as asked:
@@ -110,7 +110,7 @@ def test_it_gives_the_weights_that_a_copy_in_the_worker_gives(
         asked.save(tmp_path / "saved")
         asked.step()
         after = weights(asked)
-        for engine in (own, asked):  # nothing of the actor is saved: either goes on from what the other has written
+        for engine in (own, asked):  # the actor has no saved state, so both engines continue from this checkpoint
             assert engine.load(tmp_path / "saved") == []
             engine.step()
         assert weights(asked) == after
@@ -118,11 +118,11 @@ def test_it_gives_the_weights_that_a_copy_in_the_worker_gives(
 
 
 @starts_processes
-def test_all_that_wait_are_answered_in_one_batch_and_no_env_is_blamed_for_the_wait() -> None:
+def test_waiting_workers_are_answered_in_one_batch_and_no_env_times_out() -> None:
     with built("CartPole-v1", *TWO, "env.step_timeout=1") as engine:
         engine.step()
         with asked_in_vain(engine, [0, 1]):
-            assert list(engine.pool.answers(timeout=2.2)) == []  # which looks at heartbeats meanwhile
+            assert list(engine.pool.answers(timeout=2.2)) == []  # checks heartbeats meanwhile
         found = engine.step()
         assert 2 < found.metrics["actor/rows"] <= 4
         assert found.events == () and found.metrics["workers/restarts"] == 0
@@ -181,7 +181,7 @@ def test_asynchronous_samples_carry_the_version_that_decided_each_step(
 
 
 def assert_decided_by(net: Any, rollout: Any) -> None:
-    """What was stored as the chance of each action is what this policy says of it."""
+    """Assert that the stored log probabilities and values are those of this policy."""
     flat = {key: array.reshape(-1, *array.shape[2:]) for key, array in rollout.obs.items()}
     params, value, _ = net.infer(flat, {}, rollout.first.reshape(-1))
     output = net.distribution(params, None).log_prob(rollout.action.reshape(-1, rollout.action.shape[-1]))
@@ -190,23 +190,23 @@ def assert_decided_by(net: Any, rollout: Any) -> None:
 
 
 @starts_processes
-def test_a_worker_that_is_killed_is_replaced_and_nobody_gets_the_answer_of_another() -> None:
+def test_killed_worker_is_replaced_and_no_worker_gets_the_answer_of_another() -> None:
     with built("CartPole-v1", *TWO) as engine:
         rng = np.random.default_rng(0)
         engine.step()
         for kills in range(1, 1 + count(long=40)):
             worker = int(rng.integers(2))
-            while (pid := engine.pool.workers[worker].pid) is None:  # the one before it is still being replaced
+            while (pid := engine.pool.workers[worker].pid) is None:  # the previous one is still being replaced
                 engine.step()
             before, net = engine.progress.env_steps, copy.deepcopy(engine.learner.net)
             with asked_in_vain(engine, [0, 1]):
                 os.kill(pid, signal.SIGKILL)
-                if kills % 2:  # so that its successor, too, has asked before anybody is answered
+                if kills % 2:  # the new worker also sends a request before any is answered
                     while engine.pool.workers[worker].pid in (pid, None) or not engine.pool.workers[worker].ready:
                         assert list(engine.pool.answers(timeout=0.1)) == []
                     wait_for_questions(engine, [worker])
             found = engine.step()
-            while not found.events:  # it may have died after it had filled its slot
+            while not found.events:  # it may have died after filling its slot
                 assert_decided_by(net, engine.rollout)
                 net = copy.deepcopy(engine.learner.net)
                 found = engine.step()
@@ -216,12 +216,12 @@ def test_a_worker_that_is_killed_is_replaced_and_nobody_gets_the_answer_of_anoth
 
 
 def step_until_it_fails(engine: Any) -> None:
-    for _ in range(100):  # what was filled before is learned from
+    for _ in range(100):  # slots that were filled before are still learned from
         engine.step()
 
 
 @starts_processes
-def test_the_death_of_the_actor_ends_the_step_with_its_cause() -> None:
+def test_killed_actor_ends_the_step_with_the_cause() -> None:
     with built("CartPole-v1", *TWO, "engine.mode=async") as engine:
         engine.step()
         actor, found = actor_of(engine), [member.pid for member in engine.pool.workers]
@@ -252,7 +252,7 @@ class CustomModel(nn.Module):
 
 
 @starts_processes
-def test_a_run_whose_actor_fails_says_why_keeps_its_checkpoint_and_leaves_nothing(
+def test_failed_actor_is_reported_and_the_checkpoint_is_kept_and_no_process_left(
     tiltyard: Command, runs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").write_text(FAILS)
@@ -267,10 +267,10 @@ def test_a_run_whose_actor_fails_says_why_keeps_its_checkpoint_and_leaves_nothin
     assert not [pid for pid in children if name_of(int(pid)).startswith("tiltyard")]
 
 
-# ------------------------------------------------------------------------------------------------ chosen and refused
+# ------------------------------------------------------------------------------------------------ settings
 
 
-def test_auto_is_an_actor_where_the_device_is_no_cpu_and_there_is_one_policy() -> None:
+def test_auto_is_batched_for_one_policy_on_another_device_than_the_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def chosen(device: torch.device, *settings: str) -> bool:
@@ -282,7 +282,7 @@ def test_auto_is_an_actor_where_the_device_is_no_cpu_and_there_is_one_policy() -
     assert not chosen(cuda, "policies={a: {}, b: {}}")
 
 
-def test_batched_means_workers_and_auto_two_for_each_core() -> None:
+def test_batched_inference_needs_workers_and_auto_takes_two_per_core() -> None:
     loaded = load("CartPole-v1", [BATCHED, "engine.envs=4096"])
     spec = replace(probe(loaded.experiment.env, base=loaded.base), step_seconds=1.0)
     cores = usable_cores()
@@ -303,7 +303,7 @@ def test_batched_means_workers_and_auto_two_for_each_core() -> None:
         ("engine.inference=gpu", "must be one of auto, worker, batched"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(settings: str, output: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: str, output: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load("CartPole-v1", [BATCHED, settings])
     assert len(raised.value.problems) == 1 and output in raised.value.details

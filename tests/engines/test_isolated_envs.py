@@ -1,4 +1,4 @@
-"""env.isolate, env.decorrelate and engine.affinity in whole engines and runs: same weights, nothing left behind."""
+"""env.isolate, env.decorrelate and engine.affinity in whole engines and runs: same weights, no process left."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.run import metrics
 from tiltyard.types import Engine
 
-pytestmark = pytest.mark.slow  # processes that are started and ended
+pytestmark = pytest.mark.slow  # starts and ends processes
 
 ENVS = Path(__file__).parents[1] / "envs" / "isolated_envs.py"
 
 
 def build(target: str, *overrides: str) -> Engine:
-    """An engine whose env was probed in this process, without isolation and once for all engines."""
+    """Make an engine with an env that is probed in this process, without isolation and once for all engines."""
     experiment = load(target, [*SMALL, *overrides]).experiment
     return make_engine(experiment, spec_of(experiment.env), [ENVS.parent])
 
@@ -40,11 +40,11 @@ def build(target: str, *overrides: str) -> Engine:
 
 @pytest.fixture
 def apart(runs: Path) -> Path:
-    """A folder with the env's file, where runs are made."""
+    """The env's file, copied next to the folder of the runs."""
     return Path(shutil.copy(ENVS, runs.parent / "where.py"))
 
 
-def test_a_run_and_its_evaluation_step_in_processes_that_end_with_it(apart: Path, tiltyard: Command) -> None:
+def test_run_and_evaluation_step_envs_in_processes_that_end_with_them(apart: Path, tiltyard: Command) -> None:
     output = tiltyard("train", "where.py:Where", *SHORT, "env.isolate=process", "stop.env_steps=64", "engine.workers=0")
     assert "one process per env" in output.stderr
     (file,) = (apart.parent / "runs").rglob("metrics.jsonl")
@@ -55,7 +55,7 @@ def test_a_run_and_its_evaluation_step_in_processes_that_end_with_it(apart: Path
 
 
 @pytest.mark.parametrize("isolate", ["process", "thread"])
-def test_a_worker_whose_isolated_env_hangs_is_explained_and_replaced(
+def test_worker_with_a_hung_isolated_env_is_reported_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: str
 ) -> None:
     monkeypatch.chdir(ENVS.parent)
@@ -82,7 +82,7 @@ def group_of(copies: int, **settings: Any) -> EnvGroup:
 
 
 def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
-    """Of every copy, the env steps at which its episodes ended, all of them by a limit."""
+    """Return for each copy the env steps at which its episodes ended, all of them by a limit."""
     found: list[list[int]] = [[] for _ in range(group.copies)]
     reported = []
     group.reset()
@@ -107,7 +107,7 @@ def test_first_episodes_are_cut_at_different_times_and_not_reported(name: str) -
     assert ends_of(group, 160) == [[first + 50 * n for n in range(4) if first + 50 * n <= 160] for first in drawn]
 
 
-def test_a_limit_beyond_the_time_limit_cuts_nothing_and_other_ends_are_reported() -> None:
+def test_limit_above_the_time_limit_cuts_nothing_and_other_ends_are_reported() -> None:
     group = group_of(8, id="Pendulum-v1", time_limit=10, decorrelate=1000)
     drawn = first_limits(3, "train", range(8), 1000)
     assert ends_of(group, 30) == [[10, 20, 30]] * 8 and (drawn >= 10).all()
@@ -116,7 +116,7 @@ def test_a_limit_beyond_the_time_limit_cuts_nothing_and_other_ends_are_reported(
     native.reset()
     seen: dict[int, int] = {}
     ended: dict[int, int] = {}
-    for step in range(1, 15):  # a pole pushed one way falls within eleven steps
+    for step in range(1, 15):  # a pole pushed in one direction falls within eleven steps
         now = native.step(np.zeros((8, 1), np.float32))
         for row in np.flatnonzero(now.first).tolist():
             ended.setdefault(row, step)
@@ -125,17 +125,17 @@ def test_a_limit_beyond_the_time_limit_cuts_nothing_and_other_ends_are_reported(
     assert {row: step for row, step in ended.items() if step < first[row]} == seen
 
 
-def test_evaluations_and_other_roles_are_left_alone() -> None:
+def test_evaluations_are_not_decorrelated() -> None:
     env = Env(id="Pendulum-v1", time_limit=50, decorrelate=40)
     group = make_group(GroupConfig(env, spec_of(env), 4, 3, role="eval"))
     assert ends_of(group, 60) == [[50]] * 4
 
 
-# ------------------------------------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------------------------------------ all combined
 
 
-def test_the_same_weights_in_every_engine_however_envs_live_and_after_a_resume(tmp_path: Path) -> None:
-    """Also: workers are pinned in turn, and the learner is not."""
+def test_weights_depend_neither_on_engine_nor_isolation_nor_resume(tmp_path: Path) -> None:
+    """Also check that workers are pinned round-robin and that the learner is not pinned."""
     settings = ("CarPass-v0", *TWO, "env.decorrelate=20", "env.frameskip=2", "algo.rollout=8", "algo.minibatch=32")
     serial = (*settings, "engine.kind=serial")
     off, whole, before = build(*serial, "env.decorrelate=0"), build(*serial), build(*serial, "env.isolate=thread")
@@ -164,7 +164,7 @@ def test_affinity_without_workers_is_refused(tiltyard: Command, other: str) -> N
     assert "engine.affinity = true: needs workers" in output.stderr and not Path("runs").exists()
 
 
-def test_values_that_are_none_are_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     for word in ("env.isolate=vm", "env.decorrelate=-1", "env.decorrelate=1.5", "engine.affinity=2"):
         with pytest.raises(product.TiltyardError) as caught:
             load("CartPole-v1", [word])

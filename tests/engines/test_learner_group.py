@@ -1,4 +1,4 @@
-"""Several learners in processes of their own: the same policy as with one, and an end with a cause when one goes."""
+"""Several learners, each in its own process: the same policy as with one, and an error with a cause if one exits."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
 
-pytestmark = pytest.mark.slow  # processes that are started and ended
+pytestmark = pytest.mark.slow  # starts and ends processes
 
 LSTM = ("model.memory.kind=lstm", "model.memory.size=8", "model.normalise.obs=true", "model.normalise.returns=true")
 SHORT = ["engine.envs=2", "algo.rollout=16", "algo.minibatch=32", "eval.every=0", "eval.at_end=false"]
@@ -30,7 +30,7 @@ SHORT += ["track.tensorboard=false", "engine.learners=2"]
 
 
 def pids(engine: Any) -> list[int]:
-    """Of the learners beside the driver's."""
+    """Return the pids of all learners except the driver's."""
     return [learner.pid for learner in engine.policies.first.processes._learners]
 
 
@@ -52,7 +52,7 @@ def assert_same(one: Any, two: Any) -> None:
     assert ours.settings == theirs.settings and ours.optimiser["adam"]["steps"] == theirs.optimiser["adam"]["steps"]
 
 
-def test_two_learners_learn_what_one_does_and_follow_what_is_loaded_and_adopted(tmp_path: Path) -> None:
+def test_two_learners_equal_one_also_after_load_and_adopt(tmp_path: Path) -> None:
     settings = [*LSTM, "env.options.pauses=true", "algo.rollout=24", "algo.epochs=1", "engine.workers=2"]
     settings += ["engine.envs=4", "algo.lr.kind=kl_adaptive", "algo.lr.start=1e-3"]
     one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings, "engine.learners=2")
@@ -84,14 +84,14 @@ def test_two_learners_learn_what_one_does_and_follow_what_is_loaded_and_adopted(
     wait_until_gone([pid])
 
 
-def test_the_cores_are_divided_among_them() -> None:
+def test_cores_are_divided_among_the_learners() -> None:
     cores = usable_cores()
     engine: Any = build("CartPole-v1", "engine.workers=0", f"engine.learners={min(64, cores)}", "engine.threads=auto")
     assert (engine.threads, engine.why) == (1, "no other core available")
-    engine.close()  # which has started nobody: there was no update
+    engine.close()  # learners start with the first update, so there are none
 
 
-# ------------------------------------------------------------------------------------------------ models that draw
+# ------------------------------------------------------------------------------------------------ models that use random numbers
 
 DROPS = """
 from torch import nn
@@ -105,7 +105,9 @@ class CustomModel(nn.Module):
 """
 
 
-def test_what_they_draw_comes_back_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_of_learners_is_restored_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "drops.py").write_text(DROPS)
     engine = build("CartPole-v1", "model.id=drops.py", "engine.learners=2")
@@ -124,7 +126,7 @@ def test_what_they_draw_comes_back_with_a_checkpoint(tmp_path: Path, monkeypatch
 # ------------------------------------------------------------------------------------------------ faults
 
 
-def test_one_that_is_killed_ends_the_step_with_its_cause() -> None:
+def test_killed_learner_ends_the_step_with_the_cause() -> None:
     engine: Any = build("CartPole-v1", *LSTM, "engine.learners=3")
     engine.step()
     first, second = pids(engine)
@@ -153,7 +155,7 @@ class CustomModel(nn.Module):
 """
 
 
-def test_a_run_whose_other_learner_fails_says_why_keeps_its_checkpoint_and_leaves_nothing(
+def test_failed_learner_is_reported_and_the_checkpoint_is_kept_and_no_process_left(
     tiltyard: Command, runs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").write_text(FAILS)
@@ -179,7 +181,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_when_the_driver_is_killed() -> None:
+def test_no_process_is_left_if_the_driver_is_killed() -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     found = [int(word) for word in driver.stdout.readline().split()]
@@ -192,7 +194,7 @@ def test_nothing_is_left_when_the_driver_is_killed() -> None:
 # ------------------------------------------------------------------------------------------------ refused
 
 
-def test_more_learners_than_gpus_are_refused_with_both_numbers() -> None:
+def test_more_learners_than_gpus_are_refused() -> None:
     gpus = torch.cuda.device_count()
     with pytest.raises(UseError, match=rf"engine\.learners = 99 needs one GPU per learner, but torch finds {gpus}"):
         check_learners(99, torch.device("cuda"))

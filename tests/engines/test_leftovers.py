@@ -1,4 +1,4 @@
-"""What an env has started itself ends with the training: closed by the env, or ended where the env does not."""
+"""Processes started by envs end with the training: closed by the env, or else ended by Tiltyard."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tiltyard.processes.reaper import GRACE, MARK, WORKER
 
 pytestmark = pytest.mark.slow
 
-# A simulator that notices nothing of its owner's end: it has a session of its own.
+# The simulator has its own session, so it does not notice that its owner exits.
 ENV = """
 import os, subprocess
 from pathlib import Path
@@ -46,7 +46,7 @@ TIMEOUT = 60
 
 
 def workers(kind: str, folder: Path) -> set[int]:
-    """The simulators that were started or closed in workers."""
+    """Return the simulators that were started or closed in workers."""
     return simulators(f"{kind}-tiltyard-w", folder)
 
 
@@ -55,7 +55,7 @@ def simulators(kind: str, folder: Path) -> set[int]:
 
 
 def running(folder: Path) -> set[int]:
-    """All that still run, whoever started them."""
+    """Return all simulators that still run, started by any process."""
     return {pid for pid in simulators("started", folder) if read(pid) is not None}
 
 
@@ -69,7 +69,7 @@ def test_envs_in_workers_are_closed(runs: Path, tmp_path: Path, mode: str) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
-def test_what_envs_leave_behind_is_ended(runs: Path, tmp_path: Path) -> None:
+def test_processes_left_by_envs_in_workers_are_ended(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENV)
     product.train("env.py", [*WORDS, "stop.updates=3"], live=False)
     assert len(workers("started", tmp_path)) == 4
@@ -90,7 +90,7 @@ class CustomEnv(CustomEnv):
 
 
 def ended(folder: Path) -> bool:
-    """Whether all have ended, after a while."""
+    """Wait for all simulators to end; return whether they did."""
     until = time.monotonic() + TIMEOUT
     while running(folder) and time.monotonic() < until:
         time.sleep(0.05)
@@ -104,19 +104,17 @@ def train(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
 @pytest.mark.parametrize("isolate", ["none", "process"])
-def test_what_envs_of_the_driver_leave_behind_ends_with_it(runs: Path, tmp_path: Path, isolate: str) -> None:
+def test_processes_left_by_envs_of_the_driver_end_with_it(runs: Path, tmp_path: Path, isolate: str) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
     driver = train(tmp_path, *HERE, "stop.updates=2", f"env.isolate={isolate}")
-    output = driver.communicate()[1]  # to its end, which nobody holds up
+    output = driver.communicate()[1]  # no process delays its exit
     assert driver.returncode == 0, output
-    assert len(simulators("started", tmp_path)) >= 2 * (2 + 4 + 2)  # of the probe, the training, the evaluation
+    assert len(simulators("started", tmp_path)) >= 2 * (2 + 4 + 2)  # of probe, training and evaluation
     assert ended(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
-def test_what_an_env_leaves_behind_that_is_only_looked_at_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_left_by_a_probed_env_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "env.py").write_text(ENV)
     monkeypatch.chdir(tmp_path)
     probe(Env(id="env.py"), base=[tmp_path])
@@ -125,9 +123,7 @@ def test_what_an_env_leaves_behind_that_is_only_looked_at_is_ended(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
 @pytest.mark.parametrize("words", [[], HERE])
-def test_what_envs_leave_behind_is_ended_when_the_driver_is_killed(
-    runs: Path, tmp_path: Path, words: list[str]
-) -> None:
+def test_processes_left_by_envs_are_ended_if_the_driver_is_killed(runs: Path, tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
     driver = train(tmp_path, *words, "stop.env_steps=100_000_000")
     until = time.monotonic() + TIMEOUT
@@ -144,8 +140,8 @@ def test_what_envs_leave_behind_is_ended_when_the_driver_is_killed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
-def test_what_others_start_meanwhile_is_left_alone() -> None:
-    """A tracker's helper, and whatever comes after the envs, have work of their own to finish."""
+def test_processes_not_started_by_envs_keep_running() -> None:
+    """Trackers' helpers and processes started after the envs were closed have their own work to finish."""
     code = (
         "import subprocess; from pathlib import Path\n"
         "from tiltyard.processes import reaper; from tiltyard.config.experiment import Env\n"

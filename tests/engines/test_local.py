@@ -1,4 +1,4 @@
-"""The local engine: the same weights as the serial one, lag that is measured and capped, and workers that may die."""
+"""The local engine: same weights as the serial engine, measured and bounded lag, and workers that crash or hang."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from tiltyard.engines.local.engine import LocalEngine, _filled
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
 
-TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", "engine.threads=1")  # two threads round otherwise
+TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", "engine.threads=1")  # two threads round differently
 SHORT = ["algo.rollout=16", "algo.minibatch=32", "eval.at_end=false", "track.tensorboard=false", *TWO]
 
 
@@ -32,7 +32,7 @@ def weights(engine: Any) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("memory", ["none", "lstm"])
-def test_workers_give_the_weights_that_groups_in_one_process_give(memory: str) -> None:
+def test_workers_and_groups_in_one_process_give_identical_weights(memory: str) -> None:
     settings = (*TWO, f"model.memory.kind={memory}", "model.memory.size=16", "model.normalise.obs=true")
     one, two = build("CartPole-v1", *settings, "engine.kind=serial"), build("CartPole-v1", *settings)
     assert isinstance(two, LocalEngine)
@@ -45,8 +45,8 @@ def test_workers_give_the_weights_that_groups_in_one_process_give(memory: str) -
     two.close()
 
 
-def test_the_number_of_groups_makes_other_weights_and_says_what_it_is() -> None:
-    """Otherwise the test above would prove nothing."""
+def test_other_number_of_groups_gives_other_weights_and_is_described() -> None:
+    """Without this, the test above would prove nothing."""
     one, two = build("CartPole-v1", *TWO, "engine.kind=serial"), build("CartPole-v1", *TWO, "engine.workers=0")
     for _ in range(3):
         one.step()
@@ -57,7 +57,7 @@ def test_the_number_of_groups_makes_other_weights_and_says_what_it_is() -> None:
     two.close()
 
 
-def test_stopped_and_resumed_it_continues_to_the_bit(runs: Path) -> None:
+def test_resumed_run_continues_bit_for_bit(runs: Path) -> None:
     whole = product.train("CartPole-v1", [*SHORT, "stop.env_steps=512"], live=False)
     parts = product.train("CartPole-v1", [*SHORT, "stop.env_steps=192"], live=False)
     product.resume(parts, ["stop.env_steps=512"], live=False)
@@ -66,7 +66,7 @@ def test_stopped_and_resumed_it_continues_to_the_bit(runs: Path) -> None:
     assert not [event for event in read_events(parts) if event["kind"] == "warning"]
 
 
-def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> None:
+def test_fork_with_more_workers_reports_cut_episodes(runs: Path) -> None:
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64", "engine.workers=1"], live=False)
     fork = product.fork(run, ["stop.env_steps=128", "engine.workers=2"], live=False)
     output = " ".join(event["sentence"] for event in read_events(fork))
@@ -77,7 +77,7 @@ def test_a_fork_with_other_workers_says_which_episodes_were_cut(runs: Path) -> N
 
 
 def grow_old(engine: Any, updates: int) -> None:
-    """Wait until a batch is full, then publish weights that are so much newer than those it was made with."""
+    """Wait until a batch is full, then publish weights that are this many updates newer than those of the batch."""
     while len(engine.full) < engine.workers:
         for worker, answer in engine.pool.answers():
             engine.full.append(_filled(worker, answer))
@@ -85,7 +85,7 @@ def grow_old(engine: Any, updates: int) -> None:
     engine.shared.publish(engine.learner.net.arrays(), engine.versions.current)
 
 
-def test_asynchronous_samples_carry_their_version_and_old_ones_are_thrown_away() -> None:
+def test_asynchronous_samples_have_a_version_and_old_ones_are_discarded() -> None:
     engine = build("CartPole-v1", *TWO, "engine.mode=async", "engine.max_lag=5")
     assert engine.step().metrics["lag/mean"] == 0
     engine.step()
@@ -146,12 +146,12 @@ class CustomEnv(CartPoleEnv):
     ],
 )
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_worker_that_goes_is_explained_and_replaced(
+def test_failed_worker_is_reported_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, output: str, mode: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "faulty.py").write_text(FAULTY)
-    (tmp_path / "once").touch()  # so that the probe finds nothing wrong
+    (tmp_path / "once").touch()  # so that the probe finds no fault
     options = (f"env.options.does={does}", f"env.options.once={tmp_path / 'once'}", "env.step_timeout=1")
     engine = build("faulty.py", *TWO, *options, f"engine.mode={mode}")
     (tmp_path / "once").unlink()
@@ -173,7 +173,7 @@ def test_a_worker_that_goes_is_explained_and_replaced(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_slot_filled_by_a_worker_that_then_died_is_learned_from(mode: str) -> None:
+def test_slot_filled_by_a_worker_that_died_later_is_learned_from(mode: str) -> None:
     engine = build("CartPole-v1", *TWO, f"engine.mode={mode}")
     engine.step()
     for worker, slot in engine.idle:
@@ -182,7 +182,7 @@ def test_a_slot_filled_by_a_worker_that_then_died_is_learned_from(mode: str) -> 
     mine = [slot for slot in range(len(engine.shared.states)) if slot % 2 == 0]
     while not all(
         engine.shared.states[slot] == shared_memory.FULL for slot in mine
-    ):  # its answers are in the pipe, unread
+    ):  # its answers are unread in the pipe
         time.sleep(0.01)
     pid = engine.pool.workers[0].pid
     assert pid is not None
@@ -206,7 +206,7 @@ class CustomEnv(CartPoleEnv):
 """
 
 
-def test_an_env_that_always_fails_is_given_up_with_its_own_words(tmp_path: Path, monkeypatch: Any) -> None:
+def test_env_that_always_fails_ends_training_with_its_own_error(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(BROKEN)
     engine = build("broken.py", *TWO, "algo.rollout=64", "algo.minibatch=64")
@@ -216,7 +216,7 @@ def test_an_env_that_always_fails_is_given_up_with_its_own_words(tmp_path: Path,
     engine.close()
 
 
-def test_a_budget_of_restarts_is_kept() -> None:
+def test_number_of_restarts_is_limited() -> None:
     engine = build("CartPole-v1", *TWO, "engine.restarts=1")
 
     def kill_and_go_on() -> None:
@@ -234,7 +234,7 @@ def test_a_budget_of_restarts_is_kept() -> None:
     engine.close()
 
 
-def test_whoever_gives_up_tells_the_traceback_and_what_no_report_told(
+def test_error_after_too_many_restarts_has_the_traceback_and_unreported_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -247,7 +247,7 @@ def test_whoever_gives_up_tells_the_traceback_and_what_no_report_told(
     engine.close()
 
 
-def test_a_fork_with_fewer_groups_says_so_and_begins_episodes_that_nobody_has_had(tmp_path: Path) -> None:
+def test_fork_with_fewer_groups_is_reported_and_begins_episodes_with_new_seeds(tmp_path: Path) -> None:
     two = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
     had = {end.seed for _ in range(8) for end in two.step().episodes}
     had |= {seed for group in two.groups for seed in group.envs.stats.seeds}
@@ -325,12 +325,12 @@ def test_training_learns_while_workers_raise_hang_exit_and_are_killed(runs: Path
         "chaotic.py",
         [
             f"env.options={{faults: {faults}, every: {EVERY}, log: {log}}}",
-            "env.time_limit=500",  # that of CartPole-v1
+            "env.time_limit=500",  # as in CartPole-v1
             "env.step_timeout=1",
             *("engine.workers=2", "engine.envs=8", "engine.threads=1"),
-            # Short rollouts: a worker that is replaced five times before it has filled one is given up.
+            # Short rollouts, because training fails if a worker is replaced five times before it has filled one.
             *("algo.rollout=32", "algo.minibatch=64", "algo.epochs=4", "algo.lr={kind: linear, start: 1e-3}"),
-            f"stop.env_steps={faults * EVERY * 3 // 2}",  # enough to use them up, and to learn from 200 on
+            f"stop.env_steps={faults * EVERY * 3 // 2}",  # enough for all faults, and for learning if there are 200
             *("eval.every=0", "eval.episodes=20", f"eval.at_end={LONG}", "track.tensorboard=false"),
         ],
         live=False,
@@ -363,12 +363,12 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+def test_no_process_is_left_if_the_driver_is_killed(tmp_path: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     pids = [int(word) for word in driver.stdout.readline().split()]
     assert len(pids) == 3
-    for pid in (driver.pid, *pids):  # memory with a name would have to be removed by somebody
+    for pid in (driver.pid, *pids):  # named shared memory would be left behind
         assert "/dev/shm/" not in Path(f"/proc/{pid}/maps").read_text()
     driver.kill()
     driver.wait()
@@ -378,7 +378,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_without_memory_files_a_deleted_file_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_deleted_file_is_used_if_memfd_is_not_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*words: Any) -> int:
         raise OSError(28, "No space left on device")
 
@@ -391,9 +391,7 @@ def test_without_memory_files_a_deleted_file_serves(monkeypatch: pytest.MonkeyPa
     engine.close()
 
 
-def test_a_number_that_is_none_stops_training_with_the_arrays_that_did_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_reward_stops_training_and_the_error_has_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nan.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -411,8 +409,8 @@ def test_a_number_that_is_none_stops_training_with_the_arrays_that_did_it(
     engine.close()
 
 
-def test_a_resume_keeps_the_number_of_workers_that_was_chosen(runs: Path) -> None:
-    """Measured anew, it might be another, and running episodes would be cut."""
+def test_resume_keeps_the_chosen_number_of_workers(runs: Path) -> None:
+    """A new measurement might choose another number and cut running episodes."""
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64"], live=False)
     yaml = run.experiment_file.read_text()
     assert "workers: 2" in yaml

@@ -1,4 +1,4 @@
-"""Self-play against past versions: which there are, who plays them when, and that a resume or workers change nothing."""
+"""Self-play against past versions: which are kept, who plays them, and that resume and workers change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ PAST = {"main": {}, "past": {"past": {"of": "main", "every": 64, "keep": 3}}}
         ("{main: {}, past: {past: {of: main, keep: 0}}}", "policies.past.past.keep = 0"),
     ],
 )
-def test_what_cannot_be_is_refused(policies: str, output: str) -> None:
+def test_invalid_settings_are_refused(policies: str, output: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("pennies", [f"policies={policies}"])
     assert output in refused.value.details
@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused(policies: str, output: str) -> None:
     assert "is not supported by engine.kind = rllib, whose runners cannot load" in refused.value.details
 
 
-def test_a_version_is_drawn_by_the_seed_and_fades() -> None:
+def test_version_is_drawn_from_the_seed_and_fade_prefers_newer_ones() -> None:
     known = [300, 0, 100, 200]
     drawn = [draw_version(Past(of="main"), known, seed, 1) for seed in range(4000)]
     assert np.allclose(np.unique(drawn, return_counts=True)[1] / 4000, 1 / 4, atol=0.03)
@@ -61,7 +61,7 @@ def test_a_version_is_drawn_by_the_seed_and_fades() -> None:
     assert np.allclose(np.unique(faded, return_counts=True)[1] / 4000, np.array([1, 2, 4, 8]) / 15, atol=0.03)
 
 
-def test_versions_are_what_the_policy_was_and_the_oldest_go() -> None:
+def test_versions_are_copies_of_the_policy_and_the_oldest_are_dropped() -> None:
     engine = build("visitors", *POOL, "engine.kind=serial")
     assert isinstance(engine, SerialEngine)
     was = {0: engine.snapshot("main").weights}
@@ -76,8 +76,8 @@ def test_versions_are_what_the_policy_was_and_the_oldest_go() -> None:
     engine.close()
 
 
-def test_an_episode_is_played_to_its_end_by_one_version() -> None:
-    """Unless that version is no longer kept."""
+def test_one_version_plays_an_episode_to_its_end() -> None:
+    """Except if that version was dropped meanwhile."""
     short = ("algo.rollout=2", "algo.minibatch=6", "policies.past.past.every=20", "policies.past.past.keep=6")
     engine = build("visitors", *POOL, *short, "engine.kind=serial")
     assert isinstance(engine, SerialEngine)
@@ -104,7 +104,7 @@ def test_an_episode_is_played_to_its_end_by_one_version() -> None:
     engine.close()
 
 
-def test_nothing_is_learned_from_what_past_versions_decide() -> None:
+def test_decisions_of_past_versions_are_not_learned_from() -> None:
     engines = [build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2)]
     for engine in engines:
         engine.step()
@@ -120,7 +120,7 @@ def test_nothing_is_learned_from_what_past_versions_decide() -> None:
     assert same(one.snapshot("main").weights, two.snapshot("main").weights)
 
 
-def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
+def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     one, two = (build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2))
     assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
     for _ in range(4):
@@ -138,7 +138,7 @@ def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path) -> None:
+def test_workers_and_groups_in_one_process_give_identical_weights(tmp_path: Path) -> None:
     settings = (*POOL, *MEMORY, "engine.workers=2", "engine.envs=4")
     one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings)
     assert isinstance(two, LocalEngine)
@@ -162,7 +162,7 @@ def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_asynchronous_workers_have_the_versions_too() -> None:
+def test_asynchronous_workers_have_the_versions() -> None:
     engine = build("visitors", *POOL, "engine.workers=2", "engine.envs=4", "engine.mode=async")
     assert isinstance(engine, LocalEngine)
     returns = [name for _ in range(20) for end in engine.step().episodes for name in end.returns]
@@ -175,7 +175,7 @@ def test_asynchronous_workers_have_the_versions_too() -> None:
     engine.close()
 
 
-def test_a_run_keeps_its_versions_and_evaluates_against_them(runs: Path) -> None:
+def test_run_keeps_its_versions_and_evaluates_against_them(runs: Path) -> None:
     file: dict[str, Any] = {**TRAIN, "policies": PAST, "match": {"even": "main", "odd": {"main": 1, "past": 1}}}
     run = product.train({**file, "stop": {"env_steps": 256}}, live=False)
     folder = list_checkpoints(run)[-1].folder

@@ -1,4 +1,4 @@
-"""Several policies in one engine: who plays whom, who learns from what, and that a resume or workers change nothing."""
+"""Several policies in one engine: matches, samples of each policy, and that resume and workers change nothing."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ from tiltyard.run.checkpoint import list_checkpoints, read_tree
 from tiltyard.run.events import read_events
 from tiltyard.types import Arrays
 
-pytestmark = pytest.mark.slow  # processes that are started and ended
+pytestmark = pytest.mark.slow  # starts and ends processes
 
 TWO = "policies={main: {}, rival: {}}"
 POOL = ("env.options.pauses=true", TWO, 'match={host: main, "*": {main: 0.3, rival: 0.7}}')
@@ -45,8 +45,8 @@ def same(one: Arrays, two: Arrays) -> bool:
     return one.keys() == two.keys() and all(one[name].tobytes() == two[name].tobytes() for name in one)
 
 
-def test_an_update_that_fails_leaves_all_policies_as_they_were() -> None:
-    """Also the one that had learned already."""
+def test_failed_update_leaves_all_policies_unchanged() -> None:
+    """Including those whose own update was complete."""
     engine: Any = build("pennies", TWO, "match={even: main, odd: rival}", "engine.kind=serial")
     engine.step()
     learners = engine.policies.learners
@@ -78,7 +78,7 @@ def test_an_update_that_fails_leaves_all_policies_as_they_were() -> None:
     engine.close()
 
 
-# ------------------------------------------------------------------------------------------------ who plays whom
+# ------------------------------------------------------------------------------------------------ matches
 
 
 def draws(match: str, agents: tuple[str, ...], count: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def draws(match: str, agents: tuple[str, ...], count: int) -> np.ndarray:
     return np.array([made.draw(seed) for seed in range(count)])
 
 
-def test_a_pool_is_drawn_by_its_weights_for_each_agent_apart() -> None:
+def test_policy_is_drawn_by_pool_weights_independently_per_agent() -> None:
     seats = draws("{x: a, '*': {a: 1, b: 2, c: 5}}", ("x", "y", "z"), 8000)
     assert not seats[:, 0].any(), "a name before a pattern decides"
     for agent in (1, 2):
@@ -95,7 +95,7 @@ def test_a_pool_is_drawn_by_its_weights_for_each_agent_apart() -> None:
     assert np.array_equal(seats[:50], draws("{x: a, '*': {a: 1, b: 2, c: 5}}", ("x", "y", "z"), 50))
 
 
-def test_who_is_measured_plays_in_every_episode() -> None:
+def test_measured_policy_plays_in_every_episode() -> None:
     experiment = load("pennies", ["policies={a: {}, b: {}}", "match={x: b, y: {a: 0.01, b: 0.99}}"]).experiment
     seats = np.array([Match(experiment, ("x", "y"), measured=True).draw(seed) for seed in range(50)])
     assert seats.tolist() == [[1, 0]] * 50
@@ -120,20 +120,20 @@ def test_who_is_measured_plays_in_every_episode() -> None:
         (["policies={main: {}, b: {from: nowhere}}"], "policies.b.from = 'nowhere': there is no run 'nowhere'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_there_is_a_run(
+def test_invalid_settings_are_refused_before_a_run_is_created(
     tiltyard: Command, runs: Path, settings: list[str], output: str
 ) -> None:
     assert output in tiltyard("train", "pennies", *settings, expect=2).stderr
     assert not list(runs.rglob("status.json"))
 
 
-def test_a_single_agent_is_called_agent(tiltyard: Command) -> None:
+def test_only_agent_of_an_env_is_named_agent(tiltyard: Command) -> None:
     words = ("train", "identity", "--debug", TWO)
     assert "no pattern matches agent 'agent'" in tiltyard(*words, "match={player: main}", expect=2).stderr
     tiltyard(*words, "match={agent: {main: 0.5, rival: 0.5}}", "stop.env_steps=64", "eval.at_end=false")
 
 
-def test_a_pool_is_set_as_a_whole_and_numbers_one_by_one() -> None:
+def test_override_replaces_a_whole_pool_but_single_settings_of_a_policy() -> None:
     file = {
         "env": "pennies",
         "policies": {"main": {}, "b.c": {"algo": {"lr": 0.1}}},
@@ -147,11 +147,11 @@ def test_a_pool_is_set_as_a_whole_and_numbers_one_by_one() -> None:
     assert tuple(Changes.model_fields) == CHANGEABLE
 
 
-# ------------------------------------------------------------------------------------------------ who learns what
+# ------------------------------------------------------------------------------------------------ learning
 
 
-def test_each_learns_from_its_own_rows_and_from_no_others() -> None:
-    """A policy's weights do not depend on what is in the rows of the other one."""
+def test_each_policy_learns_only_from_its_own_rows() -> None:
+    """A policy's weights do not depend on the content of the other policy's rows."""
     engines = [build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2)]
     for engine in engines:
         assert isinstance(engine, SerialEngine)
@@ -175,7 +175,7 @@ def test_each_learns_from_its_own_rows_and_from_no_others() -> None:
         engine.close()
 
 
-def test_numbers_of_its_own_reach_a_policy() -> None:
+def test_policy_uses_its_own_settings() -> None:
     engine = build(
         "pennies", "policies={main: {}, rival: {algo: {lr: 0, entropy: 0.5}}}", "match={even: main, odd: rival}"
     )
@@ -193,7 +193,7 @@ def test_numbers_of_its_own_reach_a_policy() -> None:
     engine.close()
 
 
-def test_a_policy_that_nobody_played_skips_the_update() -> None:
+def test_policy_without_samples_skips_the_update() -> None:
     engine = build("pennies", TWO, "match={even: main, odd: {main: 1e9, rival: 1e-9}}", "engine.kind=serial")
     before = engine.snapshot("rival").weights
     assert not [name for name in engine.step().metrics if name.startswith("policy/rival/")]
@@ -201,7 +201,7 @@ def test_a_policy_that_nobody_played_skips_the_update() -> None:
     engine.close()
 
 
-def test_one_policy_called_otherwise_learns_what_main_learns() -> None:
+def test_name_of_a_single_policy_does_not_change_its_weights() -> None:
     plain, named = (
         build("visitors", "engine.kind=serial"),
         build("visitors", "engine.kind=serial", "policies={solo: {}}"),
@@ -211,10 +211,10 @@ def test_one_policy_called_otherwise_learns_what_main_learns() -> None:
     assert same(plain.snapshot().weights, named.snapshot("solo").weights)
 
 
-# ------------------------------------------------------------------------------------------------ to the bit
+# ------------------------------------------------------------------------------------------------ bit for bit
 
 
-def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
+def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     one, two = (build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2))
     assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
     one.step()
@@ -231,8 +231,14 @@ def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path) -> None:
-    settings = (*POOL, *MEMORY, "engine.workers=2", "engine.envs=4", "engine.threads=1")  # two threads round otherwise
+def test_workers_and_groups_in_one_process_give_identical_weights(tmp_path: Path) -> None:
+    settings = (
+        *POOL,
+        *MEMORY,
+        "engine.workers=2",
+        "engine.envs=4",
+        "engine.threads=1",
+    )  # two threads round differently
     one, two = build("visitors", *settings, "engine.kind=serial"), build("visitors", *settings)
     assert isinstance(two, LocalEngine)
     for _ in range(3):
@@ -252,8 +258,8 @@ def test_workers_give_the_weights_that_groups_in_one_process_give(tmp_path: Path
 # ------------------------------------------------------------------------------------------------ frozen
 
 
-def test_a_frozen_policy_is_copied_and_outlives_its_run(runs: Path) -> None:
-    """Its model may be another one, with a memory of its own."""
+def test_frozen_policy_is_copied_and_needs_its_run_no_longer(runs: Path) -> None:
+    """It may have another model, with its own memory."""
     model = {"hidden": [8], "memory": {"kind": "gru", "size": 4, "bptt": 8}}
     first = product.train({**TRAIN, "name": "first", "model": model, "save": {"env_steps": 64, "last": 9}}, live=False)
     early = list_checkpoints(first)[0]
@@ -284,7 +290,7 @@ def test_a_frozen_policy_is_copied_and_outlives_its_run(runs: Path) -> None:
         product.resume(forked, ["match.odd=main"], live=False)
 
 
-def test_a_frozen_policy_must_fit_the_env(tiltyard: Command, runs: Path) -> None:
+def test_frozen_policy_must_fit_the_env(tiltyard: Command, runs: Path) -> None:
     other = product.train({**TRAIN, "env": "identity", "name": "other"}, live=False)
     words = ("policies={main: {}, old: {from: other}}", "match={even: main, odd: old}")
     assert (
@@ -309,7 +315,7 @@ class CustomModel(torch.nn.Module):
 """
 
 
-def test_the_code_of_a_frozen_model_is_copied_too(runs: Path, tmp_path: Path) -> None:
+def test_code_of_a_frozen_model_is_copied(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODEL)
     first = product.train({**TRAIN, "name": "first", "model": {"id": "own.py", "options": {"scale": 2.0}}}, live=False)
     (tmp_path / "own.py").write_text("raise RuntimeError('later edits change nothing')")
@@ -323,8 +329,8 @@ def test_the_code_of_a_frozen_model_is_copied_too(runs: Path, tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------ games
 
 
-def test_a_policy_that_learns_beats_a_frozen_one(runs: Path) -> None:
-    """Odd wins 1 a round by showing tails to an even that tosses a coin, and 0.4 against one that plays well."""
+def test_learning_policy_beats_a_frozen_one(runs: Path) -> None:
+    """Odd gets 1 per round by always showing tails against a random even, but 0.4 against an optimal one."""
     coin = {**TRAIN, "name": "coin", "algo": {**TRAIN["algo"], "lr": 0.0}, "stop": {"updates": 1}}
     product.train(coin, live=False)
     algo = {"rollout": 32, "minibatch": 128, "epochs": 4, "lr": 0.02}
@@ -346,8 +352,8 @@ def test_a_policy_that_learns_beats_a_frozen_one(runs: Path) -> None:
     assert product.evaluate(run, ["match.even=main"], episodes=3).mean == 0, "against itself"
 
 
-def test_two_policies_go_round_the_equilibrium() -> None:
-    """As one policy for both does, which is told apart by what it sees."""
+def test_two_policies_circle_the_equilibrium() -> None:
+    """Like one policy for both agents, which knows its agent from the observation."""
     algo = {"id": "a2c", "rollout": 2, "lr": 0.01, "entropy": 0.5, "normalise_advantage": False, "max_grad_norm": None}
     played = {"policies": {"main": {}, "rival": {}}, "match": {"even": "main", "odd": "rival"}}
     file = {

@@ -1,4 +1,4 @@
-"""Policies of one engine as a population: who becomes a copy of whom, with which settings, and that a resume agrees."""
+"""Policies of one engine as a population: which is copied, with which settings, and that a resume decides the same."""
 
 import json
 import os
@@ -60,11 +60,11 @@ def exploits(run: Run) -> list[dict[str, Any]]:
 
 
 def told(run: Run) -> list[dict[str, Any]]:
-    """What was decided, without when."""
+    """Return the decisions without their time."""
     return [{name: value for name, value in each.items() if name != "time"} for each in exploits(run)]
 
 
-# ------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------ refused settings
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def told(run: Run) -> list[dict[str, Any]]:
         ({"engine": {"kind": "rllib"}}, "population: is not supported by engine.kind = rllib"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], output: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], output: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load({**SMALL, **settings})
     assert re.search(output, refused.value.details)
 
 
-def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: Command, runs: Path) -> None:
+def test_range_that_includes_gamma_1_is_refused_before_a_run_is_created(tiltyard: Command, runs: Path) -> None:
     words = ("policies={a: {}, b: {}}", "population={space: {algo.gamma: {range: [0.9, 1]}}}")
     assert (
         "changed by its distance from 1 and must stay below 1" in tiltyard("train", "identity", *words, expect=2).stderr
@@ -101,9 +101,9 @@ def test_a_span_that_reaches_gamma_1_is_refused_before_there_is_a_run(tiltyard: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_has_the_weights_to_the_bit_and_the_settings_that_were_decided(runs: Path, kind: str) -> None:
+def test_copy_has_identical_weights_and_the_decided_settings(runs: Path, kind: str) -> None:
     run = product.train({**changed(stop={"env_steps": 2_560}), "engine": KINDS[kind]}, live=False)
-    found = [each for each in exploits(run) if each["at"] <= 1_920]  # so that each copy learns afterwards
+    found = [each for each in exploits(run) if each["at"] <= 1_920]  # so that each copy has a later update
     assert len(found) >= 2
     saved = {each.env_steps: each.folder for each in list_checkpoints(run)}
     records = {each["env_steps"]: each["metrics"] for each in metrics.read(run.metrics_file)}
@@ -129,7 +129,7 @@ def test_a_copy_has_the_weights_to_the_bit_and_the_settings_that_were_decided(ru
     assert not same(*(read_tree(later / "policies", name)["weights"] for name in both)), "they go on apart"
 
 
-def test_policies_begin_spread_over_the_space_but_for_numbers_of_their_own(runs: Path) -> None:
+def test_initial_settings_are_spread_over_the_space_except_a_policys_own(runs: Path) -> None:
     policies = {"a": {"algo": {"lr": 0.5}}, "b": {}, "c": {}, "d": {}}
     run = product.train({**changed(stop={"env_steps": 64}), "policies": policies}, live=False)
     found = metrics.read(run.metrics_file)[0]["metrics"]
@@ -166,7 +166,7 @@ class Negative(gymnasium.Env):
 
 
 def against_one_that_stands_still(tmp_path: Path, **population: Any) -> Run:
-    """Two policies of which one learns and the other has a rate of 0; until the first decision."""
+    """Train two policies, one of them with a learning rate of 0 until the first decision."""
     (tmp_path / "negative.py").write_text(NEGATIVE)
     rules = {"period": 3000, "start": 3000, "relative_gap": 0.05, "space": {"algo.lr": {"log": [0.01, 0.02]}}}
     file = {
@@ -181,7 +181,7 @@ def against_one_that_stands_still(tmp_path: Path, **population: Any) -> Run:
     return product.train(file, live=False)
 
 
-def test_where_all_scores_are_negative_the_worse_one_is_replaced(runs: Path, tmp_path: Path) -> None:
+def test_worse_policy_is_replaced_if_all_scores_are_negative(runs: Path, tmp_path: Path) -> None:
     run = against_one_that_stands_still(tmp_path)
     first = exploits(run)[0]
     assert (first["member"], first["source"]) == ("still", "able")
@@ -189,15 +189,15 @@ def test_where_all_scores_are_negative_the_worse_one_is_replaced(runs: Path, tmp
     assert first["after"]["algo.lr"] >= 0.01, "inside the span"
 
 
-def test_the_objective_may_be_what_the_env_reports(runs: Path, tmp_path: Path) -> None:
-    """Who is wrong more often has more of it, whatever it was paid."""
+def test_objective_may_be_a_metric_of_the_env(runs: Path, tmp_path: Path) -> None:
+    """A policy with more wrong actions has a higher value, whatever its return is."""
     run = against_one_that_stands_still(tmp_path, metric="episode/true_objective")
     assert next((each["member"], each["source"]) for each in exploits(run)) == ("able", "still")
     run = against_one_that_stands_still(tmp_path, metric="episode/true_objective", goal="minimise")
     assert next((each["member"], each["source"]) for each in exploits(run)) == ("still", "able")
 
 
-def test_a_replaced_policy_is_ranked_by_its_own_episodes_only(runs: Path, tmp_path: Path) -> None:
+def test_replaced_policy_is_ranked_by_its_new_episodes_only(runs: Path, tmp_path: Path) -> None:
     run = against_one_that_stands_still(tmp_path)
     at = exploits(run)[0]["at"]
     records = metrics.read(run.metrics_file)
@@ -206,7 +206,7 @@ def test_a_replaced_policy_is_ranked_by_its_own_episodes_only(runs: Path, tmp_pa
     assert after[0]["policy/still/return"] > before + 1, "nothing of what it was before is in the mean"
 
 
-def test_pb2_learns_from_gains_and_stays_inside(runs: Path) -> None:
+def test_pb2_learns_from_gains_and_stays_inside_the_space(runs: Path) -> None:
     run = product.train(changed(population={"explore": "pb2"}, stop={"env_steps": 6_400}), live=False)
     tree = read_tree(list_checkpoints(run)[-1].folder, "loop")["selection"]
     assert len(tree["gains"]) > 12, "more than it takes to stop drawing at random"
@@ -215,11 +215,11 @@ def test_pb2_learns_from_gains_and_stays_inside(runs: Path) -> None:
     assert all(1e-4 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.999 for each in made)
 
 
-# ------------------------------------------------------------------------------------------------ samples of before
+# ------------------------------------------------------------------------------------------------ old samples
 
 
-def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
-    """Asynchronous: samples of its former weights are on their way when it is replaced."""
+def test_samples_from_before_the_replacement_are_not_learned_from() -> None:
+    """In async mode, samples of the old weights still arrive after a policy is replaced."""
     words = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.workers=2", "engine.envs=4")
     engine = build("identity", *words, "engine.mode=async")
     assert isinstance(engine, LocalEngine)
@@ -242,7 +242,9 @@ def test_what_a_replaced_policy_decided_before_is_not_learned_from() -> None:
 
 
 @pytest.mark.parametrize("words", [("engine.kind=serial",), ("engine.workers=2",)])
-def test_an_episode_that_began_before_is_not_the_replaced_policys(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_episode_begun_before_the_replacement_is_not_counted_for_the_new_policy(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     cast = ("policies={a: {}, b: {}}", 'match={"*": {a: 0.5, b: 0.5}}', "engine.envs=4", "env.options.length=24")
     engine, again = (build("identity", *cast, *words) for _ in range(2))  # rollouts of 16
     engine.step()
@@ -267,7 +269,7 @@ def final_weights(run: Run) -> dict[str, Any]:
     return {name: read_tree(folder / "policies", name)["weights"] for name in ("a", "b", "c")}
 
 
-def test_a_resume_decides_what_the_whole_run_decides(runs: Path) -> None:
+def test_resumed_run_makes_the_same_decisions(runs: Path) -> None:
     whole = product.train({**SMALL, "name": "whole"}, live=False)
     parts = product.train({**changed(stop={"env_steps": 768}), "name": "parts"}, live=False)
     decided = len(exploits(parts))
@@ -279,17 +281,17 @@ def test_a_resume_decides_what_the_whole_run_decides(runs: Path) -> None:
     assert policy_lineage(parts) == policy_lineage(whole)
 
 
-def test_what_was_decided_holds_where_a_resume_changes_the_experiments_number(runs: Path) -> None:
+def test_decided_settings_stay_in_effect_if_a_resume_changes_the_experiment(runs: Path) -> None:
     run = product.train(changed(stop={"env_steps": 768}), live=False)
     decided = read_pbt_state(run).settings
-    product.resume(run, ["algo.lr=1e-3", "stop.env_steps=832"], live=False)  # no decision on the way
+    product.resume(run, ["algo.lr=1e-3", "stop.env_steps=832"], live=False)  # stops before the next decision
     assert read_pbt_state(run).settings == decided
     last = list(metrics.read(run.metrics_file))[-1]["metrics"]
     for name, settings in decided.items():
         assert last[f"policy/{name}/setting/lr"] == settings["algo.lr"]
 
 
-def test_kill_9_and_a_resume_decide_the_same(runs: Path, tmp_path: Path) -> None:
+def test_run_resumed_after_kill_9_makes_the_same_decisions(runs: Path, tmp_path: Path) -> None:
     kept = {"updates": 7, "last": 1000}
     whole = product.train({**SMALL, "save": kept, "name": "whole"}, live=False)
     file = {**SMALL, "save": kept, "name": "killed", "stop": {"env_steps": 10_000_000}}
@@ -302,12 +304,12 @@ def test_kill_9_and_a_resume_decide_the_same(runs: Path, tmp_path: Path) -> None
     reached = list_checkpoints(run)[-1].env_steps
     first = told(whole)
     product.resume(run, [f"stop.env_steps={max(1_920, reached + 640)}"], live=False)
-    decided = {each["at"]: each for each in told(run)}  # what was decided after the checkpoint was decided again
+    decided = {each["at"]: each for each in told(run)}  # decisions after the checkpoint were made again
     assert all(decided[each["at"]]["after"] == each["after"] for each in first if each["at"] in decided)
     assert {each["at"] for each in first} <= set(decided)
 
 
-def test_the_lineage_can_be_read_and_repeated(tiltyard: Command, runs: Path) -> None:
+def test_lineage_can_be_shown_and_repeated(tiltyard: Command, runs: Path) -> None:
     run = product.train(changed(save={"updates": 1000}), live=False)
     found = json.loads(tiltyard("show", run.id, "--lineage", "--json").stdout)
     assert len(found["exploits"]) == len(exploits(run))

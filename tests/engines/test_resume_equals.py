@@ -1,4 +1,4 @@
-"""A run stopped and resumed three times ends with the same bits and the same metrics as one that was not."""
+"""A run that is stopped and resumed three times has the same weights and metrics as an uninterrupted one, bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tiltyard.run.events import read_events
 
 BASE: dict[str, Any] = {
     "algo": {"rollout": 32, "minibatch": 64, "epochs": 2, "lr": {"kind": "linear", "start": 1e-3}},
-    "engine": {"envs": 4, "threads": 1},  # left to the machine, two runs may round otherwise
+    "engine": {"envs": 4, "threads": 1},  # with threads=auto, two runs may round differently
     "eval": {"every": 512, "episodes": 3},
     "track": {"tensorboard": False},
 }
@@ -64,9 +64,9 @@ def final(run: tiltyard.Run) -> tuple[dict[str, np.ndarray], list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_three_resumes_change_nothing(runs: Path, name: str) -> None:
+def test_three_resumes_do_not_change_weights_or_metrics(runs: Path, name: str) -> None:
     whole = tiltyard.train(merged(CASES[name], stop={"env_steps": 2048}), live=False)
-    # An uneven first stop: in the middle of everything, between evaluations and checkpoints.
+    # The first stop is between evaluations and checkpoints.
     parts = tiltyard.train(
         merged(CASES[name], stop={"env_steps": 2048, "updates": 3}, eval={**BASE["eval"], "at_end": False}), live=False
     )

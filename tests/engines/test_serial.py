@@ -1,4 +1,4 @@
-"""The engine contract, on the serial engine: progress grows, state comes back, policies travel, every space works."""
+"""The engine contract on the serial engine: progress, save and load, adopted policies, all spaces."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def build(target: str, *overrides: str) -> Engine:
     return make_engine(experiment, spec, loaded.base)
 
 
-def test_progress_grows_and_the_time_split_is_the_time(tmp_path: Path) -> None:
+def test_progress_grows_and_the_time_split_adds_up(tmp_path: Path) -> None:
     engine = build("CartPole-v1")
     seen = [engine.step().progress for _ in range(3)]
     assert [each.env_steps for each in seen] == [48, 96, 144]
@@ -40,7 +40,7 @@ def test_progress_grows_and_the_time_split_is_the_time(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
+def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     one, two = build("CarPass-v0", "model.memory.kind=gru"), build("CarPass-v0", "model.memory.kind=gru")
     two.step()
     two.step()
@@ -54,7 +54,7 @@ def test_save_and_load_continue_to_the_bit(tmp_path: Path) -> None:
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-def test_a_policy_is_adopted_with_its_optimiser_and_changed_settings() -> None:
+def test_adopt_copies_a_policy_and_applies_changed_settings() -> None:
     giver, taker = build("CartPole-v1"), build("CartPole-v1", "seed=5")
     giver.step()
     given = giver.snapshot()
@@ -75,12 +75,12 @@ def test_a_policy_is_adopted_with_its_optimiser_and_changed_settings() -> None:
 
 @pytest.mark.parametrize("memory", ["none", "lstm"])
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_every_kind_of_observation_and_action(memory: str, critic: str) -> None:
+def test_every_kind_of_observation_and_action_is_learned(memory: str, critic: str) -> None:
     engine = build("kitchen_sink", f"model.memory.kind={memory}", f"model.critic={critic}", "model.previous=true")
     before = engine.snapshot().weights
     engine.step()
     after = engine.snapshot().weights
-    # The recurrent weights of the text encoder see only zeros: this env says one word at a time.
+    # The recurrent weights of the text encoder get only zeros, because the texts of this env have one word.
     learned = [name for name in before if "stats" not in name and not name.endswith("core.weight_hh_l0")]
     unmoved = [name for name in learned if np.array_equal(before[name], after[name])]
     assert unmoved == [], "every parameter takes part in learning"
@@ -112,7 +112,7 @@ def test_schedules_count_env_steps() -> None:
     assert [engine.step().metrics["setting/lr"] for _ in range(4)] == [1.0, 0.5, 0.0, 0.0]
 
 
-def test_more_than_the_memory_holds_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_too_large_rollout_is_refused_with_required_and_free_memory(tmp_path: Path) -> None:
     from tiltyard.engines.preflight import check_engine
 
     loaded = load("CartPole-v1", ["engine.envs=100000", "algo.rollout=1000000"])

@@ -1,4 +1,4 @@
-"""The memory that driver and workers share."""
+"""Shared memory of the driver and the workers."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ assert os.listdir("/proc/self/fd") == before, "nothing stays open"
 """
 
 
-def test_memory_that_cannot_be_had_is_refused_with_a_way_out() -> None:
+def test_failed_allocation_raises_an_error_with_a_hint() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("cannot allocate 8 MiB of shared memory") and "TMPDIR" in done.stdout

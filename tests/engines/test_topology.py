@@ -1,4 +1,4 @@
-"""How many workers and threads: by the env, by the cores that are free, and as before where a run goes on."""
+"""Number of workers and threads: from the env, from the free cores, and unchanged if a run is resumed."""
 
 import subprocess
 import sys
@@ -30,13 +30,13 @@ def experiment(*words: str) -> Experiment:
 
 @pytest.fixture(scope="module")
 def slow() -> EnvSpec:
-    """CartPole as if a step of it took a second."""
+    """Spec of CartPole with a step time of one second."""
     return replace(probe(experiment().env, base=()), step_seconds=1.0)
 
 
 @contextmanager
 def one_core_busy() -> Iterator[None]:
-    """By another process, until it is over; what was seen before is forgotten."""
+    """Keep one core busy with another process; clear the cached number of free cores."""
     words = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as spinner:
         try:
@@ -49,7 +49,7 @@ def one_core_busy() -> Iterator[None]:
             free_cores.cache_clear()
 
 
-def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not_wait() -> None:
+def test_native_envs_get_a_worker_only_in_async_mode() -> None:
     for mode, workers in (("sync", 0), ("async", 1)):
         loaded = load("CartPole-v1", [f"engine.mode={mode}"]).experiment
         assert topology(loaded, probe(loaded.env, base=(), previous=False)).workers == workers
@@ -60,22 +60,22 @@ def test_envs_stepped_in_one_call_are_stepped_by_a_worker_when_learning_does_not
     [
         ("sync", 4, 4.0, 4, "4 cores available"),
         ("sync", 4, 3.0, 3, "4 cores available, 1 of them busy"),
-        ("sync", 4, 2.4, 3, "4 cores available, 1 of them busy"),  # 40 % of a core are worth a worker
+        ("sync", 4, 2.4, 3, "4 cores available, 1 of them busy"),  # 40 % of a core are enough for a worker
         ("sync", 2, 1.0, 0, "2 cores available, 1 of them busy"),
         ("sync", 1, 1.0, 0, "1 core available"),
-        ("async", 4, 3.0, 2, "4 cores available, 1 of them busy"),  # one is the learner's
+        ("async", 4, 3.0, 2, "4 cores available, 1 of them busy"),  # one core is for the learner
         ("async", 2, 1.0, 1, "2 cores available, 1 of them busy"),
     ],
 )
-def test_a_worker_for_each_core_that_is_free(
+def test_there_is_one_worker_per_free_core(
     slow: EnvSpec, mode: str, usable: int, free: float, workers: int, why: str
 ) -> None:
     found = topology(experiment(f"engine.mode={mode}"), slow, usable=usable, free=free)
     assert found.workers == workers and found.why.endswith(why)
 
 
-def test_a_run_that_goes_on_has_as_many_groups_as_before(slow: EnvSpec) -> None:
-    """Measured anew, a slow env might get another number, and running episodes would be cut."""
+def test_resumed_run_keeps_its_number_of_groups(slow: EnvSpec) -> None:
+    """Another number, from a new measurement, would cut running episodes."""
     assert topology(experiment(), slow, 3, usable=2, free=1.0).workers == 3
     assert topology(experiment(), slow, 1, usable=2, free=2.0).workers == 0
     assert topology(experiment(), replace(slow, step_seconds=0.0), 1).workers == 0
@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_has_as_many_groups_as_before(slow: EnvSpec) -> None:
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
-def test_a_core_that_another_process_uses_is_not_free(slow: EnvSpec) -> None:
+def test_core_used_by_another_process_is_not_free(slow: EnvSpec) -> None:
     with one_core_busy():
         assert 1 <= free_cores() < usable_cores() - 0.5
         assert "of them busy" in topology(experiment(), slow).why
@@ -91,19 +91,19 @@ def test_a_core_that_another_process_uses_is_not_free(slow: EnvSpec) -> None:
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
-def test_cores_are_looked_at_before_the_fork_server_makes_one_busy(slow: EnvSpec) -> None:
+def test_free_cores_are_measured_before_the_fork_server_uses_one(slow: EnvSpec) -> None:
     with one_core_busy():
         free_cores()
-        check_on_this_machine(experiment("engine.mode=async"), (), None)  # which looks anew, first of all
+        check_on_this_machine(experiment("engine.mode=async"), (), None)  # measures again, before anything else
         fork_server.standby.end()
         seen = free_cores.cache_info()
         assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why
         assert free_cores.cache_info().misses == seen.misses
 
 
-def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topologies, "SHORT_UPDATE", 0.0)  # every gradient step is worth a measurement,
-    monkeypatch.setattr(topologies, "MIN_SPEEDUP", 0.0)  # and every measurement is in favour of threads
+def test_number_of_threads_follows_the_free_cores(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topologies, "SHORT_UPDATE", 0.0)  # every gradient step is long enough for a measurement,
+    monkeypatch.setattr(topologies, "MIN_SPEEDUP", 0.0)  # and every measurement favours threads
 
     def threads(*words: str, usable: int = 4, free: float = 4.0, workers: int = 0, before: int | None = None) -> Any:
         settings = experiment(*words)
@@ -122,8 +122,8 @@ def test_threads_are_those_that_there_are_free_cores_for(slow: EnvSpec, monkeypa
     assert threads(before=3, usable=2, free=2.0)[0] == 2, "three are no longer there"
 
 
-def test_a_resume_keeps_its_threads_and_a_fork_measures_anew(tmp_path: Path, slow: EnvSpec) -> None:
-    """Other threads round otherwise: what the first start measured, a resume does not measure again."""
+def test_resume_keeps_the_threads_and_fork_measures_again(tmp_path: Path, slow: EnvSpec) -> None:
+    """Another number of threads would round differently."""
     engine: Any = make_engine(experiment("engine.workers=0", "engine.threads=3"), slow, ())
     engine.save(tmp_path)
     engine.close()

@@ -1,4 +1,4 @@
-"""How the end of a process is described."""
+"""Descriptions of how a process ended."""
 
 import signal
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tiltyard.processes.exit_reason import OutOfMemory, killed_by
 
 
-def test_a_kill_is_attributed_to_memory_only_if_the_kernel_counts_one(tmp_path: Path) -> None:
+def test_kill_is_attributed_to_memory_only_if_the_kernel_counted_one(tmp_path: Path) -> None:
     nothing, counter = tmp_path / "nothing", tmp_path / "memory.events"
     assert OutOfMemory([nothing]).explain() == "possibly out of memory"
     counter.write_text("low 0\noom 7\noom_kill 2\n")

@@ -1,4 +1,4 @@
-"""The fork server: started early where it is certain to be needed, copied, and gone afterwards."""
+"""The fork server: started early if it is certainly needed, copied, and ended afterwards."""
 
 import os
 import select
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def fork_servers() -> int:
-    """Children of this process that are fork servers, dead ones not counted."""
+    """Return the number of fork servers among the children of this process, without dead ones."""
     found = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -32,21 +32,21 @@ def fork_servers() -> int:
     return found
 
 
-def test_the_one_in_standby_is_used_if_it_fits_and_ended_otherwise(
+def test_standby_fork_server_is_used_if_it_fits_and_ended_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = standby.start(PRELOAD)
     assert standby.take(PRELOAD) is started
     started.close()
     started = standby.start(PRELOAD)
-    monkeypatch.chdir(tmp_path)  # a worker would look for the user's files in the wrong folder
+    monkeypatch.chdir(tmp_path)  # the fork server does not fit: it would look for the user's files in the old folder
     other = standby.take(PRELOAD)
     assert other is not started and fork_servers() == 1
     other.close()
     assert fork_servers() == 0
 
 
-def test_a_refused_experiment_leaves_no_fork_server(runs: Path) -> None:
+def test_refused_experiment_leaves_no_fork_server(runs: Path) -> None:
     with pytest.raises(UseError):
         product.train("CartPole-v1", ["engine.mode=async", "engine.envs=100000", "algo.rollout=1e6"], live=False)
     assert fork_servers() == 0
@@ -64,7 +64,7 @@ TIMEOUT = 60
 
 
 def next_event(server: ForkServer) -> dict[str, Any]:
-    """The next event."""
+    """Wait for the next event and return it."""
     assert select.select([server], [], [], TIMEOUT)[0]
     event = server.poll_events()
     assert event is not None
@@ -72,7 +72,7 @@ def next_event(server: ForkServer) -> dict[str, Any]:
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below one, dead ones not counted."""
+    """Return all descendants of a process, without dead ones."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -106,8 +106,8 @@ def test_shared_fork_servers_are_copies_of_one() -> None:
     assert fork_servers() == 0
 
 
-def test_a_killed_tune_leaves_no_process(runs: Path) -> None:
-    """Two copies at once, each with workers: the experiment's own engine and the one that is tried."""
+def test_killed_tune_command_leaves_no_process(runs: Path) -> None:
+    """There are two copies, each with workers: for the experiment's own engine and for the candidate."""
     words = ["engine.envs=4", "algo.rollout=16", "algo.minibatch=32", "--seconds", "100"]
     command = [sys.executable, "-m", "tiltyard", "tune", "LunarLander-v3", *words]
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

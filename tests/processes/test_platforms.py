@@ -1,4 +1,4 @@
-"""Other operating systems: what cannot work there is refused with a sentence, the rest works.
+"""Other operating systems: unsupported features are refused with an error message, the rest works.
 
 A `sitecustomize` module makes Python in a child process look like the other system: its name, and for macOS the
 functions, sockets and files that are missing there.
@@ -55,7 +55,7 @@ TINY = ["stop.env_steps=64", "engine.envs=2", "algo.rollout=16", "algo.minibatch
 
 
 def run_on(system: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Start Python with these words as the other system would."""
+    """Run Python with these arguments on the simulated system."""
     site = folder / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(system)
@@ -80,14 +80,14 @@ def test_windows_is_refused_by_every_command(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_windows_is_refused_in_python_by_an_error_that_can_be_caught(tmp_path: Path) -> None:
+def test_windows_is_refused_in_python_with_a_tiltyard_error(tmp_path: Path) -> None:
     code = (
         "import tiltyard\ntry:\n    tiltyard.train\nexcept tiltyard.TiltyardError as error:\n    print(error.message)\n"
     )
     assert run_on(WINDOWS, tmp_path, "-c", code).stdout == "Tiltyard does not run on Windows\n"
 
 
-def test_macos_refuses_all_settings_that_need_linux_at_once(tmp_path: Path) -> None:
+def test_macos_reports_all_settings_that_need_linux_at_once(tmp_path: Path) -> None:
     settings = ["engine.learners=2", "engine.workers=2", "engine.mode=async", "env.isolate=process"]
     refused = run_on(MACOS, tmp_path, "-m", "tiltyard", "train", "CartPole-v1", *settings)
     assert refused.returncode == 2, refused.stderr
@@ -103,7 +103,7 @@ def test_macos_refuses_all_settings_that_need_linux_at_once(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_macos_refuses_a_sweep_on_the_machine(tmp_path: Path) -> None:
+def test_macos_refuses_a_local_sweep(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(
         "experiment: {env: {id: CartPole-v1}, stop: {env_steps: 64}}\nspace: {algo.lr: [0.001, 0.002]}\n"
     )
@@ -116,7 +116,7 @@ def test_macos_refuses_a_sweep_on_the_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_fork_server_itself_refuses_macos(tmp_path: Path) -> None:
+def test_fork_server_refuses_macos(tmp_path: Path) -> None:
     code = "from tiltyard.processes.fork_server import ForkServer\nForkServer()\n"
     refused = run_on(MACOS, tmp_path, "-c", code)
     assert "UseError: the fork server, which starts workers and learners, needs Linux" in refused.stderr

@@ -12,7 +12,7 @@ from tiltyard.processes import proc
 CHILD = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); p.wait()"
 
 
-def test_a_process_and_its_descendants() -> None:
+def test_process_and_its_descendants_are_read() -> None:
     began = time.time()
     environment = {**os.environ, "MARK": "a b"}
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, env=environment)

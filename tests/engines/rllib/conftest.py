@@ -1,4 +1,4 @@
-"""Engines on a real Ray: one that the engine starts and ends, or one that tests share."""
+"""Engines on a real Ray cluster, started by the engine itself or shared by the tests."""
 
 import os
 import shutil
@@ -23,9 +23,9 @@ SMALL = ("algo.rollout=32", "algo.minibatch=64", "algo.epochs=2")
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Make]:
-    """engine(ENV, "key=value", ..., continues=folder): closed at the end, in the order they were made."""
+    """Factory `engine(ENV, "key=value", ..., continues=folder)`; closes all engines in order of creation."""
     made: list[Engine] = []
-    own_mark()  # starts the reaper, which lives as long as this process
+    own_mark()  # starts the reaper, which runs until this process exits
 
     def make(target: str, *words: str, continues: Path | None = None) -> Engine:
         loaded = load(target, ["engine.kind=rllib", *words])
@@ -51,7 +51,7 @@ for line in sys.stdin:
 
 @contextmanager
 def other_cluster(token: Path, cpus: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A Ray cluster of another process, with this token: its address, and the process that owns it."""
+    """Start a Ray cluster in another process with this token; yield its address and that process."""
     place = tempfile.mkdtemp(prefix="tyt-", dir="/tmp")
     owner = subprocess.Popen(
         [sys.executable, "-c", OTHER_CLUSTER, place, str(cpus)],
@@ -78,14 +78,14 @@ def ray_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address(ray_token: Path) -> Iterator[str]:
-    """A cluster that tests share: starting Ray takes longer than most of them."""
+    """Address of a cluster shared by the tests: starting Ray takes longer than most of them."""
     with other_cluster(ray_token, cpus=4) as (address, _):
         yield address
 
 
 @pytest.fixture
 def shared_engine(engine: Make, ray_address: str, ray_token: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """As `engine`, on the shared cluster."""
+    """Factory like `engine`, but on the shared cluster."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(ray_token))
 
@@ -97,7 +97,7 @@ def shared_engine(engine: Make, ray_address: str, ray_token: Path, monkeypatch: 
 
 
 def children() -> set[int]:
-    """All descendants of this process except zombies."""
+    """Return all descendants of this process except zombies."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

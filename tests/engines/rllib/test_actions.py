@@ -56,7 +56,7 @@ def test_distributions_equal_numpy(kind, masked):
 )
 @pytest.mark.parametrize("memory", ["none", "lstm"])
 def test_loss_equals_local_engine(settings, memory):
-    """One minibatch of all samples, weights changed a little: each term, and the gradient of the sum."""
+    """Compare each term and the gradient of the sum, on one minibatch of all samples with slightly changed weights."""
     algo = Settings(rollout=16, minibatch=10_000, epochs=1, max_grad_norm=None, **settings)
     model = Model(hidden=[16], memory=Memory(kind=memory, size=8, bptt=16), normalise=Normalise(returns=True))
     ppo, net, spec = learner(algo, model, env(CATEGORICAL, CONTINUOUS))
@@ -96,13 +96,13 @@ def test_loss_equals_local_engine(settings, memory):
     ours = torch.cat([part.flatten() for part in ppo.adam.gradient_parts() if part.numel()])
     assert ours.numel() == theirs.numel()
     np.testing.assert_allclose(theirs, ours, rtol=2e-3, atol=2e-6)
-    assert float(log_ratio.std()) > 0.01  # otherwise every ratio is 1 and nothing is compared
+    assert float(log_ratio.std()) > 0.01  # otherwise all ratios are 1 and the comparison proves nothing
 
 
 def test_padding_is_undone():
     lengths = [5, 2, 4]
     array = np.arange(11.0)
-    shape = (4, 4)  # two rows for the first, one for each of the others
+    shape = (4, 4)  # two rows for the first episode, one for each other
     rows = padded(array, lengths, shape)
     assert rows.shape == shape
     np.testing.assert_array_equal(unpadded(rows, lengths), array)

@@ -1,4 +1,4 @@
-"""The commands with Ray: train, stop, kill, resume; and the policy used without Ray."""
+"""Commands with Ray: train, stop, kill, resume; and the trained policy without Ray."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_algorithms_learn_and_policies_need_no_ray(runs: Path, tmp_path: Path, a
     status = json.loads((run / "status.json").read_text())
     assert "stop.return" in status["reason"], status
     measured = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "20", "--json"))
-    assert measured["mean"] >= goal - abs(goal) * 0.15  # other seeds than in the last evaluation
+    assert measured["mean"] >= goal - abs(goal) * 0.15  # not the seeds of the last evaluation
 
 
 def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_path: Path) -> None:
@@ -170,8 +170,10 @@ def test_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
     shutil.rmtree(place)
 
 
-def test_foreign_token_and_address_are_ignored(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token of another cluster, and an unreachable address."""
+def test_token_and_address_of_another_cluster_are_ignored(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is unreachable."""
     home = tmp_path / "home"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text("another token")
@@ -187,7 +189,7 @@ def test_foreign_token_and_address_are_ignored(runs: Path, tmp_path: Path, monke
 def test_without_ray_the_error_names_the_install_command(
     runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As if the extra `ray` was not installed."""
+    """Simulate that the extra `ray` is not installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m\n"
         "true = m.version\n"
@@ -223,7 +225,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _ray_processes(place: Path) -> list[int]:
-    """Processes with this folder in their command line."""
+    """Return the processes with this folder in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -235,12 +237,12 @@ def _ray_processes(place: Path) -> list[int]:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Whether a file's bytes are a pickle from its first opcode to its STOP."""
+    """Return whether a file is a pickle from its first opcode to its STOP."""
     data = path.read_bytes()
     if not data.startswith((b"\x80", b"(", b"]", b"}", b"c")):
         return False
     try:
         *_, (last, _, at) = pickletools.genops(data)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError):  # what the disassembler raises for other files
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError):  # raised by the disassembler for other files
         return False
     return last.name == "STOP" and at is not None

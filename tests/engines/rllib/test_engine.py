@@ -1,4 +1,4 @@
-"""The engine's contract on a real Ray: step, save, load, close; a lost process costs only its samples."""
+"""The engine contract on a real Ray cluster: step, save, load, close; a lost process costs only its samples."""
 
 import os
 import signal
@@ -42,8 +42,8 @@ def test_progress_grows_and_no_process_is_left(engine: Make) -> None:
     assert children() - before == set()
 
 
-def test_one_runner_acts_as_the_serial_engine(shared_engine: Make) -> None:
-    """Same seed, same first weights, same envs: the first rollout has the same episodes."""
+def test_one_runner_samples_the_episodes_of_the_serial_engine(shared_engine: Make) -> None:
+    """With the same seed, initial weights and envs, the first rollout has the same episodes."""
     theirs = shared_engine("CartPole-v1", *SMALL, "engine.envs=4", "engine.runners=0", "seed=3")
     ours = shared_engine("CartPole-v1", *SMALL, "engine.envs=4", "seed=3", "engine.kind=serial")
     for name, array in ours.snapshot().weights.items():
@@ -52,7 +52,7 @@ def test_one_runner_acts_as_the_serial_engine(shared_engine: Make) -> None:
     assert [(end.row, end.seed, end.total) for end in there.episodes] == [
         (end.row, end.seed, end.total) for end in here.episodes
     ]
-    # one update on the same samples in other minibatches gives nearly the same weights
+    # the minibatches differ, so the weights are only nearly the same
     for name, array in ours.snapshot().weights.items():
         np.testing.assert_allclose(theirs.snapshot().weights[name], array, atol=0.05)
 
@@ -130,8 +130,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("algo", NAMED)
-def test_algorithms_named_as_in_rllib(shared_engine: Make, tmp_path: Path, algo: str) -> None:
-    """Their options take effect, and they are saved and restored like the others."""
+def test_algorithm_with_its_rllib_name_trains(shared_engine: Make, tmp_path: Path, algo: str) -> None:
+    """Its options take effect, and it is saved and restored like the other algorithms."""
     env, options = NAMED[algo]
     words = [f"algo.id={algo}", f"algo.options={options}", "algo.rollout=8", "engine.envs=4", "engine.runners=0"]
     first = shared_engine(env, *words)

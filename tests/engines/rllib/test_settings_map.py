@@ -33,7 +33,7 @@ def test_every_setting_is_either_translated_or_refused(algo):
     assert [name for name in names if (name in TRANSLATED) == (name in REFUSED)] == []
 
 
-def test_tables_have_no_unknown_setting():
+def test_tables_contain_only_known_settings():
     known = {name for algo in ALGOS for name in all_settings(experiment(algo))}
     assert {*TRANSLATED, *REFUSED} - known == set()
 
@@ -66,7 +66,7 @@ def test_refusal_names_setting_and_reason(algo, override, setting):
     assert problem.setting == setting and problem.message and problem.hint
 
 
-def test_options_of_rllib_are_checked_before_anything_starts():
+def test_rllib_options_are_checked_before_anything_starts():
     def output(algo: str, **options: object) -> list[str]:
         settings = Experiment(env="CartPole-v1", algo={"id": algo, "options": options}, engine={"runners": 1})
         worker_spec = WorkerSpec(settings, probe(settings.env, base=(), previous=False), ())
@@ -80,7 +80,7 @@ def test_options_of_rllib_are_checked_before_anything_starts():
     (refused,) = output("rllib:PPO", train_batch_size_per_learner=400, minibatch_size=500)
     assert refused.startswith("algo.options: RLlib refuses them: ") and "minibatch_size" in refused
     (refused,) = output("rllib:PPO", train_batch_size_per_learner=1024, minibatch_size=128)
-    assert "algo.rollout" in refused and "to a value of 128" in refused  # 50 x 8 envs never make 1,024
+    assert "algo.rollout" in refused and "to a value of 128" in refused  # 1,024 is not a multiple of 50 x 8 envs
 
 
 def test_a2c_is_refused():
@@ -88,7 +88,7 @@ def test_a2c_is_refused():
     assert problem.setting == "algo.id"
 
 
-def test_algorithm_of_rllib_selects_the_engine():
+def test_rllib_algorithm_selects_the_rllib_engine():
     assert load("CartPole-v1", ["algo.id=dqn"]).experiment.engine.kind == "rllib"
     assert Experiment(env="CartPole-v1", algo="impala").engine.kind == "rllib"
     assert load("CartPole-v1", []).experiment.engine.kind == "local"
@@ -97,7 +97,7 @@ def test_algorithm_of_rllib_selects_the_engine():
     assert "algo.id" in refused.value.details
 
 
-def test_settings_of_rllib_are_refused_by_other_engines():
+def test_rllib_settings_are_refused_by_other_engines():
     with pytest.raises(ConfigError) as refused:
         load("CartPole-v1", ["engine.runners=2", "engine.nodes=3"])
     assert "engine.runners" in refused.value.details and "engine.nodes" in refused.value.details
@@ -114,7 +114,7 @@ def test_schedules_become_points_from_env_step_0():
     assert schedule(KlAdaptive(kind="kl_adaptive", start=0.1), None) == 0.1
 
 
-def test_runners_share_the_envs_evenly():
+def test_envs_are_divided_evenly_among_runners():
     assert runner_count(experiment(runners=2)) == 2 and envs_per_runner(experiment(runners=2)) == 4
     assert envs_per_runner(experiment(runners=2, envs_per_runner=3)) == 3
     assert experiment(runners=2, envs_per_runner=3).envs == 6
