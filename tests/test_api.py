@@ -1,4 +1,4 @@
-"""What comes before training: a refusal leaves no trace, what is asked for once happens once, mistakes are sentences."""
+"""Before training starts: refused commands change nothing, requests apply once, mistakes raise clear errors."""
 
 import hashlib
 import shutil
@@ -35,7 +35,7 @@ class CustomModel(torch.nn.Module):
 
 
 def every_byte(folder: Path) -> dict[str, tuple[str, int]]:
-    """Content and time of the last change of everything in a folder, the folder itself included."""
+    """Return hash and modification time of a folder and everything in it."""
     files = [folder, *folder.rglob("*")]
     return {
         str(path): (hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "", path.stat().st_mtime_ns)
@@ -43,10 +43,10 @@ def every_byte(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_a_resume_or_fork_that_is_refused_changes_nothing(
+def test_refused_resume_or_fork_changes_nothing(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # no W&B login
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a W&B login
     (tmp_path / "env.py").write_text(ENV)
     (tmp_path / "net.py").write_text(MODEL)
     tiltyard("train", "env.py", "model.id=net.py", *SHORT, "name=first", "env.time_limit=20")
@@ -85,7 +85,7 @@ def test_a_resume_or_fork_that_is_refused_changes_nothing(
     assert "env_steps: 96" in (run.folder / "experiment.before-attempt-2.yaml").read_text()
 
 
-def test_resume_never_starts_over_once(tiltyard: Command, runs: Path) -> None:
+def test_resume_never_starts_from_scratch_once(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *SHORT, "name=first", "resume=never")
     first = find("first", runs)
 
@@ -101,7 +101,7 @@ def test_resume_never_starts_over_once(tiltyard: Command, runs: Path) -> None:
     assert recorded() == [32, 64] and first.experiment().resume == "never"
 
 
-def test_a_fork_cut_short_is_refused_until_it_is_started_over(tiltyard: Command, runs: Path) -> None:
+def test_interrupted_fork_is_refused_until_it_starts_from_scratch(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *SHORT, "name=parent")
     tiltyard("fork", "parent", "name=child", "stop.env_steps=128")
     child = find("child", runs)
@@ -115,7 +115,7 @@ def test_a_fork_cut_short_is_refused_until_it_is_started_over(tiltyard: Command,
     assert child.status()["progress"]["env_steps"] == 32
 
 
-def test_the_environment_of_a_profile_comes_back_with_its_run(
+def test_environment_of_the_profile_is_set_again_for_its_run(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "tiltyard.yaml"
@@ -165,7 +165,7 @@ MISTAKES: list[Callable[[Any], object]] = [
 ]
 
 
-def test_mistakes_in_python_are_sentences_too(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_in_python_raise_errors_with_hints(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "tiltyard.yaml").write_text("profiles: {small: {}}\n")
     tiltyard("train", "CartPole-v1", *SHORT)
     before = every_byte(runs)
@@ -177,10 +177,10 @@ def test_mistakes_in_python_are_sentences_too(tiltyard: Command, runs: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_tracker_lost_since_cannot_stop_a_resume(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is started again at night must go on, with or without its W&B login."""
+def test_resume_continues_if_the_tracker_is_no_longer_available(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is restarted automatically must continue, with or without its W&B login."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")  # seconds that wandb looks for a login; 30 otherwise
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")  # seconds that wandb waits for a login; its default is 30
     run = create_run(prepare("identity", [*SHORT, "track.wandb.mode=online"]))
     monkeypatch.delenv("WANDB_API_KEY")
     assert "W&B is off for the rest of this attempt" in in_own_process("resume", run.id, "--plain").stderr

@@ -1,4 +1,4 @@
-"""Recorded episodes: exact round trip, damage detected, crashes survived, several writers."""
+"""Recorded episodes: exact round trip, detected damage, crashes, several writers."""
 
 import json
 import multiprocessing
@@ -73,7 +73,7 @@ def test_round_trip_is_exact(tmp_path: Path, steps: int) -> None:
     assert line["rows"] == steps + 1 and line["return"] == pytest.approx(float(written.reward.astype(np.float64).sum()))
 
 
-def test_the_file_describes_itself(tmp_path: Path) -> None:
+def test_file_has_its_columns_and_metadata(tmp_path: Path) -> None:
     path = EpisodeWriter(tmp_path, SPEC, {}).write(episode(3, 4))
     table = pq.read_table(path)
     assert table.column_names == [
@@ -92,20 +92,20 @@ def test_the_file_describes_itself(tmp_path: Path) -> None:
     assert about["arrays"]["obs.eye"] == {"shape": [8, 8, 3], "dtype": "uint8"} and about["spec"]["action"]["parts"]
 
 
-def test_info_is_kept_on_request(tmp_path: Path) -> None:
+def test_info_is_saved_on_request(tmp_path: Path) -> None:
     EpisodeWriter(tmp_path, SPEC, {}, save_info=True).write(episode(3, 0))
     (read,) = read_episodes(tmp_path)
     assert read.info == [{"i": i, "position": [0, 1], "odd": "nan"} for i in range(3)]
 
 
-def test_a_folder_is_continued(tmp_path: Path) -> None:
+def test_new_writer_appends_to_a_folder(tmp_path: Path) -> None:
     EpisodeWriter(tmp_path, SPEC, {}).write(episode(3, 0))
     path = EpisodeWriter(tmp_path, SPEC, {}).write(episode(3, 1))
     assert path.name == "episode-000001.parquet"
     assert [one.seed for one in read_episodes(tmp_path)] == [0, 1]
 
 
-def test_any_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_detected_and_the_file_is_named(tmp_path: Path) -> None:
     writer = EpisodeWriter(tmp_path, SPEC, {})
     paths = [writer.write(episode(20, seed)) for seed in range(3)]
     whole, rng = paths[1].read_bytes(), np.random.default_rng(0)
@@ -122,12 +122,12 @@ def test_any_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
         list(read_episodes(tmp_path))
 
 
-def test_the_next_writer_recovers_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_next_writer_recovers_the_episodes_of_a_killed_one(tmp_path: Path) -> None:
     writer = EpisodeWriter(tmp_path, SPEC, {})
     writer.write(episode(3, 0))
     writer.write(episode(4, 1))
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
-    (tmp_path / MANIFEST).write_bytes(lines[0] + lines[1][:20])  # killed while listing the second
+    (tmp_path / MANIFEST).write_bytes(lines[0] + lines[1][:20])  # killed while adding the second to the manifest
     (tmp_path / ".tmp-999999999-1").write_bytes(b"half")  # killed while writing a third
     assert [one.seed for one in read_episodes(tmp_path)] == [0]
     EpisodeWriter(tmp_path, SPEC, {}).write(episode(2, 2))
@@ -173,7 +173,7 @@ def _write_some(folder: str, first: int) -> None:
         writer.write(episode(3, seed))
 
 
-def test_several_processes_may_write(tmp_path: Path) -> None:
+def test_several_processes_can_write_to_one_folder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_write_some, args=(str(tmp_path), first)) for first in (0, 100)]
     for worker in workers:
@@ -184,7 +184,7 @@ def test_several_processes_may_write(tmp_path: Path) -> None:
     assert sorted(one.seed for one in read_episodes(tmp_path)) == [*range(10), *range(100, 110)]
 
 
-def test_folders_without_episodes_are_refused(tmp_path: Path) -> None:
+def test_invalid_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UseError, match="no recorded episodes"):
         list(read_episodes(tmp_path))
     (tmp_path / MANIFEST).write_text('{"file": "../../etc/passwd"}\n')
@@ -195,7 +195,7 @@ def test_folders_without_episodes_are_refused(tmp_path: Path) -> None:
         EpisodeWriter(tmp_path / "file", SPEC, {})
 
 
-def test_an_episode_without_its_last_observation_is_refused(tmp_path: Path) -> None:
+def test_episode_without_its_last_observation_is_refused(tmp_path: Path) -> None:
     short = episode(3, 0)
     short.obs["arm"] = short.obs["arm"][:-1]
     with pytest.raises(TiltyardError, match="'arm' has 3 entries; 3 actions need 4"):

@@ -1,4 +1,4 @@
-"""Valid and invalid envs with several agents, used as plug-ins by the tests here. They do not need PettingZoo."""
+"""Valid and invalid envs with several agents, used as plug-ins by the tests. They do not need PettingZoo."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tiltyard.envs.toys.games import Visitors
 
 
 class Masked(Visitors):
-    """Gives a mask of the right action in the infos of the agents that are present."""
+    """An env that allows only the right action, by masks in the infos of the present agents."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         obs, _ = super().reset(seed, options)
@@ -24,7 +24,7 @@ class Masked(Visitors):
 
 
 class Keeps(Visitors):
-    """Has get_state and set_state, and cannot be re-run."""
+    """An env with get_state and set_state that cannot be re-run."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         return super().reset(None, options)

@@ -1,4 +1,4 @@
-"""Envs that break the contract in one way each, by the option `fault`."""
+"""Envs that violate the contract in one way, selected by the option `fault`."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 class BadEnv(gymnasium.Env):
-    """Valid without a fault: the step number as float32 [2], reward 1, endless."""
+    """Without a fault, a valid env without end: observes the step number as float32 [2], reward 1."""
 
     def __init__(self, *, fault: str = "", at: int = 3) -> None:
         self.fault, self.at = fault, at
@@ -88,7 +88,7 @@ class NotAnEnv:
 
 
 class Unrepeatable(gymnasium.Env):
-    """Deterministic for 20 steps, so the probe finds nothing; then every answer is different."""
+    """An env that is deterministic for 20 steps, so the probe finds no fault, and then differs in every copy."""
 
     made = 0
 
@@ -110,7 +110,7 @@ class Unrepeatable(gymnasium.Env):
 
 
 class Recorder(gymnasium.Env):
-    """Ends after `length` frames and reports the actions it got; observes a counter as image [8, 8, 1]."""
+    """An env that ends after `length` frames and reports the sum of its actions; observes a counter as image [8, 8, 1]."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 8}
 

@@ -1,4 +1,4 @@
-"""Envs that report their process and thread, and that exit, raise or hang there."""
+"""Envs that report their process and thread, and that exit, raise or hang on request."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 
 class Where(gymnasium.Env):
-    """A counter of `length` steps that reports its process and thread, and whether it was made there too."""
+    """A counter of `length` steps that reports its process and thread, and whether it was created there."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 8, "odd": object()}
 
@@ -76,7 +76,7 @@ class Where(gymnasium.Env):
 
 
 class Strange(Where):
-    """Returns an observation that cannot be sent to another process."""
+    """An env with an observation that cannot be sent to another process."""
 
     def step(self, action: Any) -> Any:
         super().step(action)

@@ -52,7 +52,7 @@ def _leaves(action: object) -> list[object]:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_the_spaces_own_samples_survive_encoding(name: str) -> None:
+def test_samples_of_the_space_survive_encoding(name: str) -> None:
     space = SPACES[name]
     space.seed(1)
     spec = action_spec(space)
@@ -73,7 +73,7 @@ def test_continuous_columns_are_clipped_and_mapped_onto_bounds() -> None:
     assert ActionCodec(half_open).decode(np.array([40], np.float32)).tolist() == [40.0]
 
 
-def test_columns_and_mask_size() -> None:
+def test_nested_space_has_columns_and_mask_size_of_all_parts() -> None:
     spec = action_spec(SPACES["mixed"])
     assert spec.columns == 1 + 2 + 1 + 2 and spec.mask_size == 3 + 2 + 2
     keys = list(SPACES["mixed"][1].spaces)
@@ -81,7 +81,7 @@ def test_columns_and_mask_size() -> None:
     assert [part.kind for part in spec.parts] == ["categorical", *middle, "categorical", "categorical"]
 
 
-def test_many_rows_decode_as_one_by_one() -> None:
+def test_rows_decoded_together_equal_rows_decoded_one_by_one() -> None:
     rng = np.random.default_rng(3)
     for space in SPACES.values():
         codec = ActionCodec(action_spec(space))
@@ -100,12 +100,12 @@ def test_random_actions_obey_masks_and_are_uniform() -> None:
     assert 150 < (rows[:, 0] == 0).sum() < 250
 
 
-def test_a_mask_of_the_wrong_width_is_refused() -> None:
+def test_mask_of_the_wrong_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 entries.*5 options"):
         flat_mask(action_spec(spaces.MultiDiscrete([3, 2])), np.ones(3))
 
 
-def test_empty_action_spaces_are_refused() -> None:
+def test_unsupported_action_spaces_are_refused() -> None:
     for space in (spaces.Text(4), spaces.Tuple(())):
         with pytest.raises(UseError):
             action_spec(space)

@@ -28,7 +28,7 @@ BASE = [Path(__file__).parent]
 
 
 def played(env: Atari, seed: int, steps: int) -> list[tuple]:
-    """Everything the env returns for a seed and some actions."""
+    """Return everything the env returns for a seed and random actions."""
     rng, output = np.random.default_rng(0), [(env.reset(seed=seed)[0].tobytes(),)]
     for _ in range(steps):
         obs, *rest = env.step(int(rng.integers(env.action_space.n)))
@@ -50,7 +50,7 @@ def test_unknown_games_are_refused_in_one_sentence(name: str, output: str, hint:
     assert output in caught.value.message and hint in caught.value.hint
 
 
-def test_options_are_those_of_the_class_except_the_game() -> None:
+def test_options_are_checked_and_the_game_cannot_be_set() -> None:
     for option, hint in (("framskip", "frameskip"), ("game", "leave it out")):
         with pytest.raises(ConfigError) as caught:
             make_env(Env(id="atari:pong", options={option: 1}), BASE)
@@ -59,7 +59,7 @@ def test_options_are_those_of_the_class_except_the_game() -> None:
         make_env(Env(id="atari:pong", options={"stack": 0}), BASE)
 
 
-def test_without_ale_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ale_the_hint_is_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)  # marks the module as missing
     monkeypatch.delitem(sys.modules, "tiltyard.envs.suites.atari")
     for name in ("atari:pong", "ALE/Pong-v5"):
@@ -69,7 +69,7 @@ def test_without_ale_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyPat
         assert caught.value.hint.startswith("pip install 'tiltyard[atari]'")
 
 
-def test_a_family_is_not_an_import_string(tmp_path: Path) -> None:
+def test_name_of_a_suite_is_not_an_import_string(tmp_path: Path) -> None:
     (tmp_path / "atari.py").write_text("class pong: ...")
     experiment = load("atari:pong", base=[tmp_path]).experiment
     assert "env.id" not in {name for name, _, _ in resolve.named_plugins(experiment)}
@@ -100,7 +100,7 @@ def test_episodes_are_deterministic() -> None:
         assert played(one, 7, 20) == first == played(other, 7, 20)
 
 
-def test_the_frame_limit_truncates_and_the_last_life_terminates() -> None:
+def test_frame_limit_truncates_and_a_lost_life_terminates() -> None:
     env = Atari("pong", max_frames=20)
     env.reset(seed=3)
     ends = [env.step(0)[2:4] for _ in range(5)]
@@ -111,7 +111,7 @@ def test_the_frame_limit_truncates_and_the_last_life_terminates() -> None:
     assert next(end for _ in range(500) if any(end := env.step(int(rng.integers(4)))[2:4])) == (True, False)
 
 
-def test_a_video_shows_the_colours_of_the_screen() -> None:
+def test_video_shows_the_colours_of_the_screen() -> None:
     env = make_env(Env(id="atari:pong"), BASE, render=True)
     env.reset(seed=0)
     for _ in range(30):
@@ -167,7 +167,7 @@ def threads_of(pid: int | str) -> int:
 
 
 def test_threads_are_limited_to_the_cores_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cgroups a job step sees all cores of its node."""
+    """Without cgroups, a job step sees all cores of its node."""
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     before = threads_of("self")
@@ -177,7 +177,7 @@ def test_threads_are_limited_to_the_cores_of_a_job(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
-def test_workers_share_the_cores_among_their_threads() -> None:
+def test_cores_are_divided_among_the_threads_of_the_workers() -> None:
     found = []
     for workers in (1, 2):
         words = [

@@ -1,4 +1,4 @@
-"""CarPass against its rules: bounds of the return, outcomes, rendering, state."""
+"""Rules of CarPass: bounds of the return, outcomes, rendering, state."""
 
 import math
 
@@ -24,14 +24,14 @@ def drive(env: CarPass, actions: list[tuple[float, float]]) -> tuple[float, bool
 
 
 def towards(env: CarPass, x: float, y: float, speed: float = 3.0) -> tuple[float, float]:
-    """The action towards a point."""
+    """Return the action that drives towards a point."""
     heading = math.degrees(math.atan2(x - env._x, y - env._y)) % 360
     distance = min(speed, math.hypot(x - env._x, y - env._y))
     return (distance - 1.5) / 1.5, (heading - 180) / 180
 
 
 def scripted(env: CarPass, clearance: float, speed: float) -> float:
-    """Drive past the left of the parked car, so close that every step approaches the target."""
+    """Pass the parked car on the left, so close that every step approaches the target; return the return."""
     env.reset()
     total, over = 0.0, False
     points = [(2.0 - clearance, -1.0), (2.0 - clearance, 1.5), (2.0, 5.0)]
@@ -44,7 +44,7 @@ def scripted(env: CarPass, clearance: float, speed: float) -> float:
     return total
 
 
-def test_a_scripted_drive_passes_210() -> None:
+def test_scripted_drive_scores_more_than_210() -> None:
     best = max(scripted(CarPass(), clearance, speed) for clearance in (2.4, 2.6, 2.8) for speed in (2.0, 2.5, 3.0))
     assert 210 < best < SUPREMUM
 
@@ -62,7 +62,7 @@ def test_random_drives_score_about_minus_122() -> None:
 
 
 def test_no_return_exceeds_the_upper_bound() -> None:
-    """Noisy drives towards the target, the likeliest to exceed it."""
+    """Noisy drives towards the target are the most likely to exceed it."""
     env, rng, best = CarPass(), np.random.default_rng(1), -math.inf
     for _ in range(count(20_000)):
         env.reset()
@@ -77,7 +77,7 @@ def test_no_return_exceeds_the_upper_bound() -> None:
     assert 200 < best < SUPREMUM
 
 
-def test_rules_one_by_one() -> None:
+def test_crash_timeout_leaving_the_road_and_arrival_have_their_rewards() -> None:
     env = CarPass()
     full_ahead, stop = (1.0, 1.0), (-1.0, 1.0)
     total, terminated, _, info, steps = drive(env, [full_ahead] * 25)
@@ -112,7 +112,7 @@ def test_state_is_restored_exactly() -> None:
         assert np.array_equal(left, right)
 
 
-def test_the_image_shows_both_cars_and_the_target() -> None:
+def test_image_shows_both_cars_and_the_target() -> None:
     env = CarPass(render_mode="rgb_array")
     env.reset()
     picture = env.render()

@@ -50,7 +50,7 @@ TINY = [
 
 
 def group_of(env: Env, rows: int, threads: int | None = None) -> EnvGroup:
-    """A group without the probe's child process."""
+    """Make a group without the child process of the probe."""
     made = make_env(env, BASE)
     obs, action = observation_specs(made.observation_space), action_spec(made.action_space)
     masked = isinstance(made.observation_space, gymnasium.spaces.Dict) and MASK in made.observation_space.spaces
@@ -59,7 +59,7 @@ def group_of(env: Env, rows: int, threads: int | None = None) -> EnvGroup:
 
 
 def fall(**options: Any) -> tuple[int, bool, bool]:
-    """Push a pole to the right until the episode ends: env steps, terminated, truncated."""
+    """Push a pole to the right until the episode ends; return env steps, terminated and truncated."""
     env = EnvPool("CartPole-v1", **options)
     env.reset(seed=7)
     for steps in range(1, 100):
@@ -70,7 +70,7 @@ def fall(**options: Any) -> tuple[int, bool, bool]:
 
 
 def raw_pool(name: str, seed: int, **options: Any) -> Any:
-    """A pool of one row made by EnvPool directly."""
+    """Make a pool of one row directly with EnvPool."""
     return envpool.make_gymnasium(name, num_envs=1, env_seed=[seed], num_threads=1, **options)
 
 
@@ -78,10 +78,10 @@ def raw_pool(name: str, seed: int, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_without_envpool_one_line_says_what_to_install(runs: Path, tmp_path: Path) -> None:
+def test_without_envpool_the_hint_is_the_install_command(runs: Path, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    # Found before the installed one, by the command and by the processes that it starts.
+    # Python finds this before the installed package, in the command and in its child processes.
     (hidden / "envpool.py").write_text("raise ModuleNotFoundError(\"No module named 'envpool'\", name='envpool')\n")
     output = subprocess.run(
         [sys.executable, "-m", "tiltyard", "train", "envpool:CartPole-v1"],
@@ -126,7 +126,7 @@ def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint:
         ("name", "Breakout-v5", "Tiltyard itself passes 'name' to EnvPool", "leave it out"),
     ],
 )
-def test_wrong_options_are_refused_by_name(option: str, value: object, output: str, hint: str) -> None:
+def test_invalid_options_are_refused_by_name(option: str, value: object, output: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_env(Env(id="envpool:Pong-v5", options={option: value}), BASE)
     (problem,) = caught.value.problems
@@ -160,7 +160,7 @@ def test_spaces_match_the_observations() -> None:
 
 
 @installed
-def test_envpool_itself_steps_the_rows() -> None:
+def test_rows_are_stepped_by_envpool() -> None:
     group = group_of(Env(id="envpool:CartPole-v1"), 2)
     assert isinstance(group.stepping, NativeStepping)
     group.reset()
@@ -173,7 +173,7 @@ def test_envpool_itself_steps_the_rows() -> None:
 
 
 @installed
-def test_termination_in_the_step_of_the_limit_is_termination() -> None:
+def test_termination_at_the_time_limit_is_not_truncation() -> None:
     steps, terminated, truncated = fall()
     assert (terminated, truncated) == (True, False)
     assert fall(max_episode_steps=steps) == (steps, True, False)
@@ -182,11 +182,11 @@ def test_termination_in_the_step_of_the_limit_is_termination() -> None:
     raw.reset()
     for _ in range(steps):
         _, _, raw_terminated, raw_truncated, _ = raw.step(np.array([1]))
-    assert (raw_terminated[0], raw_truncated[0]) == (False, True)  # why the above is needed
+    assert (raw_terminated[0], raw_truncated[0]) == (False, True)  # EnvPool itself reports a truncation
 
 
 @installed
-def test_the_limit_stays_in_the_env_where_it_is_a_rule() -> None:
+def test_time_limit_is_passed_to_envs_whose_reward_depends_on_it() -> None:
     paid = []
     for options in ({}, {"max_episode_steps": 50}):
         env = EnvPool("MiniGrid-Empty-5x5-v0", **options)
@@ -212,7 +212,7 @@ def test_seeds_determine_episodes() -> None:
     first = played(one, 7)
     assert played(one, 8) != first
     assert played(one, 7) == first == played(other, 7)
-    assert not np.array_equal(one.reset()[0], one.reset()[0])  # without a seed the stream continues
+    assert not np.array_equal(one.reset()[0], one.reset()[0])  # without a seed, the random stream continues
     group = group_of(Env(id="envpool:Pendulum-v1"), 3)
     assert len(np.unique(group.reset().obs["obs"], axis=0)) == 3
     group.close()
@@ -223,13 +223,13 @@ def test_seeds_determine_episodes() -> None:
     ("name", "options", "steps"),
     [("CartPole-v1", {}, 200), ("Breakout-v5", {"episodic_life": True, "img_height": 42, "img_width": 42}, 400)],
 )
-def test_no_step_is_lost_or_invented(name: str, options: dict[str, Any], steps: int) -> None:
-    """Against a raw pool, which resets in the step after an end: Breakout with the next life."""
+def test_steps_and_episodes_equal_those_of_a_raw_pool(name: str, options: dict[str, Any], steps: int) -> None:
+    """The raw pool resets in the step after an end; in Breakout that is the next life."""
     group = group_of(Env(id=f"envpool:{name}", options=options), 1)
     seed = row_seeds(episode_seed(5, "train", 0, 0), 1)
     raw = raw_pool(name, int(seed[0]), **options)
     now, (seen, _), rng = group.reset(), raw.reset(), np.random.default_rng(1)
-    total, length, ends, before = 0.0, 0, 0, 0  # EnvPool keeps counting over the lives of a game
+    total, length, ends, before = 0.0, 0, 0, 0  # EnvPool counts steps over all lives of a game
     for _ in range(steps):
         assert np.array_equal(now.obs["obs"], seen)
         chosen = rng.integers(0, raw.action_space.n, (1, 1))
@@ -243,7 +243,7 @@ def test_no_step_is_lost_or_invented(name: str, options: dict[str, Any], steps: 
             assert (episode.total, episode.length) == (total, length) and np.array_equal(now.final_obs["obs"], seen)
             seen, _, _, _, info = raw.step(np.array([0]))
             total, length, ends, before = 0.0, 0, ends + 1, int(info["elapsed_step"][0])
-    assert ends > 5  # more than the lives of a game
+    assert ends > 5  # more than one game has lives
     group.close()
 
 
@@ -291,7 +291,7 @@ def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> Non
 
 
 @installed
-def test_threads_are_at_most_rows_and_the_given_number() -> None:
+def test_threads_are_limited_by_rows_and_setting() -> None:
     for rows, threads, expected in ((3, 2, 2), (2, 7, 2), (1, None, 1)):
         group = group_of(Env(id="envpool:CartPole-v1"), rows, threads=threads)
         group.reset()
@@ -310,7 +310,7 @@ def test_with_wrappers_or_frameskip_rows_are_stepped_one_by_one() -> None:
 
 
 @installed
-def test_videos_show_what_envpool_draws_if_it_can() -> None:
+def test_videos_are_rendered_by_envpool_or_refused() -> None:
     for name, shape in (("CartPole-v1", (400, 600, 3)), ("Pong-v5", (210, 160, 3))):
         env = Env(id=f"envpool:{name}")
         made = make_env(env, BASE, render=True)
@@ -337,7 +337,7 @@ def weights(runs: Path) -> dict[str, np.ndarray]:
 
 @installed
 @pytest.mark.slow
-def test_train_evaluate_record_video_and_train_again(tiltyard: Command, runs: Path) -> None:
+def test_training_is_repeatable_and_the_run_can_be_evaluated_and_recorded(tiltyard: Command, runs: Path) -> None:
     def train() -> dict[str, np.ndarray]:
         output = tiltyard("train", "envpool:CartPole-v1", *TINY)
         assert "the env steps all rows in one call" in output.stderr

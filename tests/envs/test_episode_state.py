@@ -1,4 +1,4 @@
-"""Running episodes saved, restored into new envs and continued bit for bit, or a warning if that fails."""
+"""Running episodes are saved and continue bit for bit in new envs, or a warning reports that they were cut."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def assert_same(one: Any, two: Any) -> None:
 
 
 @pytest.mark.parametrize("env", CASES, ids=lambda env: f"{env.id}-{env.frame_stack}-{env.restore_mode}")
-def test_three_interruptions_change_nothing(env: Env, tmp_path: Path) -> None:
+def test_three_restores_do_not_change_the_results(env: Env, tmp_path: Path) -> None:
     steady, broken = group_of(env), group_of(env)
     steady.reset()
     broken.reset()
@@ -75,7 +75,7 @@ def test_three_interruptions_change_nothing(env: Env, tmp_path: Path) -> None:
         assert_same(steady.step(action), broken.step(action.copy()))
 
 
-def test_saving_does_not_disturb_the_episodes() -> None:
+def test_saving_does_not_change_the_episodes() -> None:
     env = Env(id="CartPole-v1")
     one, two = group_of(env), group_of(env)
     one.reset()
@@ -86,7 +86,7 @@ def test_saving_does_not_disturb_the_episodes() -> None:
         assert_same(one.step(action), two.step(action))
 
 
-def test_an_env_that_gives_other_results_when_rerun_begins_new_episodes() -> None:
+def test_env_with_other_results_in_a_rerun_begins_new_episodes() -> None:
     env = Env(id="bad_envs.py:Unrepeatable")
     group = group_of(env)
     assert group.restore_mode == "rerun"
@@ -116,9 +116,7 @@ def test_an_env_that_gives_other_results_when_rerun_begins_new_episodes() -> Non
     ],
     ids=lambda env: f"{env.id}-{env.restore_mode}",
 )
-def test_episodes_of_other_settings_are_cut_without_changing_the_restore_mode(
-    before: Env, after: Env, tmp_path: Path
-) -> None:
+def test_changed_settings_cut_episodes_and_keep_the_restore_mode(before: Env, after: Env, tmp_path: Path) -> None:
     group = group_of(before)
     group.reset()
     group.step(act(group, 0))
@@ -136,7 +134,7 @@ def test_episodes_of_other_settings_are_cut_without_changing_the_restore_mode(
     assert_same(forked.step(action), again.step(action.copy()))
 
 
-def test_settings_that_do_not_change_episodes_cut_none_also_in_older_checkpoints() -> None:
+def test_settings_without_effect_on_episodes_cut_none_also_in_older_checkpoints() -> None:
     group = group_of(Env(id="CartPole-v1"))
     group.reset()
     for index in range(5):
@@ -160,7 +158,7 @@ def test_fresh_envs_warn_about_cut_episodes() -> None:
     assert other.current().first.all()
 
 
-def test_an_unseeded_env_is_fresh_from_the_start() -> None:
+def test_probe_sets_restore_mode_fresh_for_an_unseeded_env() -> None:
     spec = spec_from_json(examine(Env(id="bad_envs.py:BadEnv", options={"fault": "unseeded"}), BASE, False))
     assert spec.restore_mode == "fresh" and "behaves differently" in spec.notes[0]
 
@@ -180,7 +178,7 @@ def test_the_number_of_rows_may_change() -> None:
     more.step(act(more, 9))
 
 
-def test_a_checkpoint_of_another_env_is_refused_with_both_shapes() -> None:
+def test_checkpoint_of_another_env_is_refused_with_both_shapes() -> None:
     group = group_of(Env(id="CartPole-v1"))
     group.reset()
     with pytest.raises(UseError, match=r"\[4\].*\[3\]"):
@@ -192,7 +190,7 @@ def test_restore_mode_state_without_get_state_is_refused() -> None:
         examine(Env(id="CartPole-v1", restore_mode="state"), BASE, False)
 
 
-def test_history_keeps_each_rows_running_episode() -> None:
+def test_history_keeps_the_actions_of_each_running_episode() -> None:
     history, rng = History(3, 2), np.random.default_rng(0)
     kept: list[list[np.ndarray]] = [[], [], []]
     for _ in range(3000):
@@ -228,10 +226,10 @@ KINDS = {
 @pytest.mark.parametrize(
     ("then", "now"), [("alone", "masked"), ("masked", "alone"), ("alone", "two"), ("two", "alone")]
 )
-def test_a_fork_into_another_kind_of_env_begins_new_episodes(
+def test_fork_with_another_kind_of_env_begins_new_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, now: str
 ) -> None:
-    """Same observations and actions, but masks, or agents, or neither."""
+    """Observations and actions are the same, but masks or agents differ."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alone.py").write_text(ALONE)
     before, after = (build(*KINDS[kind], "engine.kind=serial", "engine.envs=2") for kind in (then, now))

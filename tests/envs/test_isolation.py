@@ -1,4 +1,4 @@
-"""Envs in threads and processes of their own: where they run, what they return, how they end."""
+"""Envs in their own threads and processes: where they run, what they return, how they end."""
 
 import os
 import select
@@ -40,7 +40,7 @@ _specs: dict[str, EnvSpec] = {}
 
 
 def spec_of(env: Env) -> EnvSpec:
-    """The spec of the env without isolation and fault: equal, and faster to find."""
+    """Return the spec of the env without isolation and fault, which is equal and faster to get."""
     options = {name: value for name, value in env.options.items() if name not in ("fault", "at", "flag")}
     plain = env.model_copy(update={"isolate": "none", "options": options})
     key = plain.model_dump_json()
@@ -65,7 +65,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------- where they live
+# ---------------------------------------------------------------------------------------------- threads and processes
 
 
 @pytest.mark.parametrize("isolate", APART)
@@ -94,14 +94,14 @@ def test_isolated_rows_are_not_stepped_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("isolate", APART)
-def test_the_probe_of_an_isolated_env_gives_the_same_spec(isolate: str) -> None:
+def test_probe_of_an_isolated_env_returns_the_same_spec(isolate: str) -> None:
     name = "visitors" if isolate == "thread" else "CarPass-v0"
     plain, apart = spec_of(Env(id=name)), probe(Env(id=name, isolate=isolate), base=BASE)
     assert replace(apart, env_bytes=0, step_seconds=0.0) == replace(plain, env_bytes=0, step_seconds=0.0)
     assert isolate == "thread" or apart.env_bytes > 1 << 20, "its own process takes memory"
 
 
-# ---------------------------------------------------------------------------------------------- the same results
+# ---------------------------------------------------------------------------------------------- same results
 
 ALIKE = [
     Env(id="CartPole-v1"),
@@ -123,7 +123,7 @@ ALIKE = [
     [*((env, "thread") for env in ALIKE), *((env, "process") for env in ALIKE[1:5])],
     ids=lambda value: value if isinstance(value, str) else f"{value.id}-{value.frameskip}",
 )
-def test_isolation_changes_no_result_also_after_a_restore(env: Env, isolate: str) -> None:
+def test_isolation_does_not_change_results_also_after_a_restore(env: Env, isolate: str) -> None:
     plain, apart = group_of(env), group_of(env.model_copy(update={"isolate": isolate}))
     plain.reset()
     apart.reset()
@@ -159,7 +159,7 @@ def test_isolation_changes_no_result_also_after_a_restore(env: Env, isolate: str
         ("process", "kill", "step() did not return: its process was killed by SIGKILL"),
     ],
 )
-def test_errors_of_an_isolated_env_are_reported_like_local_ones(isolate: str, fault: str, output: str) -> None:
+def test_error_of_an_isolated_env_names_row_episode_and_env_step(isolate: str, fault: str, output: str) -> None:
     env = Env(id=WHERE, isolate=isolate, options={"fault": fault, "at": 4, "length": 9})
     group = group_of(env, first_row=6)
     group.reset()
@@ -173,7 +173,7 @@ def test_errors_of_an_isolated_env_are_reported_like_local_ones(isolate: str, fa
     group.close()
 
 
-def test_a_killed_process_is_reported_for_its_row() -> None:
+def test_killed_process_is_reported_for_its_row() -> None:
     group = group_of(Env(id=WHERE, isolate="process", options={"length": 1}))
     group.reset()
     ends = group.step(np.zeros((3, 1), np.float32)).episodes
@@ -184,7 +184,7 @@ def test_a_killed_process_is_reported_for_its_row() -> None:
     assert not any(alive(int(end.metrics["process"])) for end in ends)
 
 
-def test_an_env_that_cannot_be_made_or_sent_is_refused_with_the_reason() -> None:
+def test_env_that_cannot_be_made_or_sent_is_refused_with_the_reason() -> None:
     with pytest.raises(UseError, match="could not be made: it did not return: its process exited with code 4"):
         make_copies(Env(id=WHERE, isolate="process", options={"fault": "make"}), BASE, 2)
     with pytest.raises(UseError, match="problem") as caught:
@@ -194,7 +194,7 @@ def test_an_env_that_cannot_be_made_or_sent_is_refused_with_the_reason() -> None
         probe(Env(id="isolated_envs.py:Strange", isolate="process"), base=BASE)
 
 
-def test_env_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_env_processes_end_if_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np; from tests.envs.test_isolation import *\n"
         "group = group_of(Env(id=WHERE, isolate='process', options={'length': 1, 'fault': 'hang', 'at': 2}))\n"
@@ -214,7 +214,7 @@ def test_env_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------- parcels
+# ---------------------------------------------------------------------------------------------- messages on the wire
 
 
 def through(value: Any) -> Any:
@@ -276,7 +276,7 @@ def test_values_keep_their_types_when_sent() -> None:
         assert same(value, through(value))
 
 
-def test_what_cannot_be_sent_is_refused_or_dropped() -> None:
+def test_unsendable_values_are_refused_or_dropped() -> None:
     one, _two = socket.socketpair()
     for value in (object(), {"a": object()}, np.array([object()]), np.zeros(2, [("x", "f4")])):
         with pytest.raises(Unsendable):

@@ -1,4 +1,4 @@
-"""Envs from settings: every kind of name, options, wrappers, and one sentence for each mistake."""
+"""Envs from settings: every kind of name, options, wrappers, and a one-sentence error for each mistake."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ BASE = [Path(__file__).parent]
 
 
 @pytest.mark.parametrize("name", BUILTIN_ENVS)
-def test_every_builtin_can_be_made_and_reset(name: str) -> None:
+def test_every_built_in_env_can_be_made_and_reset(name: str) -> None:
     env = make_any(Env(id=name), BASE)
     obs, _ = env.reset(seed=0)
     views = obs.values() if isinstance(env, Parallel) else [obs]
@@ -35,11 +35,11 @@ def test_every_builtin_can_be_made_and_reset(name: str) -> None:
         "gymnasium.envs.classic_control:CartPoleEnv",
     ],
 )
-def test_every_kind_of_name(name: str) -> None:
+def test_every_kind_of_name_is_accepted(name: str) -> None:
     assert isinstance(make_env(Env(id=name), BASE), gymnasium.Env)
 
 
-def test_gymnasiums_time_limit_is_not_applied() -> None:
+def test_time_limit_wrapper_of_gymnasium_is_not_applied() -> None:
     layer: Any = make_env(Env(id="CartPole-v1"), BASE)
     while isinstance(layer, gymnasium.Wrapper):
         assert not isinstance(layer, gymnasium.wrappers.TimeLimit)
@@ -73,7 +73,7 @@ def test_render_sets_the_render_mode() -> None:
         (Env(id="CartPole-v1", wrappers=["resize_image"]), "", ""),
     ],
 )
-def test_unknown_names_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
+def test_invalid_envs_and_wrappers_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
@@ -103,7 +103,7 @@ def test_options_are_checked_against_the_constructor(env: Env, setting: str, hin
     assert caught.value.problems[0].setting == setting and hint in caught.value.problems[0].hint
 
 
-def test_without_box2d_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_box2d_the_hint_is_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "Box2D", None)  # marks the module as missing
     for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
         monkeypatch.delitem(sys.modules, name)
@@ -112,7 +112,7 @@ def test_without_box2d_the_hint_is_how_to_install_it(monkeypatch: pytest.MonkeyP
     assert "not installed" in caught.value.message and caught.value.hint == "pip install 'tiltyard[box2d]'"
 
 
-def test_box2d_envs_run_with_the_wheel() -> None:
+def test_box2d_envs_run() -> None:
     env = make_env(Env(id="LunarLander-v3"), BASE)
     assert env.observation_space.contains(env.reset(seed=0)[0]) and len(env.step(0)) == 5
 
@@ -142,7 +142,7 @@ class Levers(gymnasium.Env):
         return self.reset()[0], 0.0, False, False, {}
 
 
-def test_builtin_wrappers_are_all_tested_here() -> None:
+def test_all_built_in_wrappers_are_tested_here() -> None:
     assert {target.split(":")[1] for target in BUILTIN_WRAPPERS.values()} == {
         "DiscreteSteps",
         "FlattenMultiDiscrete",
@@ -164,7 +164,7 @@ def test_flatten_multi_discrete_reaches_every_combination() -> None:
     assert seen == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
 
 
-def test_grey_image_weighs_colours() -> None:
+def test_grey_image_is_a_weighted_sum_of_the_colours() -> None:
     env = GreyImage(Levers())
     obs, _ = env.reset()
     assert env.observation_space.contains(obs) and obs.shape == (1, 6, 8)
@@ -179,7 +179,7 @@ def test_resize_image_averages_areas() -> None:
     assert grey.reset()[0].shape == (1, 2, 1)
 
 
-def test_wrappers_apply_innermost_first() -> None:
+def test_first_wrapper_in_the_list_is_innermost() -> None:
     env = Env(
         id="identity",
         options={"shows": "image"},
@@ -193,7 +193,7 @@ def test_wrappers_apply_innermost_first() -> None:
     assert type(made).__name__ == "RescaleObservation"
 
 
-def test_discrete_steps_reach_both_ends_and_every_value_between() -> None:
+def test_discrete_steps_are_evenly_spaced_from_bound_to_bound() -> None:
     settings = Env(id="CarPass-v0", wrappers=[{"id": "discrete_steps", "options": {"steps": 5}}])  # type: ignore[list-item]
     env = make_env(settings, ())
     assert list(env.action_space.nvec) == [5, 5]

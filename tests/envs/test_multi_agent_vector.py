@@ -1,4 +1,4 @@
-"""Envs with several agents as rows: which act when, observations, ends, limits, masks, restoring, and errors."""
+"""Envs with several agents as rows: acting agents, observations, ends, limits, masks, restoring, and errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from tiltyard.types import EnvSpec, Step
 BASE = [Path(__file__).parent]
 PAUSES = {"pauses": True}
 HOST, LATE, EARLY, GUEST = range(4)
-# As documented in Visitors: the env steps of an episode in which each agent acts.
+# Env steps of an episode in which each agent acts, as documented in Visitors.
 THERE = {HOST: (0, 1, 2, 3, 4, 5), LATE: (2, 3, 4), EARLY: (0, 1), GUEST: (1, 4, 5)}
 
 
@@ -37,11 +37,11 @@ def group_of(copies: int = 1, *, id: str = "visitors", previous: bool = False, *
 
 
 def right(now: Step) -> np.ndarray:
-    """The rewarded action, which equals the observation. Absent agents observe zeros; their actions are ignored."""
+    """Return the rewarded action, which equals the observation; actions of absent agents are ignored."""
     return now.obs["obs"][:, -2:].argmax(1).astype(np.float32)[:, None]
 
 
-def test_rows_are_agents_and_only_those_present_act() -> None:
+def test_rows_are_agents_and_only_present_agents_act() -> None:
     group = group_of(2, options=PAUSES)
     now, ends = group.reset(), []
     for tick in range(18):
@@ -83,7 +83,7 @@ def test_each_agent_has_its_own_end() -> None:
     }
 
 
-def test_the_time_limit_ends_the_episode_of_all_agents() -> None:
+def test_time_limit_ends_the_episode_of_all_agents() -> None:
     group = group_of(time_limit=3)
     now = group.reset()
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_the_time_limit_ends_the_episode_of_all_agents() -> None:
 
 
 def test_frameskip_repeats_actions_until_an_agent_ends_or_joins() -> None:
-    """Agents join or end after calls 2, 5 and 6: with three calls per env step, 2 + 3 + 1."""
+    """Agents join or end after calls 2, 5 and 6, so env steps of up to three calls take 2, 3 and 1."""
     group = group_of(frameskip=3)
     now, ends, ticks = group.reset(), [], 0
     while not ends:
@@ -109,14 +109,14 @@ def test_stacks_and_previous_actions_start_again_when_an_agent_joins() -> None:
     for step in range(4):
         now = group.step(np.ones((3, 1), np.float32))
         late = now.obs["obs"][LATE]
-        if step == 1:  # it has just joined
+        if step == 1:  # the agent has just joined
             assert np.array_equal(late[:2], late[2:]) and late.any()
         assert bool(now.obs["previous.action"][LATE].any()) == (step >= 2)
         assert now.obs["previous.action"][HOST].all()
     assert not now.obs["previous.action"][EARLY].any(), "it is absent"
 
 
-def test_each_agent_has_its_mask_and_absent_ones_may_do_anything() -> None:
+def test_each_agent_has_its_mask_and_absent_agents_have_none() -> None:
     group = group_of(id="agents.py:Masked", options=PAUSES)
     assert group.spec.masked
     now = group.reset()
@@ -141,7 +141,7 @@ def test_restored_envs_continue_bit_for_bit(name: str, options: dict[str, Any]) 
     assert spec.restore_mode == ("state" if "Keeps" in name else "rerun")
 
 
-def test_a_checkpoint_keeps_the_last_infos_of_agents_that_left() -> None:
+def test_checkpoint_keeps_the_last_infos_of_agents_that_left() -> None:
     one, two = group_of(), group_of()
     now = one.reset()
     for _ in range(4):
@@ -156,7 +156,7 @@ def test_a_checkpoint_keeps_the_last_infos_of_agents_that_left() -> None:
     assert ends[0] == ends[1] and "seen" in ends[0].metrics
 
 
-def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
+def test_checkpoint_with_other_agents_begins_new_episodes() -> None:
     one, two = group_of(), group_of(options=PAUSES)
     one.reset()
     output = two.load(one.save())
@@ -182,19 +182,19 @@ def test_a_checkpoint_of_other_agents_begins_new_episodes() -> None:
         ("TakesTurns", "agents take turns"),
     ],
 )
-def test_an_invalid_env_is_refused_in_one_sentence(name: str, sentence: str) -> None:
+def test_invalid_env_is_refused_in_one_sentence(name: str, sentence: str) -> None:
     with pytest.raises(UseError) as refused:
         examine(Env(id=f"agents.py:{name}"), BASE, False)
     assert sentence in refused.value.message and refused.value.hint
 
 
-def test_a_wrapper_may_give_agents_the_same_space() -> None:
+def test_wrapper_can_give_all_agents_the_same_space() -> None:
     wrappers = [{"id": "agents.py:Alike", "options": {"width": 3}}]
     spec = check_env(Env(id="agents.py:OtherView", wrappers=wrappers), base=BASE, steps=12)
     assert spec.obs["obs"].shape == (3,) and spec.agents == ("host", "late", "early")
 
 
-def test_later_errors_name_the_agent() -> None:
+def test_errors_after_the_probe_name_row_episode_and_agent() -> None:
     spec = probed(Env(id="visitors"))
     group = make_group(GroupConfig(Env(id="agents.py:NotANumber"), spec, 3, 0, BASE))
     now = group.step(right(group.step(right(group.reset()))))
@@ -206,7 +206,7 @@ def test_later_errors_name_the_agent() -> None:
 
 
 class Knowing:
-    """Repeats its observation."""
+    """A scripted policy that repeats its observation."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.seeds: list[int] = []
@@ -251,7 +251,7 @@ def test_random_agents_act_independently() -> None:
     assert all(one.metrics["even_return"] == -one.metrics["odd_return"] for one in played)
 
 
-def test_trained_evaluated_and_recorded_from_the_command_line(tiltyard: Any, runs: Path, tmp_path: Path) -> None:
+def test_commands_train_evaluate_and_record_several_agents(tiltyard: Any, runs: Path, tmp_path: Path) -> None:
     little = ("stop.env_steps=300", "engine.envs=2", "algo.rollout=24", "algo.minibatch=48", "eval.episodes=2")
     output = tiltyard("train", "visitors", *little, "track.tensorboard=false")
     assert "3 agents with one policy" in output.stderr and "at most 144 env steps (6 rows x 24)" in output.stderr

@@ -1,4 +1,4 @@
-"""PettingZoo's own envs by their usual names, and our toys in PettingZoo's API test."""
+"""PettingZoo envs by their usual names, and the built-in toy envs in PettingZoo's API test."""
 
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,25 @@ BASE = [Path(__file__).parent]
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("made", [Pennies(), Visitors()])
-def test_our_toys_are_parallel_envs(made: Any) -> None:
+def test_toy_envs_pass_the_parallel_api_test(made: Any) -> None:
     from pettingzoo.test import parallel_api_test
 
     parallel_api_test(made, num_cycles=30)
 
 
-def test_rock_paper_scissors_by_its_name() -> None:
+def test_rock_paper_scissors_is_found_by_its_name() -> None:
     spec = check_env("pettingzoo.classic.rps_v2:parallel_env", options={"max_cycles": 5}, base=BASE, steps=12)
     assert spec.agents == ("player_0", "player_1") and spec.parallel and spec.action.parts[0].options == 3
 
 
-def test_an_env_whose_agents_take_turns_is_refused_with_a_hint() -> None:
+def test_env_with_alternating_agents_is_refused_with_a_hint() -> None:
     with pytest.raises(UseError) as refused:
         examine(Env(id="pettingzoo.classic.rps_v2:env"), BASE, False)
     assert "take turns" in refused.value.message and "parallel_env" in refused.value.hint
 
 
-def test_bipeds_fall_one_by_one() -> None:
-    """Without `terminate_on_fall`, an agent that falls is done and the others continue: its row waits."""
+def test_row_of_a_terminated_agent_waits_for_the_others() -> None:
+    """Without `terminate_on_fall`, a walker that falls is done and the others continue."""
     env = Env(id="pettingzoo.sisl.multiwalker_v9:parallel_env", options={"terminate_on_fall": False, "max_cycles": 120})
     spec = spec_from_json(examine(env, BASE, False))
     assert spec.renders and len(spec.agents) == 3

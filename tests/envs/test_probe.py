@@ -1,4 +1,4 @@
-"""Probing: the spec of valid envs, and errors for invalid ones, also when the child crashes or hangs."""
+"""Probing: the spec of valid envs, and errors for invalid ones, also if the child crashes or hangs."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ BASE = [Path(__file__).parent]
 BAD = "bad_envs.py:BadEnv"
 
 
-def test_cartpole() -> None:
+def test_spec_of_cartpole() -> None:
     spec = probe(Env(id="CartPole-v1"), base=BASE, previous=True)
     assert {name: array.shape for name, array in spec.obs.items()} == {
         "obs": (4,),
@@ -26,7 +26,7 @@ def test_cartpole() -> None:
     assert spec.restore_mode == "rerun" and spec.renders and not spec.masked and not spec.notes
 
 
-def test_car_pass_has_a_state() -> None:
+def test_spec_of_car_pass() -> None:
     spec = probe(Env(id="CarPass-v0", time_limit=11, frameskip=2), base=BASE)
     assert spec.restore_mode == "state" and spec.renders and spec.episode_limit == 11 and spec.frameskip == 2
 
@@ -48,7 +48,7 @@ def test_car_pass_has_a_state() -> None:
         ("raise", "step() number 3 raised RuntimeError: the wheel came off"),
     ],
 )
-def test_contract_violations_are_named(fault: str, output: str) -> None:
+def test_contract_violation_is_named(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         examine(Env(id=BAD, options={"fault": fault}), BASE, False)
     assert output in caught.value.message and caught.value.hint and "\n" not in caught.value.message
@@ -66,7 +66,7 @@ def test_contract_violations_are_named(fault: str, output: str) -> None:
         ("constructor interrupt", "raised KeyboardInterrupt while it was probed"),
     ],
 )
-def test_a_child_that_crashes_is_reported(fault: str, output: str) -> None:
+def test_crashed_child_is_reported(fault: str, output: str) -> None:
     with pytest.raises(UseError) as caught:
         probe(Env(id=BAD, options={"fault": fault}), base=BASE)
     assert output in caught.value.message
@@ -74,7 +74,7 @@ def test_a_child_that_crashes_is_reported(fault: str, output: str) -> None:
         assert "bad_envs.py" in caught.value.details and "tiltyard/envs" not in caught.value.details
 
 
-def test_a_hang_ends_at_the_start_timeout() -> None:
+def test_hung_child_is_ended_at_the_start_timeout() -> None:
     with pytest.raises(UseError, match=r"within 2 s \(env.start_timeout\)"):
         probe(Env(id=BAD, options={"fault": "hang"}, start_timeout=2.0), base=BASE)
 
@@ -100,7 +100,7 @@ def test_printing_to_stdout_is_refused(fault: str, output: str) -> None:
     [Env(id=BAD, options={"fault": "prints"}, strict=False), Env(id=BAD, options={"fault": "greets"})],
     ids=["without strict", "when made"],
 )
-def test_output_elsewhere_is_noted_and_goes_to_stderr(env: Env, capfd: pytest.CaptureFixture[str]) -> None:
+def test_allowed_printing_is_noted_and_kept_out_of_stdout(env: Env, capfd: pytest.CaptureFixture[str]) -> None:
     (note,) = probe(env, base=BASE).notes
     assert "prints to stdout, which is for data: 'hello from" in note
     assert capfd.readouterr().out == ""
@@ -113,7 +113,7 @@ def test_without_strict_a_conversion_is_noted() -> None:
     assert "is a list" in note and "converted because env.strict is off" in note
 
 
-def test_a_plugin_that_raises_while_imported_shows_its_own_traceback(tmp_path: Path) -> None:
+def test_error_while_importing_a_plugin_has_only_the_plugins_traceback(tmp_path: Path) -> None:
     (tmp_path / "maze.py").write_text("def deep():\n    raise ImportError('no maze engine')\n\ndeep()\n")
     with pytest.raises(UseError) as caught:
         probe(Env(id="maze.py"), base=[tmp_path])
@@ -121,7 +121,7 @@ def test_a_plugin_that_raises_while_imported_shows_its_own_traceback(tmp_path: P
     assert "in deep" in caught.value.details and "importlib" not in caught.value.details
 
 
-def test_the_child_imports_no_torch() -> None:
+def test_child_does_not_import_torch() -> None:
     code = (
         "import sys; from pathlib import Path; from tiltyard.config.experiment import Env; "
         "from tiltyard.envs.probe import examine; examine(Env(id='kitchen_sink'), [Path('.')], True); "
@@ -132,11 +132,11 @@ def test_the_child_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "CarPass-v0", "kitchen_sink", "Taxi-v3", "Blackjack-v1"])
-def test_good_envs_pass_the_contract(name: str) -> None:
+def test_valid_envs_pass_the_contract_check(name: str) -> None:
     spec = check_env(name, base=BASE, steps=60)
     assert spec.restore_mode in ("state", "rerun")
 
 
-def test_the_contract_finds_what_the_probe_cannot() -> None:
+def test_contract_check_finds_what_the_probe_cannot() -> None:
     with pytest.raises(Exception, match=r"differs between copies|did not come back"):
         check_env("bad_envs.py:Unrepeatable", base=BASE, steps=60)

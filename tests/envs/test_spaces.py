@@ -1,4 +1,4 @@
-"""Observation spaces to named arrays, and specs through JSON."""
+"""Observation spaces as named arrays, and specs as JSON."""
 
 import json
 import zlib
@@ -102,13 +102,13 @@ def test_stacking_widens_one_axis(space: spaces.Space, stacked: tuple[int, ...],
     assert all(np.array_equal(frame, frames[0]) for frame in frames)
 
 
-def test_a_stack_with_more_channels_than_pixels_is_no_longer_an_image() -> None:
+def test_stack_with_more_channels_than_pixels_is_not_an_image() -> None:
     space = spaces.Box(0, 255, (7, 7, 3), np.uint8)
     assert observation_specs(space, 2)["obs"].image
     assert not observation_specs(space, 4)["obs"].image
 
 
-def test_fill_stack_repeats() -> None:
+def test_fill_stack_repeats_the_observation() -> None:
     assert fill_stack(np.array([1, 2]), (4,)).tolist() == [1, 2, 1, 2]
     assert fill_stack(np.int64(3), (2,)).tolist() == [3, 3]
 
@@ -121,7 +121,7 @@ def test_fill_stack_repeats() -> None:
         (spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "a.b": spaces.Discrete(2)}), "'a.b'"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(space: spaces.Space, output: str) -> None:
+def test_unsupported_observation_spaces_are_refused(space: spaces.Space, output: str) -> None:
     with pytest.raises(UseError) as caught:
         observation_specs(space, 1)
     assert output in caught.value.message and caught.value.hint

@@ -1,4 +1,4 @@
-"""The toy envs' documented returns, and a proof that the timeout env separates truncation from termination."""
+"""Documented returns of the toy envs, and a proof that the timeout env separates truncation from termination."""
 
 from typing import Any
 
@@ -32,19 +32,19 @@ def identity_answer(env: Identity, shows: str) -> Any:
 
 
 @pytest.mark.parametrize("shows", ["category", "vector", "image", "words", "number"])
-def test_identity_gives_its_length(shows: Any) -> None:
+def test_best_return_of_identity_is_its_length(shows: Any) -> None:
     env = Identity(options=4, length=7, shows=shows)
     for seed in range(5):
         assert episode_return(env, seed, identity_answer(env, shows)) == 7
 
 
-def test_basic_gives_one_for_the_third_lever() -> None:
+def test_basic_rewards_only_the_third_lever() -> None:
     env = Basic()
     for action in range(5):
         assert episode_return(env, action, lambda obs, info, action=action: action) == (1 if action == 2 else -1)
 
 
-def test_memory_gives_one_with_memory_and_zero_on_average_without() -> None:
+def test_return_of_memory_is_1_with_memory_and_0_on_average_without() -> None:
     env = Memory(length=3, cues=3)
     cue: list[int] = []
 
@@ -63,7 +63,7 @@ def test_memory_gives_one_with_memory_and_zero_on_average_without() -> None:
     assert [int(o[-1]) for o in seen] == [0, 0, 0, 1] and not np.any(seen[1]) and not np.any(seen[2])
 
 
-def test_delay_rewards_every_right_action_late() -> None:
+def test_delay_rewards_right_actions_later() -> None:
     env = Delay(length=6, delay=3)
     assert all(episode_return(env, seed, lambda obs, info: int(obs[1])) == 6 for seed in range(10))
     assert episode_return(env, 0, lambda obs, info: 1 - int(obs[1])) == 0
@@ -76,7 +76,7 @@ def test_delay_rewards_every_right_action_late() -> None:
 
 
 @pytest.mark.parametrize("mask_in", ["obs", "info"])
-def test_masked_gives_its_length_to_the_lowest_allowed_option(mask_in: Any) -> None:
+def test_masked_rewards_the_lowest_allowed_option(mask_in: Any) -> None:
     env = Masked(options=5, length=6, mask_in=mask_in)
 
     def lowest(obs: Any, info: Any) -> int:
@@ -89,7 +89,7 @@ def test_masked_gives_its_length_to_the_lowest_allowed_option(mask_in: Any) -> N
         env.step(forbidden)
 
 
-def test_kitchen_sink_gives_five_per_step() -> None:
+def test_best_return_of_kitchen_sink_is_five_per_step() -> None:
     env = KitchenSink(length=4)
 
     def right(obs: Any, info: Any) -> Any:
@@ -112,7 +112,7 @@ def test_kitchen_sink_gives_five_per_step() -> None:
 
 
 def observed(prize: float, limit: int) -> dict[tuple[int, int, int], tuple[float, int, bool, bool]]:
-    """(place, clock, action) -> (reward, next place, terminated, truncated), observed in the env."""
+    """Return {(place, clock, action): (reward, next place, terminated, truncated)} as observed in the env."""
     env = Timeout(prize=prize, limit=limit)
     table = {}
     for seed in range(16):
@@ -129,12 +129,12 @@ def observed(prize: float, limit: int) -> dict[tuple[int, int, int], tuple[float
 
 
 def action_values(table: dict, gamma: float, bootstrap: bool) -> np.ndarray:
-    """[place, action]: what a learner that observes only the place converges to, by value iteration.
+    """Return the action values [place, action] of a learner that observes only the place, by value iteration.
 
-    All clock readings at which a place occurs count alike, as in the episodes of a policy that enters.
+    All times at which a place occurs have equal weight, as in the episodes of a policy that enters.
     """
     q = np.zeros((2, 2))
-    value = {key[:2]: 0.0 for key in table}  # the true value with the clock known, for targets without bootstrap
+    value = {key[:2]: 0.0 for key in table}  # the true value if the clock is known, for targets without bootstrap
     for _ in range(5000):
         seen: dict[tuple[int, int], list[float]] = {}
         ahead = q.max(axis=1)
@@ -154,7 +154,7 @@ def action_values(table: dict, gamma: float, bootstrap: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("gamma", [0.9, 0.97, 0.99])
-def test_taking_truncation_for_termination_flips_the_choice(gamma: float) -> None:
+def test_treating_truncation_as_termination_changes_the_best_action(gamma: float) -> None:
     table = observed(prize=5.0, limit=4)
     right, wrong = action_values(table, gamma, bootstrap=True), action_values(table, gamma, bootstrap=False)
     assert right[1] == pytest.approx(1 / (1 - gamma)) and right[0, 1] == pytest.approx(1 / (1 - gamma))
@@ -163,8 +163,8 @@ def test_taking_truncation_for_termination_flips_the_choice(gamma: float) -> Non
     assert wrong[0].argmax() == 0 and wrong[0, 1] == pytest.approx(sum(gamma**t for t in range(4)))
 
 
-def test_no_stationary_policy_makes_the_wrong_learner_enter() -> None:
-    """Brute force over the probability of entering: if truncation is termination, entering always costs return."""
+def test_no_stationary_policy_makes_the_wrong_learner_prefer_to_enter() -> None:
+    """Try all probabilities of entering: if truncation is termination, entering always lowers the return."""
     gamma = 0.99
     cut_short = sum(gamma**t for t in range(4))
     chances = np.linspace(0, 1, 101)
@@ -191,7 +191,7 @@ def test_timeout_reports_episodes_that_stayed() -> None:
     assert stayed == {0: {0.0}, 1: {1.0}} and 0.3 < np.mean(starts) < 0.7
 
 
-def test_impossible_options_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for build in (
         lambda: Timeout(prize=3, limit=4),
         lambda: Memory(length=0),

@@ -30,11 +30,11 @@ def group_of(env: Env, rows: int = 2, seed: int = 0, previous: bool = False, **m
 
 
 def flat(value: float, rows: int = 2) -> np.ndarray:
-    """The recorder's action `value` in every row, in [-1, 1] of [-2, 6]."""
+    """Return the recorder's action `value` for every row, scaled from [-2, 6] to [-1, 1]."""
     return np.full((rows, 1), (value - 2) / 4, np.float32)
 
 
-def test_cartpole_equals_the_bare_env_episode_after_episode() -> None:
+def test_cartpole_equals_the_unwrapped_env_in_every_episode() -> None:
     group, rng = group_of(Env(id="CartPole-v1"), rows=3, seed=5), np.random.default_rng(0)
     bare = [gymnasium.make("CartPole-v1") for _ in range(3)]
     numbers = [0, 0, 0]
@@ -57,7 +57,7 @@ def test_cartpole_equals_the_bare_env_episode_after_episode() -> None:
     assert min(numbers) > 3
 
 
-def test_registered_time_limit_truncates_and_a_setting_overrides_it() -> None:
+def test_registered_time_limit_is_used_and_a_setting_overrides_it() -> None:
     assert spec_of(Env(id="CartPole-v1")).episode_limit == 500
     assert spec_of(Env(id="CartPole-v1", frameskip=3)).episode_limit == 167
     group = group_of(Env(id="Pendulum-v1", time_limit=7))
@@ -112,7 +112,7 @@ def test_frame_stack_holds_the_last_frames_oldest_first() -> None:
     assert now.final_obs["obs"][1, 7, 7].tolist() == [2, 3, 4]
 
 
-def test_stacks_of_vectors_and_categories() -> None:
+def test_vectors_and_categories_are_stacked() -> None:
     group = group_of(Env(id="memory", options={"length": 3}, frame_stack=2))
     now = group.reset()
     first = now.obs["obs"][0].tolist()
@@ -141,7 +141,7 @@ def test_scalars_of_the_last_info_become_metrics() -> None:
     assert group.infos[0]["name"] == "x"
 
 
-def test_previous_action_and_reward_begin_at_zero() -> None:
+def test_previous_action_and_reward_are_zero_at_the_start_of_an_episode() -> None:
     group = group_of(Env(id=RECORDER, options={"length": 2}, reward_scale=2.0), previous=True)
     now = group.reset()
     assert not now.obs["previous.action"].any() and not now.obs["previous.reward"].any()
@@ -167,7 +167,7 @@ def test_every_episode_has_its_own_seed() -> None:
     assert min(end.seed for end in ends) >= 0 and max(end.seed for end in ends) < 2**31
 
 
-def test_seeds_can_be_given() -> None:
+def test_seeds_can_be_passed_as_a_function() -> None:
     group = group_of(Env(id=RECORDER, options={"length": 1}), seeds=lambda row, number: 100 * row + number)
     group.reset()
     group.step(flat(0))
@@ -175,7 +175,7 @@ def test_seeds_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("mask_in", ["obs", "info"])
-def test_masks_belong_to_the_observation_acted_on(mask_in: str) -> None:
+def test_mask_belongs_to_the_current_observation(mask_in: str) -> None:
     group = group_of(Env(id="masked", options={"mask_in": mask_in, "length": 3}), rows=3)
     now, total = group.reset(), 0.0
     assert group.spec.masked and "action_mask" not in now.obs
@@ -186,7 +186,7 @@ def test_masks_belong_to_the_observation_acted_on(mask_in: str) -> None:
     assert total == 36
 
 
-def test_every_space_at_once() -> None:
+def test_all_spaces_work_in_one_env() -> None:
     group, rng = group_of(Env(id="kitchen_sink"), rows=3), np.random.default_rng(0)
     now = group.reset()
     for _ in range(9):
@@ -198,7 +198,7 @@ def test_every_space_at_once() -> None:
     assert now.obs["words"].dtype == np.int32 and now.obs["code"].max() < 3 and now.obs["vector"].dtype == np.float32
 
 
-def test_rendering_rows_and_ends() -> None:
+def test_rows_are_rendered_also_at_the_end_of_an_episode() -> None:
     env = Env(id=RECORDER, options={"length": 3})
     group = group_of(env, render=True)
     last: list[int] = []
@@ -235,7 +235,7 @@ def test_rendering_rows_and_ends() -> None:
         ("old_step", EnvError, "wrong form"),
     ],
 )
-def test_a_later_contract_violation_names_row_episode_and_key(fault: str, kind: type, output: str) -> None:
+def test_contract_violation_after_the_probe_names_row_and_episode(fault: str, kind: type, output: str) -> None:
     env = Env(id="bad_envs.py:BadEnv", options={"fault": fault, "at": 30}, time_limit=40)
     group = group_of(env, rows=2, first_row=6)
     group.reset()
@@ -250,7 +250,7 @@ def test_a_later_contract_violation_names_row_episode_and_key(fault: str, kind: 
         assert "bad_envs.py" in caught.value.details and "vector.py" not in caught.value.details
 
 
-def test_without_strict_dtypes_are_converted() -> None:
+def test_dtypes_are_converted_if_strict_is_off() -> None:
     group = group_of(Env(id="bad_envs.py:BadEnv", options={"fault": "float64"}, strict=False))
     group.reset()
     for step in range(1, 6):
@@ -258,13 +258,13 @@ def test_without_strict_dtypes_are_converted() -> None:
         assert now.obs["obs"].dtype == np.float32 and (now.obs["obs"] == step).all()
 
 
-def test_a_nan_action_is_named() -> None:
+def test_nan_action_is_refused_with_its_row() -> None:
     group = group_of(Env(id="CartPole-v1"))
     group.reset()
     with pytest.raises(DivergedError, match=r"row 1.*action is"):
         group.step(np.array([[0], [np.nan]], np.float32))
 
 
-def test_an_env_that_differs_from_the_probed_one_is_refused() -> None:
+def test_env_that_differs_from_the_probed_one_is_refused() -> None:
     with pytest.raises(UseError, match="expected"):
         make_group(GroupConfig(Env(id="CartPole-v1"), spec_of(Env(id="Pendulum-v1")), 1, 0, BASE), native="never")

@@ -1,4 +1,4 @@
-"""Doom on ViZDoom's engine: names, ends, determinism, actions, and clean-up."""
+"""Doom with ViZDoom: names, ends, determinism, actions, and clean-up."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ BASE = [Path(__file__).parent]
 
 
 def engines(instance: str) -> list[int]:
-    """The engine processes of one game."""
+    """Return the pids of the engine processes of one game."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
         (Env(id="doom:my_way_home", options={"variables": True}), "no game variables", "remove"),
     ],
 )
-def test_unknown_names_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
+def test_invalid_names_and_options_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
         make_env(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
@@ -84,7 +84,7 @@ def test_timeouts_truncate_and_the_last_image_is_never_black(tmp_path: Path, mon
     assert (terminated, truncated) == (False, True) and reward < 0
     assert obs.any() and np.array_equal(obs, before)
     env.close()
-    assert list(tmp_path.iterdir()) == []  # the engine's files are elsewhere
+    assert list(tmp_path.iterdir()) == []  # the engine writes its files elsewhere
     env = Doom("take_cover", frameskip=20)
     env.reset(seed=1)
     assert next(end for _ in range(200) if any(end := env.step(0)[2:4])) == (True, False)
@@ -92,7 +92,7 @@ def test_timeouts_truncate_and_the_last_image_is_never_black(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("scenario", ["basic", "deathmatch"])
-def test_episodes_are_deterministic_whatever_came_before(scenario: str) -> None:
+def test_episodes_are_deterministic_and_independent_of_earlier_ones(scenario: str) -> None:
     assert scenario in scenarios()
     env, other = Doom(scenario), Doom(scenario)
     first = played(env, 5, 40)
@@ -102,7 +102,7 @@ def test_episodes_are_deterministic_whatever_came_before(scenario: str) -> None:
     other.close()
 
 
-def test_buttons_one_by_one_or_together() -> None:
+def test_buttons_are_separate_or_in_groups() -> None:
     env = Doom("deadly_corridor", actions="any", grey=True, height=36, width=64, variables=True)
     assert env.action_space == spaces.MultiBinary(7)
     obs, _ = env.reset(seed=0)
@@ -116,7 +116,7 @@ def test_buttons_one_by_one_or_together() -> None:
     env.close()
 
 
-def test_a_video_shows_the_screen_as_rendered() -> None:
+def test_video_shows_the_rendered_screen() -> None:
     env = make_env(Env(id="doom:basic"), BASE, render=True)
     env.reset(seed=0)
     assert env.render().shape == (120, 160, 3) and env.render().std() > 10
@@ -124,7 +124,7 @@ def test_a_video_shows_the_screen_as_rendered() -> None:
 
 
 @pytest.mark.parametrize("first", ["owner", "engine"])
-def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: Path, first: str) -> None:
+def test_killed_process_leaves_no_engine_shared_memory_or_folder(tmp_path: Path, first: str) -> None:
     code = "import time; from tiltyard.envs.suites.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
     code += "print(env._game.get_instance_id(), flush=True); time.sleep(60)"
     child = subprocess.Popen(
@@ -137,7 +137,7 @@ def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: 
     assert child.stdout is not None
     instance = child.stdout.readline().strip()
     assert len(engines(instance)) == 1 and len(shared(instance)) == 3 and len(list(tmp_path.iterdir())) == 1
-    if first == "engine":  # its name cannot be read any more
+    if first == "engine":  # its name can no longer be read
         os.kill(engines(instance)[0], signal.SIGKILL)
     child.kill()
     child.wait()
@@ -147,7 +147,7 @@ def test_a_killed_process_leaves_neither_engine_nor_memory_nor_folder(tmp_path: 
     assert engines(instance) == [] and shared(instance) == [] and list(tmp_path.iterdir()) == []
 
 
-def test_signals_to_the_whole_group_do_not_end_the_engine() -> None:
+def test_signal_to_the_process_group_does_not_end_the_engine() -> None:
     code = "import signal, sys; from tiltyard.envs.suites.vizdoom import Doom; env = Doom('basic'); env.reset(seed=1)\n"
     code += "signal.signal(signal.SIGINT, lambda *_: None); print('up', flush=True); sys.stdin.readline()\n"
     code += "print(env.step(0)[1], flush=True); env.close()"

@@ -1,4 +1,4 @@
-"""Envs in this process: one that hangs is interrupted, one in a debugger is not."""
+"""The watchdog of envs in this process: it interrupts hung envs, but not envs in a debugger."""
 
 import bdb
 import os
@@ -14,24 +14,24 @@ def stuck(sentence: str) -> None:
     raise AssertionError(sentence)
 
 
-def test_a_call_that_does_not_return_is_interrupted() -> None:
+def test_hung_call_is_interrupted() -> None:
     with Watchdog(0.5, 60.0, stuck), calling_envs(), pytest.raises(TimeoutError, match=r"step\(\) within 0.5 s"):
         time.sleep(100)
 
 
-def test_a_reset_may_take_longer_and_other_code_any_time() -> None:
+def test_reset_has_a_longer_timeout_and_other_code_has_none() -> None:
     with Watchdog(0.5, 60.0, stuck):
         time.sleep(1.5)
         with calling_envs(RESETTING):
             time.sleep(1.5)
 
 
-def test_a_debugger_may_take_any_time() -> None:
+def test_debugger_has_no_timeout() -> None:
     with Watchdog(0.5, 60.0, stuck), calling_envs():
         bdb.Bdb().runcall(lambda: time.sleep(1.5))
 
 
-def test_other_signals_go_to_the_previous_handler() -> None:
+def test_signals_from_elsewhere_reach_the_previous_handler() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     try:

@@ -1,4 +1,4 @@
-"""The loop's decisions: when it stops, what it saves and keeps, what it records; each seen in the run folder."""
+"""Decisions of the training loop, as seen in the run folder: when it stops, what it saves, keeps and records."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,13 @@ def train(*overrides: str, **sections: Any) -> Run:
         ("return=1", "stop.return=1.0 reached"),
     ],
 )
-def test_the_first_condition_met_is_named(runs: Path, setting: str, reason: str) -> None:
+def test_reason_names_the_first_stop_condition_that_is_met(runs: Path, setting: str, reason: str) -> None:
     run = train(f"stop.{setting}", "eval.every=32")
     status = run.status()
     assert status["state"] == "finished" and status["reason"].startswith(reason)
 
 
-def test_frames_are_env_steps_times_the_frameskip(runs: Path) -> None:
+def test_frames_are_env_steps_times_frameskip(runs: Path) -> None:
     run = train("stop.env_steps=64", "env.frameskip=4", "env.time_limit=5")
     progress = run.status()["progress"]
     assert progress["env_steps"] == 64
@@ -63,7 +63,7 @@ def steps(run: Run) -> list[int]:
     return [one.env_steps for one in checkpoint.list_checkpoints(run)]
 
 
-def test_intervals_in_env_steps_updates_and_seconds(runs: Path) -> None:
+def test_checkpoints_are_saved_at_intervals_of_env_steps_updates_or_seconds(runs: Path) -> None:
     keep = "save.last=100"
     assert steps(train("stop.env_steps=160", keep, "save.env_steps=64")) == [64, 128, 160]
     assert steps(train("stop.env_steps=160", keep, "save.updates=2")) == [64, 128, 160]
@@ -71,13 +71,13 @@ def test_intervals_in_env_steps_updates_and_seconds(runs: Path) -> None:
     assert steps(train("stop.env_steps=160", keep, "save.seconds=1000")) == [160]
 
 
-def test_last_and_milestones_are_kept(runs: Path) -> None:
+def test_last_checkpoints_and_milestones_are_kept(runs: Path) -> None:
     run = train("stop.env_steps=320", "save.updates=1", "save.last=2", "save.milestones=[64, 100]")
     assert steps(run) == [64, 128, 288, 320]
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_best_is_kept_by_the_metric_and_mode_asked_for(tiltyard: Command, runs: Path, mode: str) -> None:
+def test_best_checkpoint_is_kept_by_the_set_metric_and_mode(tiltyard: Command, runs: Path, mode: str) -> None:
     run = train(
         "stop.env_steps=320", "eval.every=32", "save.last=1", "save.best=1", f"save.mode={mode}", "save.metric=eval/length",
         "algo.lr=0.05", "eval.episodes=1",
@@ -89,7 +89,7 @@ def test_best_is_kept_by_the_metric_and_mode_asked_for(tiltyard: Command, runs: 
     assert shown["lengths"] == [wanted] and shown["env_steps"] == steps(run)[0]
 
 
-def test_every_recorded_metric_is_in_the_table_and_shares_add_up(runs: Path) -> None:
+def test_every_recorded_metric_is_described_and_time_fractions_add_up(runs: Path) -> None:
     run = train("stop.env_steps=320", "eval.every=64", "save.updates=3")
     records = metrics.read(run.metrics_file)
     names = {name for record in records for name in record["metrics"]}
@@ -100,12 +100,12 @@ def test_every_recorded_metric_is_in_the_table_and_shares_add_up(runs: Path) -> 
         assert sum(shares) == pytest.approx(1.0, abs=0.02)
 
 
-def test_records_can_be_fewer(runs: Path) -> None:
+def test_track_every_reduces_the_number_of_records(runs: Path) -> None:
     run = train("stop.env_steps=320", "track.every=4")
     assert [record["updates"] for record in metrics.read(run.metrics_file)] == [4, 8, 10]
 
 
-def test_an_env_that_does_not_replay_is_said_and_starts_fresh_episodes(runs: Path, tmp_path: Path) -> None:
+def test_env_with_other_results_in_a_rerun_is_reported_and_the_run_continues(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "moody.py").write_text(
         "import os\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -123,9 +123,7 @@ def test_an_env_that_does_not_replay_is_said_and_starts_fresh_episodes(runs: Pat
     assert run.status()["progress"]["env_steps"] == 128
 
 
-def test_a_profile_sets_engine_save_and_track_and_the_environment(
-    tiltyard: Command, runs: Path, tmp_path: Path
-) -> None:
+def test_profile_sets_settings_and_environment_variables(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "tiltyard.yaml").write_text(
         "profiles:\n  small: {set: {engine.envs: 2, track.tensorboard: false}, environment: {FROM_PROFILE: seen}}\n"
     )
@@ -152,13 +150,13 @@ def test_a_profile_sets_engine_save_and_track_and_the_environment(
     assert "did you mean 'small'" in tiltyard(*words, "--on", "smal", expect=2).stderr
 
 
-def test_a2c_is_the_same_update_once_and_unclipped(runs: Path) -> None:
+def test_a2c_has_one_epoch_and_no_clipping(runs: Path) -> None:
     run = product.train({**TINY, "algo": {"id": "a2c", "rollout": 16}, "stop": {"env_steps": 96}}, live=False)
     record = metrics.read(run.metrics_file)[-1]["metrics"]
     assert record["learn/epochs"] == 1 and record["learn/clip_fraction"] == 0
 
 
-def test_version(tiltyard: Command) -> None:
+def test_version_is_printed(tiltyard: Command) -> None:
     assert tiltyard("version").stdout == f"{product.__version__}\n" == tiltyard("--version").stdout
     assert json.loads(tiltyard("version", "--json").stdout)["tiltyard"] == product.__version__
 
@@ -168,7 +166,7 @@ def test_train_return_counts_only_a_full_window(runs: Path) -> None:
     assert run.status()["progress"]["episodes"] >= 100
 
 
-def test_a_fork_that_changes_the_env_forgets_the_old_returns(tiltyard: Command, runs: Path) -> None:
+def test_fork_with_another_env_ignores_the_returns_of_its_parent(tiltyard: Command, runs: Path) -> None:
     train("stop.env_steps=64", "eval.every=32", "name=parent", "resume=never")
     tiltyard("fork", "parent", "env.time_limit=3", "stop.return=5", "stop.env_steps=128", "name=child")
     child = find("child", runs)
@@ -186,7 +184,7 @@ def test_a_fork_that_changes_the_env_forgets_the_old_returns(tiltyard: Command, 
     assert any(weights[0][name].tobytes() != weights[1][name].tobytes() for name in weights[0])
 
 
-def test_a_milestone_at_the_last_step_is_kept_for_good(runs: Path) -> None:
+def test_milestone_at_the_last_env_step_is_kept_after_a_resume(runs: Path) -> None:
     run = train(
         "stop.env_steps=64", "save.milestones=[64]", "save.last=1", "save.best=0", eval={"every": 0, "episodes": 1}
     )
@@ -194,7 +192,7 @@ def test_a_milestone_at_the_last_step_is_kept_for_good(runs: Path) -> None:
     assert steps(run) == [64, 192]
 
 
-def test_what_cannot_be_done_to_a_run_is_refused(tiltyard: Command, runs: Path) -> None:
+def test_changes_that_a_run_does_not_allow_are_refused(tiltyard: Command, runs: Path) -> None:
     train("stop.env_steps=32", "name=kept")
     assert "continues from its own checkpoints" in tiltyard("resume", "kept", "resume=/nowhere", expect=2).stderr
     assert "ranked by eval/return" in tiltyard("resume", "kept", "save.metric=train/return", expect=2).stderr
@@ -203,7 +201,7 @@ def test_what_cannot_be_done_to_a_run_is_refused(tiltyard: Command, runs: Path) 
     assert "did you mean 'eval/return'" in done.stderr
 
 
-def test_a_seed_that_fails_does_not_take_the_others_with_it(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_failed_seed_does_not_prevent_the_other_seeds(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
         "class Picky(CartPoleEnv):\n"
@@ -218,10 +216,10 @@ def test_a_seed_that_fails_does_not_take_the_others_with_it(tiltyard: Command, r
     assert [Run(folder).state for folder in sorted(runs.glob("*/0*"))] == ["failed", "failed"]
 
 
-def test_a_run_that_failed_says_how_far_it_came(
+def test_status_of_a_failed_run_has_its_last_progress(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where updates follow faster than status.json is written, and where a resume fails earlier than before."""
+    """Also if updates are faster than writes of status.json, and if a resume fails earlier than the first attempt."""
     (tmp_path / "tires.py").write_text(
         "import os\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -264,7 +262,7 @@ def weights_of(run: product.Run) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in tree.items()}
 
 
-def test_dropout_follows_the_seed_of_the_run_and_not_the_program_around_it(runs: Path, tmp_path: Path) -> None:
+def test_dropout_depends_on_the_seed_of_the_run_and_not_on_torchs_global_seed(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPOUT)
     torch.manual_seed(3)
     whole = train("stop.env_steps=256", "model.id=drops.py")
@@ -280,7 +278,7 @@ def test_dropout_follows_the_seed_of_the_run_and_not_the_program_around_it(runs:
     assert weights_of(whole) == weights_of(parts) != weights_of(other)
 
 
-def test_evaluations_have_no_dropout_and_leave_training_alone(runs: Path, tmp_path: Path) -> None:
+def test_evaluations_use_no_dropout_and_do_not_change_training(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPOUT)
     one = train("stop.env_steps=256", "model.id=drops.py")
     two = train("stop.env_steps=256", "model.id=drops.py", "eval.every=32")
@@ -290,7 +288,7 @@ def test_evaluations_have_no_dropout_and_leave_training_alone(runs: Path, tmp_pa
     assert len({policy.act([0.01, 0.02, 0.03, 0.04]) for _ in range(20)}) == 1
 
 
-def test_the_previous_reward_is_the_same_in_training_and_evaluation(runs: Path) -> None:
+def test_previous_reward_is_the_same_in_training_and_evaluation(runs: Path) -> None:
     run = train("stop.env_steps=64", "model.previous=true", "env.reward_scale=0.01")
     measured = product.evaluate(run, episodes=3, rollouts=runs.parent / "data", save_info=False)
     episodes = list(product.read_episodes(runs.parent / "data"))
@@ -309,7 +307,7 @@ def test_the_previous_reward_is_the_same_in_training_and_evaluation(runs: Path) 
     assert total == measured.returns[0]
 
 
-def test_settings_of_the_built_in_model_are_refused_with_a_model_of_ones_own(
+def test_settings_of_the_built_in_model_are_refused_with_a_custom_model(
     tiltyard: Command, runs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "drops.py").write_text(DROPOUT)
@@ -317,10 +315,10 @@ def test_settings_of_the_built_in_model_are_refused_with_a_model_of_ones_own(
         "train", "CartPole-v1", "model.id=drops.py", "model.hidden=[512]", "model.memory.kind=lstm", expect=2
     )
     assert "model.hidden" in done.stderr and "model.memory.kind" in done.stderr and "2 problems" in done.stderr
-    tiltyard("train", "CartPole-v1", "model.id=drops.py", "--debug")  # whose preset makes layers small
+    tiltyard("train", "CartPole-v1", "model.id=drops.py", "--debug")  # its preset sets small layers, which is allowed
 
 
-def test_sampling_workers_draw_apart(runs: Path) -> None:
+def test_evaluation_workers_sample_with_different_random_streams(runs: Path) -> None:
     run = train("stop.env_steps=64")
     returns = product.evaluate(run, episodes=8, greedy=False, workers=2).returns
     assert [a for a, b in zip(returns[::2], returns[1::2], strict=True) if a != b], "two workers, two streams"

@@ -1,4 +1,4 @@
-"""Whether an engine learns with the numbers that it was told, asked of one that has other numbers."""
+"""The check that an engine uses the changed settings, run on an engine with other values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def learned() -> Iterator[tuple[Engine, Report]]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_number_that_may_move_is_asked_for_after_the_restore_and_after_the_update(
+def test_wrong_value_is_detected_after_the_restore_and_after_the_update(
     name: str, learned: tuple[Engine, Report]
 ) -> None:
     engine, report = learned
@@ -44,7 +44,7 @@ def test_every_number_that_may_move_is_asked_for_after_the_restore_and_after_the
         check_learned(other, told, engine, report.metrics)
 
 
-def test_the_numbers_that_were_told_pass(learned: tuple[Engine, Report]) -> None:
+def test_correct_values_pass(learned: tuple[Engine, Report]) -> None:
     engine, report = learned
     told = [f"algo.{name}" for name in OTHERS]
     check_restored(experiment(), told, engine)
