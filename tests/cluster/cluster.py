@@ -1,4 +1,4 @@
-"""A throw-away Slurm for tests, and a few queries."""
+"""Temporary Slurm clusters for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_slurm = pytest.mark.skipif(
 
 
 class Cluster:
-    """One throw-away Slurm in a folder with a short path, because socket paths in it are long."""
+    """A temporary Slurm cluster, in a folder with a short path because the length of socket paths is limited."""
 
     def __init__(self, *options: str, conf: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
@@ -50,7 +50,7 @@ class Cluster:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, *command: str) -> str:
-        """Run one of Slurm's commands; returns its output."""
+        """Run a Slurm command and return its stdout."""
         done = subprocess.run(
             command, env={**os.environ, "SLURM_CONF": str(self.conf)}, capture_output=True, text=True, timeout=60
         )

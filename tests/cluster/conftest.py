@@ -1,4 +1,4 @@
-"""Clusters for tests: a shared one, and others with special options."""
+"""Fixtures for Slurm clusters: a shared one, and separate ones with special options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shared_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The shared cluster, with a site file whose profile is called cluster."""
+    """The shared cluster, with a site file that has the profile `cluster`."""
     return _enter(shared_cluster, monkeypatch)
 
 

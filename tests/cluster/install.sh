@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Debian's Slurm, from which tests start their own clusters, if possible: as root, with apt-get.
-# Nothing is configured or started. Elsewhere it prints which tests are skipped.
+# Installs the Slurm packages of Debian, if run as root and with apt-get: tests start their own clusters from them.
+# Nothing is configured or started. Without root or apt-get it prints which tests are skipped.
 #
 #   install.sh STAMP      STAMP is touched when everything is installed
 packages="slurmctld slurmd slurm-client munge libfaketime"
@@ -19,7 +19,7 @@ skipped() {
 complete || {
     [ "$(id -u)" = 0 ] || skipped "Slurm is not installed, and only root may install it"
     command -v apt-get >/dev/null || skipped "Slurm and apt-get are not installed"
-    # A policy file keeps apt from starting the daemons; one that is there already is left alone.
+    # A policy file keeps apt from starting the daemons; an existing one is not changed.
     policy=/usr/sbin/policy-rc.d
     [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy && trap 'rm -f $policy' EXIT; }
     output=$(apt-get update 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $packages 2>&1) ||

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A real, throw-away Slurm cluster on one machine, for tests. It starts in less than a second.
+# A real, temporary Slurm cluster on one machine, for tests. It starts in less than a second.
 #
-#   mini_slurm.sh up     DIR [options]   start (or complete) the cluster living in DIR
+#   mini_slurm.sh up     DIR [options]   start the cluster in DIR, or its missing parts
 #   mini_slurm.sh down   DIR [--wipe]    stop every process of it (--wipe: empty DIR too)
-#   mini_slurm.sh status DIR             daemons + nodes; exit 0 only if all are well
+#   mini_slurm.sh status DIR             print daemons and nodes; exit 0 only if all are up
 #   mini_slurm.sh env    DIR             print "export SLURM_CONF=..." for eval
-#   mini_slurm.sh kill-node  DIR NODE    make NODE drop dead (slurmd + its jobs, SIGKILL)
-#   mini_slurm.sh start-node DIR NODE    bring a dead NODE back
+#   mini_slurm.sh kill-node  DIR NODE    kill slurmd and the jobs of NODE with SIGKILL
+#   mini_slurm.sh start-node DIR NODE    start a killed NODE again
 #   mini_slurm.sh restart-ctld DIR       stop and start slurmctld (state is kept)
 #
 # Options of "up" (remembered in DIR/etc/mini.env, so a later "up DIR" needs none):
@@ -23,15 +23,15 @@
 #                  --signal and requeue delays then pass in 1/N of the time          [1]
 #   --fresh        forget earlier jobs and logs (job ids start at 1 again)
 #
-# plain: every slurmd runs in the same network/PID world and differs by port only
-#        (Debian builds Slurm with MULTIPLE_SLURMD).  Needs no privilege at all: run
-#        it as any user, who is then SlurmUser and the only one who can run jobs.
+# plain: all slurmd processes share network and PIDs and differ only by port
+#        (Debian builds Slurm with MULTIPLE_SLURMD).  Needs no privileges: run it as
+#        any user, who is then SlurmUser and the only user who can run jobs.
 #        `hostname` and the IP address are the same on all "nodes".
-# netns: every slurmd lives in its own network, PID, mount, IPC and UTS namespace
+# netns: every slurmd has its own network, PID, mount, IPC and UTS namespace
 #        with its own host name, IP address, /dev/shm and /tmp/ray.  Needs root.
 #        Programs that expect one instance per host (Ray) then run unchanged.
 #
-# Everything lives below DIR (conf, key, logs, state, pids); nothing in /etc or /var is
+# Everything is below DIR (conf, key, logs, state, pids); nothing in /etc or /var is
 # read or written.  Packages: slurmctld slurmd slurm-client munge (+ iproute2 for netns).
 set -euo pipefail
 export PATH=$PATH:/usr/sbin:/sbin
@@ -52,7 +52,7 @@ CONF=$ETC/slurm.conf SOCK=$RUN/munge.sock
 TAG=$(printf %s "$DIR" | cksum | awk '{printf "%05x", $1 % 1048576}')  # names this cluster
 
 # ---------------------------------------------------------------- processes
-# A pid file holds "PID STARTTIME": a recycled pid never passes for ours.  Zombies count
+# A pid file holds "PID STARTTIME": a reused pid is never mistaken for ours.  Zombies count
 # as dead (in containers pid 1 may reap late or never).
 start_time() {  # start_time PID -> clock ticks since boot; fails if gone or zombie
     local s; s=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
@@ -61,7 +61,7 @@ start_time() {  # start_time PID -> clock ticks since boot; fails if gone or zom
     echo "${20}"
 }
 record()  { echo "$2 $(start_time "$2" || echo 0)" > "$RUN/$1.pid"; }
-pid_of()  {  # pid_of NAME -> prints the pid if that very process still lives
+pid_of()  {  # pid_of NAME -> prints the pid if the same process is still running
     local p t; [[ -r $RUN/$1.pid ]] && read -r p t < "$RUN/$1.pid" || return 1
     [[ $(start_time "$p") == "$t" ]] && echo "$p"
 }
@@ -83,9 +83,9 @@ launch() {  # launch NAME CMD...: own session, no inherited stdio or lock fd
     record "$name" "$p"
 }
 # Kill what jobs left behind, optionally on one node only.  First every slurmstepd that has
-# our slurmd log open (its environment is overwritten by its title, so that is no help),
-# then every process whose environment says it is a job of this very cluster, even one that
-# became a daemon and so escaped Slurm (proctrack/linuxproc follows parent pids only).
+# our slurmd log open (its environment cannot be read: its title overwrites it),
+# then every process with the environment of a job of this cluster, even one that became
+# a daemon and so escaped Slurm (proctrack/linuxproc follows parent pids only).
 sweep_jobs() {
     local node=${1:-} f p found round
     for round in 1 2 3; do
@@ -109,7 +109,7 @@ sweep_jobs() {
 
 # ---------------------------------------------------------------- configuration
 port_free() { ! (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-find_port() {  # a run of NODES+1 free ports, starting at a place that depends on DIR
+find_port() {  # NODES+1 consecutive free ports; the first one tried depends on DIR
     local base=$((20000 + 0x$TAG % 400 * 25)) i tries
     for ((tries = 0; tries < 200; tries++, base += 25)); do
         ((base < 32000)) || base=20000
@@ -182,9 +182,9 @@ MaxJobCount=5000
 MaxArraySize=1001
 JobRequeue=1
 EOF
-    # Listen on loopback only.  Slurm then binds to whatever our host name stands for, so
-    # this works just where that is 127.0.0.1; elsewhere it listens on all interfaces and
-    # munge alone keeps strangers out.
+    # Listen on loopback only.  Slurm then binds to the address of our host name, so
+    # this works only if that is 127.0.0.1; otherwise it listens on all interfaces, and
+    # only munge protects it.
     if [[ $MODE == plain && $(getent ahostsv4 "$(hostname)" 2>/dev/null | awk 'NR==1{print $1}') == 127.0.0.1 ]]; then
         echo "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" >> "$CONF"
     fi
@@ -271,7 +271,7 @@ start_munge() {
     rm -f "$SOCK" "$SOCK.lock"
     [[ -s $ETC/munge.key ]] || { (umask 077; head -c 128 /dev/urandom > "$ETC/munge.key"); }
     chmod 600 "$ETC/munge.key"
-    # --force: do not insist on the permissions of the directories above DIR
+    # --force: ignore the permissions of the directories above DIR
     launch munged munged --foreground --force --key-file="$ETC/munge.key" --socket="$SOCK" \
         --pid-file="$RUN/munged.own.pid" --log-file="$LOG/munged.log" --seed-file="$RUN/munged.seed"
     local i; for ((i = 0; i < 100; i++)); do [[ -S $SOCK ]] && return; sleep 0.05; done
@@ -284,7 +284,7 @@ start_ctld() {
         local lib; for lib in /usr/lib/*/faketime/libfaketimeMT.so.1 /usr/lib*/faketime/libfaketimeMT.so.1; do
             [[ -e $lib ]] && break; done
         [[ -e $lib ]] || die "--speed needs libfaketime: apt-get install libfaketime"
-        # only the controller: it alone counts time limits; clients then show odd elapsed times
+        # only the controller, which counts time limits; clients then show odd elapsed times
         pre=(env LD_PRELOAD="$lib" FAKETIME="+0 x$SPEED" FAKETIME_DONT_FAKE_MONOTONIC=1)
     fi
     SLURM_CONF=$CONF launch slurmctld "${pre[@]}" slurmctld -D -f "$CONF"
@@ -296,7 +296,7 @@ start_node() {
     if [[ $MODE == plain ]]; then
         launch "$n" slurmd -D -N "$n" -f "$CONF"
     else
-        [[ -d /tmp/ray ]] || mkdir -m 1777 /tmp/ray   # only a mount point for the node's own
+        [[ -d /tmp/ray ]] || mkdir -m 1777 /tmp/ray   # only a mount point for that of the node
         launch "$n" unshare --net --mount --uts --ipc --pid --fork --kill-child=KILL --mount-proc \
             bash "$ETC/node-init.sh" "$DIR" "$n" "$SUBNET.$((${n#node} + 10))"
         p=$(pid_of "$n") || die "$n did not start: $(cat "$LOG/$n.out")"
@@ -308,10 +308,10 @@ start_node() {
         ip link set "v$TAG${n#node}" master "$BR" up
     fi
 }
-kill_node() {  # as a power cut: no farewell to the controller
+kill_node() {  # like a power failure: the controller is not notified
     local n=$1 p c
     if p=$(pid_of "$n"); then
-        if [[ $MODE == netns ]]; then   # the namespace's pid 1 takes all its processes along
+        if [[ $MODE == netns ]]; then   # killing pid 1 of the namespace kills all its processes
             for c in $(cat "/proc/$p/task/$p/children" 2>/dev/null); do kill -KILL "$c" 2>/dev/null || true; done
         fi
         kill -KILL "$p" 2>/dev/null || true; wait_gone "$p" 5 || true
@@ -319,7 +319,7 @@ kill_node() {  # as a power cut: no farewell to the controller
     [[ $MODE == netns || ${2:-} == nosweep ]] || sweep_jobs "$n"
     rm -f "$RUN/$n.pid" "$DIR/spool/$n/${n}_"*
 }
-wait_ready() {  # by the wall clock: against a dead controller each sinfo takes long
+wait_ready() {  # counts seconds, not tries: with a dead controller each sinfo takes long
     local n=0 end=$((SECONDS + 30)); export SLURM_CONF=$CONF
     while ((SECONDS < end)); do
         n=$(timeout 5 sinfo -h -N -o '%N %t' 2>/dev/null | sort -u | awk '$2 ~ /^(idle|mix|alloc|comp)$/' | wc -l) || n=0

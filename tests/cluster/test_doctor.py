@@ -1,4 +1,4 @@
-"""`tiltyard doctor --on`: a short job that checks the nodes of a real Slurm, and how bad ones are excluded."""
+"""`tiltyard doctor --on`: a short job checks the nodes of a real Slurm cluster, and bad nodes are excluded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Put = Callable[..., Path]
 
 @pytest.fixture
 def on_node2(cluster: Cluster, tmp_path: Path) -> Put:
-    """Give all nodes an interpreter that behaves differently on node2; the profile requests both nodes."""
+    """Write a profile with both nodes and a Python wrapper that first runs `command` on node2."""
 
     def put(command: str) -> Path:
         path = tmp_path / "python"
@@ -104,7 +104,7 @@ def test_run_excludes_bad_nodes(tiltyard: Command, cluster: Cluster, runs: Path)
 
 @pytest.mark.slow
 @pytest.mark.skipif(FAKETIME is None, reason="no libfaketime here: apt-get install libfaketime")
-def test_wrong_clock_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_wrong_clock_on_one_node_is_reported(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2(f"export LD_PRELOAD={FAKETIME} FAKETIME=+100s")
     output = tiltyard("doctor", "--on", "both", "--json", expect=1)
     found = findings(output.stdout, "node2")
@@ -116,7 +116,9 @@ def test_wrong_clock_on_one_node(tiltyard: Command, cluster: Cluster, runs: Path
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to cut a node off")
-def test_unreachable_node(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_unreachable_node_is_reported_and_marked_as_bad(
+    tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put
+) -> None:
     on_node2(f'exec unshare --net {sys.executable} "$@"')
     output = tiltyard("doctor", "--on", "both", expect=1)
     assert "bad   node2      reach      cannot be reached from node1 (" in output.stdout
@@ -124,7 +126,7 @@ def test_unreachable_node(tiltyard: Command, cluster: Cluster, runs: Path, on_no
 
 
 @pytest.mark.slow
-def test_node_without_a_report(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
+def test_node_without_a_report_is_reported(tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put) -> None:
     on_node2("echo no such image >&2; exit 1")
     output = tiltyard("doctor", "--on", "both", "--json", expect=1)
     assert findings(output.stdout, "node2").keys() == {"checkup"}

@@ -1,4 +1,4 @@
-"""A grid of trainings with several seeds as one array on a real Slurm: every trial runs once, the failed one again."""
+"""A grid with several seeds as one job array of a real Slurm cluster: each trial runs once, and a failed one again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_grid_of_trainings_is_one_array_and_a_failed_trial_is_retried(
     """TILTYARD_LONG=1 runs the 3 x 2 grid with 5 seeds."""
     Path("fragile.py").write_text(FRAGILE)
     bad = tmp_path / "bad"
-    bad.write_text("2")  # the array's third task
+    bad.write_text("2")  # the third task of the array
     experiment = {
         "env": {"id": "fragile.py", "time_limit": 500, "options": {"bad": str(bad)}},
         "name": "grid",

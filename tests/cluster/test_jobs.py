@@ -1,4 +1,4 @@
-"""A run as a job of a real Slurm: submitted, followed, listed, stopped, resumed, refused."""
+"""Runs as jobs of a real Slurm cluster: submitted, followed, listed, stopped, resumed, refused."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Clus
     status = run.status()
     assert status["job"]["id"] == outcome["job"] and status["job"]["profile"] == "cluster"
     assert f"job {outcome['job']} is running on node" in output.stderr
-    assert "finished: stop.env_steps=2,048 reached" in output.stderr  # the run's own log
+    assert "finished: stop.env_steps=2,048 reached" in output.stderr  # from the log of the run
     ended(cluster, run)
     assert cluster.state(outcome["job"]) == "COMPLETED"
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds.count("started") == 2 and kinds.index("submitted") < kinds.index("started")
-    # A finished run can be resumed as a job or here, with changed settings.
+    # A finished run can be resumed with new settings, as a job or on this host.
     tiltyard("resume", run.id, "stop.env_steps=3072", "notes='; $(touch never)'", "--detach")
     assert run.status()["state"] == "queued"
     output = tiltyard("logs", "-f", run.id)
@@ -70,7 +70,7 @@ def test_run_is_submitted_followed_and_finished(tiltyard: Command, cluster: Clus
 def test_queued_job_keeps_its_files_and_can_be_stopped(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Submitted to a full cluster from an oddly named folder, then its sources are edited; stopped while pending; run."""
+    """Submit to a full cluster from an oddly named folder, stop while pending, resume, edit the sources, then run."""
     odd = tmp_path / 'it\'s 100% "odd"; $(touch never)'
     odd.mkdir()
     monkeypatch.chdir(odd)
@@ -143,14 +143,14 @@ def test_ctrl_c_stops_following_and_not_the_job(cluster: Cluster, runs: Path) ->
     assert child.returncode == 130 and f"follow it again with: tiltyard logs -f {run.id}" in output, output
     job = run.status()["job"]["id"]
     assert (cluster.state(job), run.state) == ("RUNNING", "running")
-    cluster.run("scancel", job)  # cancelled from outside: it saves, and no process is left
+    cluster.run("scancel", job)  # cancelled by another program: it saves, and no process is left
     ended(cluster, run)
     wait_for(lambda: run.state == "stopped", "a stopped run")
     left = subprocess.run(["pgrep", "-f", str(run.folder)], capture_output=True, text=True).stdout
     assert left == ""
 
 
-def test_two_jobs_at_once_one_per_seed(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_seeds_are_submitted_as_one_job_each(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", "--seeds", "1,2", "--detach")
     found = [Run(Path(folder)) for folder in output.stdout.split()]
     assert len({run.status()["job"]["id"] for run in found}) == 2
@@ -173,7 +173,9 @@ def test_dry_run_prints_the_script_and_creates_nothing(tiltyard: Command, cluste
         ("    slurm: {account: x, extra: ['--nodelist=unknown']}\n", "Slurm refused the job"),
     ],
 )
-def test_slurm_refuses_a_job(tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str) -> None:
+def test_job_refused_by_slurm_is_reported(
+    tiltyard: Command, cluster: Cluster, runs: Path, lines: str, words: str
+) -> None:
     site(lines)
     output = tiltyard("train", "CartPole-v1", *SHORT, "--on", "cluster", expect=1)
     run = find("last")
@@ -183,10 +185,10 @@ def test_slurm_refuses_a_job(tiltyard: Command, cluster: Cluster, runs: Path, li
 
 
 @pytest.mark.parametrize("kind", ["missing", "slow"])
-def test_sbatch_that_is_missing_or_slow(
+def test_missing_or_slow_sbatch_is_reported(
     tiltyard: Command, cluster: Cluster, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A slow sbatch submits after the timeout; that job is cancelled."""
+    """A slow sbatch may submit a job and still run into the timeout; that job is cancelled."""
     tools = tmp_path / "bin"
     tools.mkdir()
     path = os.environ["PATH"]
@@ -225,7 +227,9 @@ def test_lost_job_shows_its_output(tiltyard: Command, cluster: Cluster, runs: Pa
         (["--on", "wide"], "profile wide requests several nodes, but engine.kind = serial uses one"),
     ],
 )
-def test_conflicting_arguments(tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], output: str) -> None:
+def test_conflicting_arguments_are_refused(
+    tiltyard: Command, cluster: Cluster, runs: Path, words: list[str], output: str
+) -> None:
     site("  wide: {launcher: slurm, resources: {nodes: 2}}\n")
     assert output in tiltyard("train", "CartPole-v1", *SHORT, "engine.kind=serial", *words, expect=2).stderr
     assert not runs.exists()

@@ -1,7 +1,7 @@
 """An interrupted job continues from its last save: time limit, requeue, preemption, dead node, forbidden requeue.
 
-The result must equal that of a run that was never interrupted: the same weights and metrics. The
-env is slow as long as there is a file called brake, so that a run lasts until everything has happened to it.
+The weights and metrics must equal those of a run without interruptions. The env is slow while the file `brake` exists,
+so that a run lasts until all interruptions are over.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def newest(run: Run) -> int:
 
 
 def running(run: Run, attempt: int = 1) -> None:
-    """Wait until that attempt is training and has saved a new checkpoint."""
+    """Wait until `attempt` is running and has saved a new checkpoint."""
     wait_for(lambda: run.status()["attempt"] >= attempt and run.state == "running", f"attempt {attempt}")
     reached = newest(run)
     wait_for(lambda: newest(run) > reached, f"a checkpoint of attempt {attempt}")
@@ -103,8 +103,8 @@ def sentences(run: Run, kind: str) -> list[str]:
     return [event["sentence"] for event in read_events(run) if event["kind"] == kind]
 
 
-def test_time_limit(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
-    """Five minutes on a clock that runs ten times as fast; the run needs several times as long."""
+def test_run_continues_after_time_limits(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+    """The limit is 5 min on a clock that is 10 times as fast, and the run needs several times as long."""
     cluster = own_cluster("--nodes", "1", "--speed", "10")
     profile(resources='{cpus: 1, time: "5:00"}')
     run, job = submitted(tiltyard)
@@ -120,11 +120,13 @@ def test_time_limit(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     equals_an_uninterrupted_run(run)
 
 
-def test_save_that_the_time_limit_interrupts(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
-    """An update that takes longer than the remaining time; then a job that is cancelled while it saves."""
+def test_run_continues_after_the_time_limit_interrupts_a_save(
+    tiltyard: Command, own_cluster: Start, runs: Path
+) -> None:
+    """First an update takes longer than the remaining time, then the job is cancelled while it saves."""
     only_when_long("a minute")
     cluster = own_cluster("--nodes", "1", "--speed", "10", conf="KillWait=100\n")
-    profile(1.0, resources='{cpus: 1, time: "5:00"}')  # a minute for an update, half a minute for the job
+    profile(1.0, resources='{cpus: 1, time: "5:00"}')  # 60 s per update, 30 s per job
     run, job = submitted(tiltyard)
     wait_for(lambda: cluster.state(job) == "COMPLETING", "the time limit")
     BRAKE.write_text("0.02")
@@ -142,7 +144,7 @@ def test_save_that_the_time_limit_interrupts(tiltyard: Command, own_cluster: Sta
 
 
 @pytest.mark.xdist_group("slurm")
-def test_requeued_and_killed(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
+def test_run_continues_after_a_requeue_and_a_kill(tiltyard: Command, cluster: Cluster, runs: Path) -> None:
     profile()
     run, job = submitted(tiltyard)
     running(run)
@@ -157,7 +159,7 @@ def test_requeued_and_killed(tiltyard: Command, cluster: Cluster, runs: Path) ->
     equals_an_uninterrupted_run(run)
 
 
-def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+def test_run_continues_after_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     cluster = own_cluster(
         "--nodes", "1", "--cpus", "1",
         conf="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
@@ -174,7 +176,7 @@ def test_preemption(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     equals_an_uninterrupted_run(run)
 
 
-def test_dead_node(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
+def test_run_continues_after_a_node_failure(tiltyard: Command, own_cluster: Start, runs: Path) -> None:
     only_when_long("a minute")
     cluster = own_cluster("--nodes", "2", "--cpus", "1", conf="SlurmdTimeout=4\n")
     profile()

@@ -1,4 +1,4 @@
-"""A population on a real Slurm: members that pause run the next tick themselves, without a process outside jobs."""
+"""A population on a real Slurm cluster: jobs of paused members run the ticks, without a process outside of jobs."""
 
 from __future__ import annotations
 

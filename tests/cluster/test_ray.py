@@ -1,4 +1,4 @@
-"""One Ray over the nodes of a real Slurm job: joined, partly lost, wholly lost, never complete."""
+"""One Ray cluster over all nodes of a real Slurm job: start, loss of a node, loss of the head, missing nodes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sentences(run: Run) -> str:
 
 
 def processes(*words: str) -> list[int]:
-    """All processes with these words in their command line."""
+    """Pids of the processes with all these words in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -75,7 +75,7 @@ def processes(*words: str) -> list[int]:
 
 
 def folders_of(run: Run) -> set[str]:
-    """The folders of the run's Ray in /tmp, from the command lines of its raylets."""
+    """Temporary folders of the Ray of a run, from the command lines of its processes."""
     found = set()
     for pid in processes("ray.scripts.scripts", "start", "--temp-dir="):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -90,7 +90,7 @@ def over(cluster: Cluster, run: Run) -> None:
     wait_for(lambda: cluster.state(job).split()[0] not in ("PENDING", "RUNNING", "COMPLETING"), f"the end of job {job}")
 
 
-def test_three_nodes_train_together_and_lose_a_part(
+def test_three_nodes_train_together_and_ray_is_restarted_on_one(
     tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path
 ) -> None:
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
@@ -101,7 +101,7 @@ def test_three_nodes_train_together_and_lose_a_part(
     assert "3 runners with 2 envs each on node1 (1), node2 (1), node3 (1)" in log, log
     assert "Ray on the job's 3 nodes, 3 CPUs" in log
 
-    # the token is in one file and nowhere else
+    # The token is only in its file.
     (place,) = run.folder.glob(f"{FOLDER}/ray-*")
     token = (place / "token").read_text()
     assert stat.S_IMODE((place / "token").stat().st_mode) == 0o600 and stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -132,8 +132,8 @@ def _of(pid: int, run: Run) -> bool:
     return f"{run.folder}/" in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
 
 
-def test_cancelled_job_leaves_nothing(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
-    """Slurm's SIGTERM ends Ray's processes too; the job must not be requeued, and no process must be left."""
+def test_cancelled_job_leaves_no_process_or_folder(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """The SIGTERM of Slurm also ends the Ray processes. The job must not be requeued, and no process may be left."""
     only_when_long("a minute")
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
     tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
@@ -148,14 +148,14 @@ def test_cancelled_job_leaves_nothing(tiltyard: Command, nodes: Cluster, runs: P
     assert run.status()["job"]["id"] == job and not (run.folder / FOLDER / "submitted-again").exists()
     wait_for(lambda: not [pid for pid in processes("ray") if _of(pid, run)], "the end of Ray's processes")
     assert nodes.run("squeue", "-h") == ""
-    tiltyard("resume", run.id, "stop.env_steps=2000")  # removes what a killed agent has left
+    tiltyard("resume", run.id, "stop.env_steps=2000")  # removes the leftovers of a killed agent
     assert run.state == "finished"
     over(nodes, run)
     assert not any(Path(each).parent.exists() for each in kept)
 
 
 @pytest.mark.parametrize("lost", ["head", "requeued"])
-def test_job_is_requeued_when_ray_is_wholly_lost(tiltyard: Command, nodes: Cluster, runs: Path, lost: str) -> None:
+def test_job_is_requeued_if_all_of_ray_is_lost(tiltyard: Command, nodes: Cluster, runs: Path, lost: str) -> None:
     only_when_long("two minutes")
     words = [*SMALL, "stop.env_steps=1e9", "save.updates=5"]
     tiltyard("train", "CartPole-v1", *words, "--on", "three", "--detach")
@@ -176,7 +176,9 @@ def test_job_is_requeued_when_ray_is_wholly_lost(tiltyard: Command, nodes: Clust
     over(nodes, run)
 
 
-def test_one_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path) -> None:
+def test_one_learner_and_two_samplers_train_together(
+    tiltyard: Command, nodes: Cluster, runs: Path, tmp_path: Path
+) -> None:
     only_when_long("a minute")
     tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=1000", "--on", "both")
     run = find("last")
@@ -187,8 +189,8 @@ def test_one_learner_and_two_samplers(tiltyard: Command, nodes: Cluster, runs: P
     over(nodes, run)
 
 
-def test_two_jobs_are_separate(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
-    """On the same nodes, by the same user: each job has its own Ray, port and token."""
+def test_two_jobs_have_separate_ray_clusters(tiltyard: Command, nodes: Cluster, runs: Path) -> None:
+    """On the same nodes and for the same user, each job has its own Ray, port and token."""
     only_when_long("two minutes")
     for seed in ("1", "2"):
         tiltyard("train", "CartPole-v1", *SMALL, "stop.env_steps=2000", f"seed={seed}", "--on", "three", "--detach")
@@ -204,7 +206,7 @@ def test_two_jobs_are_separate(tiltyard: Command, nodes: Cluster, runs: Path) ->
 
 
 def wrapper(folder: Path, on_node2: str) -> str:
-    """A Python for the nodes that behaves differently on node2."""
+    """Write a Python wrapper that first runs `on_node2` on node2, and return its path."""
     path = folder / "python.sh"
     path.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" != node2 ] || {on_node2}\nexec {sys.executable} "$@"\n')
     path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""`tiltyard shell` and `tiltyard top` on the nodes of a real Slurm, and `top` of a local run."""
+"""`tiltyard shell` and `tiltyard top` on the nodes of a real Slurm cluster, and `top` of a local run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def site(cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
-    """A run whose job trains until it is stopped."""
+    """Job id of a run that trains until it is stopped."""
     number = json.loads(tiltyard("train", *LONG, "--on", "cluster", "--detach", "--json").stdout)["job"]
     wait_for(lambda: find("last").state == "running", "the training")
     yield number
@@ -54,7 +54,7 @@ def job(tiltyard: Command, site: Cluster) -> Iterator[str]:
     wait_for(lambda: site.state(number) not in ("RUNNING", "COMPLETING"), "the job's end")
 
 
-def test_command_with_a_profiles_setup(site: Cluster) -> None:
+def test_command_runs_with_the_setup_of_its_profile(site: Cluster) -> None:
     line = 'echo "$SLURMD_NODENAME|$PLAIN|$MY_API_KEY|$FROM_SETUP|$TILTYARD_SET_UP|$1"; echo "$SLURM_CPUS_PER_TASK"; exit 7'
     output = in_own_process(
         "shell", "--on", "cluster", "--cpus", "2", "--", "bash", "-c", line, "x", "--y 'z' $(w)", expect=7
@@ -67,7 +67,7 @@ def test_command_with_a_profiles_setup(site: Cluster) -> None:
     assert site.run("squeue", "-h", "-t", "R") == ""
 
 
-def test_wrong_arguments(tiltyard: Command, site: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused(tiltyard: Command, site: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs a RUN or --on PROFILE" in tiltyard("shell", "--", "true", expect=2).stderr
     assert (
         "--cpus 'two': must be a whole number"
@@ -79,8 +79,8 @@ def test_wrong_arguments(tiltyard: Command, site: Cluster, monkeypatch: pytest.M
     assert "cannot start srun" in tiltyard("shell", "--on", "cluster", "--", "true", expect=2).stderr
 
 
-def test_interactive_shell(site: Cluster) -> None:
-    """A shell on the node reads the input and knows the functions of the setup."""
+def test_interactive_shell_runs_on_the_node(site: Cluster) -> None:
+    """The shell on the node reads input and has the functions of the setup."""
     front, back = pty.openpty()
     words = [sys.executable, "-m", "tiltyard", "shell", "--on", "cluster"]
     shell = subprocess.Popen(words, stdin=back, stdout=back, stderr=back, start_new_session=True)
@@ -99,7 +99,9 @@ def test_interactive_shell(site: Cluster) -> None:
     os.close(front)
 
 
-def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Path, tmp_path: Path) -> None:
+def test_shell_and_top_run_inside_the_job_of_a_run(
+    tiltyard: Command, site: Cluster, job: str, runs: Path, tmp_path: Path
+) -> None:
     line = 'echo "$SLURM_JOB_ID $SLURMD_NODENAME $FROM_SETUP $TILTYARD_RUNS"; exit 3'
     output = in_own_process("shell", "last", "--", "bash", "-c", line, expect=3)
     node = site.run("squeue", "-h", "-j", job, "-o", "%N")
@@ -126,8 +128,8 @@ def test_beside_a_runs_job(tiltyard: Command, site: Cluster, job: str, runs: Pat
     assert "is not running: job" in tiltyard("shell", "last", "--", "true", expect=2).stderr
 
 
-def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
-    """A run's job with two groups that sleep: `top` shows both, `shell` uses the given node."""
+def test_top_and_shell_support_heterogeneous_jobs(site: Cluster, runs: Path) -> None:
+    """`top` shows both groups of the job, and `shell` uses the given node."""
     run = api.create_run(preflight.prepare("CartPole-v1"))
     groups = "#SBATCH --nodes=1\n#SBATCH --cpus-per-task=1\n"
     srun = "srun --het-group=0 /usr/bin/sleep 300 : --het-group=1 /usr/bin/sleep 300"
@@ -143,14 +145,14 @@ def test_all_nodes_of_a_heterogeneous_job(site: Cluster, runs: Path) -> None:
 
 
 def sleeping() -> dict[str, int]:
-    """The number of `sleep` processes on each node, from `top`."""
+    """Number of `sleep` processes on each node, from `top`."""
     words = [sys.executable, "-m", "tiltyard", "top", "last", "--json"]
     output = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
     nodes = json.loads(output) if output else []
     return {node["node"]: sum(each["command"] == "/usr/bin/sleep 300" for each in node["processes"]) for node in nodes}
 
 
-def test_top_of_a_run_here(runs: Path) -> None:
+def test_top_shows_the_processes_of_a_local_run(runs: Path) -> None:
     words = [sys.executable, "-m", "tiltyard", "train", *LONG, "engine.kind=local", "engine.workers=2", "--plain"]
     trainer = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -170,7 +172,7 @@ def pids_of_last() -> list[int]:
 
 
 def watched(*words: str) -> int:
-    """How often the terminal is redrawn in some seconds; then Ctrl-C must end it with code 0."""
+    """Wait for two redraws of the terminal, then send Ctrl-C, which must end it with code 0. Return the redraws."""
     front, back = pty.openpty()
     top = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", *words], stdin=back, stdout=back, stderr=subprocess.DEVNULL

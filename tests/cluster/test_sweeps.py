@@ -1,6 +1,6 @@
-"""Sweeps on a real Slurm without a process outside jobs: arrays, retries, searches, killed ticks.
+"""Sweeps on a real Slurm cluster without a process outside of jobs: arrays, retries, searches, killed ticks.
 
-Most trials are small programs instead of trainings. Each records when it began and when it was done.
+Most trials are small programs instead of trainings. Each records its start and end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Start = Callable[..., Cluster]
 
 @pytest.fixture
 def cluster(cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """The shared cluster; jobs of a failed test are cancelled, as they would delay the next one."""
+    """The shared cluster. Jobs of a failed test are cancelled, because they would delay the next one."""
     yield cluster
     for file in tmp_path.glob("**/slurm/array-*/number"):
         cluster.run("scancel", "--quiet", file.read_text().strip())
@@ -100,7 +100,7 @@ def test_grid_is_one_throttled_array_and_failures_are_retried(
     assert list(tmp_path.rglob("never*")) == []
     tiltyard("sweep", "status", "toy", expect=1)
 
-    # After the fix only these two are retried; then trials are added.
+    # Only the two failed trials are retried; then trials are added.
     Path("bad").write_text("")
     before = len(output("began"))
     tiltyard("sweep", "retry", "--failed", "toy")
@@ -124,7 +124,7 @@ def test_failed_trials_are_retried_by_their_task(cluster: Cluster, tiltyard: Com
     assert arrays(sweep) == ["array-0001", "array-0002", "array-0003"]
 
 
-def test_broken_site_is_reported(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_broken_site_is_reported_and_trials_can_be_retried(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     Path("tiltyard.yaml").write_text(SITE + "    slurm: {setup: ['echo this site is broken', 'exit 3']}\n")
     write_plan(space={"x": [1, 2]}, max_parallel=2)
     tiltyard("sweep", "start", "plan.yaml", "--on", "cluster")
@@ -162,7 +162,7 @@ def test_sweep_is_stopped_and_resumed(cluster: Cluster, tiltyard: Command, runs:
     assert summarize(sweep).counts == {"finished": 4} and len(output("done")) == 4
 
 
-def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Command, runs: Path) -> None:
+def test_trials_are_split_into_arrays_of_the_allowed_size(own_cluster: Start, tiltyard: Command, runs: Path) -> None:
     cluster = own_cluster("--nodes", "1", "--cpus", "4", conf="MaxArraySize=4\n")
     write_plan(space={"x": list(range(10)), "sleep": [0.2]}, max_parallel=2)
     Path("wait").touch()
@@ -179,7 +179,7 @@ def test_more_trials_than_an_array_may_have(own_cluster: Start, tiltyard: Comman
 
 
 def outside_of_jobs(sweep: Sweep) -> list[str]:
-    """Processes of the sweep outside jobs. The sbatch of a task has no Slurm variables."""
+    """Command lines of the sweep's processes outside of jobs. The sbatch of a task has only TILTYARD_JOB."""
     own = {"SLURM_JOB_ID", "TILTYARD_JOB"}
     return [
         each.command
@@ -235,7 +235,7 @@ def test_killed_ticks_lose_nothing(
     assert len(forgotten) == 1, "the array that was never submitted; the other was found by its name"
 
 
-def test_two_ticks_at_once_do_no_harm(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
+def test_concurrent_ticks_submit_each_trial_once(cluster: Cluster, tiltyard: Command, runs: Path) -> None:
     write_plan(space={"x": [1, 2, 3]}, max_parallel=3)
     from tiltyard.sweep import preflight
 
@@ -282,7 +282,7 @@ def test_worse_trials_are_stopped_early(
     assert all("env steps" in row.reason for row in summarize(sweep).rows if row.state == "ended")
 
 
-# Runs until it gets a signal, and the next time until it is done.
+# Runs until it gets SIGTERM; the next attempt runs until `wait` is gone.
 INTERRUPTED = """
 import os, pathlib, signal, sys, time
 place = pathlib.Path(os.environ["TILTYARD_TRIAL"])
@@ -308,8 +308,8 @@ def test_only_the_task_near_its_limit_is_requeued(way: str, cluster: Cluster, ti
     sweep = find_sweep("toy")
     both = [Run(sweep.place(1)), Run(sweep.place(2))]
     wait_for(lambda: all((run.folder / "ready").exists() for run in both), "two programs")
-    job = f"{number(sweep)}_1"  # one of them, whose plain number is the array's own as well
-    cluster.run("scancel", "--signal=USR2", job)  # as near the time limit
+    job = f"{number(sweep)}_1"  # the last task: its plain job id equals that of the array
+    cluster.run("scancel", "--signal=USR2", job)  # as before the time limit
     wait_for(lambda: both[1].status()["attempt"] == 2, "the second attempt")
     job_id = both[1].status()["job"]["id"]
     assert (job_id == job) == (way == "requeued") and job_id.endswith("_1")
@@ -352,7 +352,7 @@ def test_interrupted_training_continues(way: str, cluster: Cluster, tiltyard: Co
         os.kill(first.status()["pid"], signal.SIGKILL)
         running(first, attempt=3)
     else:
-        cluster.run("scancel", "--signal=USR2", job)  # as at the time limit
+        cluster.run("scancel", "--signal=USR2", job)  # as before the time limit
         running(first, attempt=2)
         assert first.status()["job"]["id"].endswith("_0") and first.status()["job"]["id"] != job
     assert Run(sweep.place(2)).status()["attempt"] == 1, "no other trial was disturbed"

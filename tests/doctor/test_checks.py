@@ -1,4 +1,4 @@
-"""Every check of this machine finds the problem that it is for."""
+"""Each check of the local machine finds its problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps(asdict(eval(sys.argv[1])())))
 
 
 def in_child(check: str, prepare: Callable[[], None] | None = None, **environment: str) -> Finding:
-    """Run a check in a child process with other limits and variables."""
+    """Run a check in a child process with different limits and environment variables."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, check],
         env={**os.environ, **environment},
@@ -47,7 +47,7 @@ def limit(which: int, soft: int, hard: int | None = None) -> Callable[[], None]:
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """Write a program of that name; returns a PATH that finds it first."""
+    """Write a program with that name, and return a PATH that finds it first."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
@@ -57,7 +57,7 @@ def program(folder: Path, name: str, text: str) -> str:
 # ------------------------------------------------------------------------------------------------ the report
 
 
-def test_report_as_lines_and_as_json(tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_printed_as_lines_or_json(tiltyard: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "CHECKS", (storage.check_runs, system.check_preload, check_strange))
     monkeypatch.setenv("LD_PRELOAD", "")
     found = json.loads(tiltyard("doctor", "--json").stdout)
@@ -85,7 +85,7 @@ def test_this_machine_passes(runs: Path) -> None:
 # ------------------------------------------------------------------------------------------------ software
 
 
-def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_python_and_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_packages().state == "ok"
     monkeypatch.setattr(sys, "version_info", (3, 9))
     assert software.check_python().state == "bad"
@@ -98,7 +98,7 @@ def test_python_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tiltyard[atari]" in software.check_extras(version).hint
 
 
-def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_does_not_see_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
@@ -120,7 +120,7 @@ def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "names missing GPUs" in software.check_gpus().hint
 
 
-def test_no_video_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ffmpeg_and_git_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_video().state == "ok"
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", program(tmp_path, "ffmpeg", "exit 1").split(":")[0] + "/ffmpeg")
     assert software.check_video().state == "note"
@@ -128,7 +128,7 @@ def test_no_video_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert software.check_git().state == "note"
 
 
-def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert software.check_torch().state == "bad"
     assert software.check_gpus().state == "note"
@@ -137,7 +137,7 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ system
 
 
-def test_limits() -> None:
+def test_low_limits_of_open_files_are_reported() -> None:
     found = in_child("system.check_files", limit(resource.RLIMIT_NOFILE, 200))
     assert (found.state, found.found) == ("bad", "a process may open only 200")
     found = in_child("system.check_files", limit(resource.RLIMIT_NOFILE, 512, 4096))
@@ -145,23 +145,23 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize(("more", "state"), [(50, "bad"), (600, "note")])
-def test_how_many_more_processes(monkeypatch: pytest.MonkeyPatch, more: int, state: str) -> None:
-    """With a fixed number of threads, as other processes of this machine start and end meanwhile."""
+def test_low_limits_of_processes_are_reported(monkeypatch: pytest.MonkeyPatch, more: int, state: str) -> None:
+    """The number of threads is fixed, because other processes on this machine start and end during the test."""
     assert system.own_threads() >= 1
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1000 + more, 1000 + more))
     found = system.check_processes(threads=1000)
     assert found.state == state and "threads included" in found.found
 
 
-def test_threads_that_do_not_start() -> None:
-    """Each thread needs a stack, and the address space is limited."""
+def test_threads_that_do_not_start_are_reported() -> None:
+    """Limit the address space: each thread needs a stack."""
     found = in_child("system.check_threads", limit(resource.RLIMIT_AS, 1 << 30), OMP_NUM_THREADS="1")
     assert found.state == "bad" and "could start only" in found.found
     assert in_child("system.check_threads", OMP_NUM_THREADS="1000").state == "note"
     assert in_child("system.check_threads", OMP_NUM_THREADS="1").state == "ok"
 
 
-def test_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_cores_and_low_memory_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
     assert system.check_cores(os.cpu_count()).state == "note"
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -170,7 +170,7 @@ def test_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert system.memory_finding(free).state == state
 
 
-def test_port_in_use_and_unknown_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_and_unknown_host_name_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.check_ports(()).state == "ok"
     with socket.create_server(("", 0)) as taken:
         number = taken.getsockname()[1]
@@ -182,7 +182,7 @@ def test_port_in_use_and_unknown_host_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert in_child("system.check_ports", limit(resource.RLIMIT_NOFILE, 20)).found.startswith("none is available")
 
 
-def test_preloaded_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloaded_libraries_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/nowhere/libxalt.so")
     assert system.check_preload().state == "bad"
     monkeypatch.setenv("LD_PRELOAD", f"libm.so.6:{sys.executable}")
@@ -191,7 +191,7 @@ def test_preloaded_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.check_preload().state == "ok"
 
 
-def test_wrong_clock(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_clock_is_reported(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.check_clock().state == "ok"
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 90)
@@ -201,13 +201,13 @@ def test_wrong_clock(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ storage
 
 
-def test_space_for_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_for_runs_is_reported(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage.check_runs().state == "ok"
     monkeypatch.setattr(storage, "LOW_DISK", 1 << 60)
     assert storage.check_runs().state == "note"
 
 
-def test_full_quota(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_quota_is_reported(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = in_child("storage.check_quota", limit(resource.RLIMIT_FSIZE, 1 << 20))
     assert found.state == "bad" and "cannot write" in found.found
     head = "echo 'Filesystem blocks quota limit grace files quota limit grace'"
@@ -219,7 +219,7 @@ def test_full_quota(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert storage.check_quota().state == "ok"
 
 
-def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_or_full_temporary_folders_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
     found = in_child("storage.check_temporary", TMPDIR=str(long))
@@ -229,7 +229,7 @@ def test_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert storage.check_temporary().state == "note"
 
 
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_full_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage.check_shared_memory(tmp_path / "nowhere").state == "note"
     monkeypatch.setattr(storage, "LOW_SHARED", 1 << 60)
     assert storage.check_shared_memory().state == "note"
@@ -280,7 +280,7 @@ def test_clean_reports_what_it_removed(tiltyard: Command, tmp_path: Path, monkey
 # ------------------------------------------------------------------------------------------------ display
 
 
-def test_opengl_versions() -> None:
+def test_old_opengl_versions_are_reported() -> None:
     answer = {"version": "4.5 (Core Profile) Mesa 22.3.6", "renderer": "llvmpipe", "vendor": "Mesa"}
     assert display.opengl_finding("opengl", "here", answer).state == "ok"
     for version in ("3.1 Mesa 22.3.6", "2.1", "strange"):
@@ -288,7 +288,7 @@ def test_opengl_versions() -> None:
     assert display.opengl_finding("opengl", "here", {"error": "no"}).state == "note"
 
 
-def test_missing_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_display_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISPLAY", ":4711")
     assert display.check_opengl().state == "note"
     monkeypatch.delenv("DISPLAY")
@@ -298,7 +298,7 @@ def test_missing_display(monkeypatch: pytest.MonkeyPatch) -> None:
     assert display.check_opengl_xvfb().found == "no Xvfb"
 
 
-def test_driver_that_crashes_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_crashes_or_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "python", "kill -SEGV $$")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert display.query_driver("egl", None) == {"error": "the driver crashed"}
@@ -308,7 +308,7 @@ def test_driver_that_crashes_or_hangs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(shutil.which("Xvfb") is None, reason="no Xvfb here: apt-get install xvfb")
-def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opengl_version_in_xvfb_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = display.check_opengl_xvfb()
     assert "in Xvfb" in found.found
     if found.state != "ok":
@@ -321,7 +321,7 @@ def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
         assert display.check_display().found.startswith(f"{name} answers")
 
 
-# ------------------------------------------------------------------------------------------------ Slurm's settings
+# ------------------------------------------------------------------------------------------------ Slurm settings
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_opengl_in_xvfb_old_and_new(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ClusterName = mini", slurm.check_slurm, "ok"),
     ],
 )
-def test_slurm_settings(
+def test_unsuitable_slurm_settings_are_reported(
     line: str, check: Callable[[], Finding], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", f"echo 'Configuration data'; echo '{line}'"))
@@ -347,7 +347,9 @@ def test_slurm_settings(
         slurm._known.cache_clear()
 
 
-def test_slurm_that_does_not_answer_or_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_settings_are_empty_without_an_answer_and_none_without_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", "exec sleep 100"))
     monkeypatch.setattr(slurm, "TIMEOUT", 0.5)
     assert slurm.settings() == {}

@@ -1,4 +1,4 @@
-"""Comparing nodes, connecting nodes, and the list of bad nodes."""
+"""Comparison of nodes, connections between nodes, and the list of bad nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bad(reports: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     return [(each.node, each.what) for each in compare(reports) if each.state == "bad"]
 
 
-def test_equal_nodes() -> None:
+def test_equal_nodes_pass() -> None:
     found = compare({"a": report(), "b": report(clocks={"a": 0.5})})
     assert [(each.node, each.what) for each in found] == [
         (name, what) for name in "ab" for what in ("versions", "clocks", "reach")
@@ -32,7 +32,7 @@ def test_equal_nodes() -> None:
     assert compare({"a": report()}) == []
 
 
-def test_different_version() -> None:
+def test_node_with_a_different_version_is_bad() -> None:
     other = {"python": "3.11.7", "ray": "2.59.0", "pillow": "9"}
     found = [each for each in compare({"a": report(versions=other), "b": report(), "c": report()}) if each.node == "a"]
     assert [(each.state, each.found) for each in found if each.what == "versions"] == [
@@ -47,14 +47,14 @@ def test_different_version() -> None:
     )
 
 
-def test_different_clock() -> None:
+def test_node_with_a_different_clock_is_bad() -> None:
     late = {"a": report(clocks={"b": 0.1, "c": 60.0}), "b": report(clocks={"a": 0, "c": 60.0})}
     late["c"] = report(clocks={"a": -60.0, "b": -60.0})
     assert bad(late) == [("c", "clocks")]
     assert bad({"a": report(clocks={"b": -9.0}), "b": report(clocks={"a": 9.0})}) == [("b", "clocks")]
 
 
-def test_unreachable_nodes() -> None:
+def test_unreachable_nodes_are_bad() -> None:
     assert bad({"a": report(unreached={"b": "refused"}), "b": report()}) == [("b", "reach")]
     cut_off = {"a": report(unreached={"c": "no"}), "b": report(unreached={"c": "no"})}
     cut_off["c"] = report(unreached={"a": "no", "b": "no"})
@@ -64,7 +64,7 @@ def test_unreachable_nodes() -> None:
     assert "from a (10.0.0.2:4: timed out)" in str(compare(half))
 
 
-def test_connections(tmp_path: Path) -> None:
+def test_connection_measures_the_clock_or_returns_the_problem(tmp_path: Path) -> None:
     folder = tmp_path / "visit-1"
     folder.mkdir()
     with node_probe.listening("visit-1 b") as port:
@@ -76,7 +76,7 @@ def test_connections(tmp_path: Path) -> None:
     assert node_probe.connect(folder, "b") == f"127.0.0.1:{port}: Connection refused"
 
 
-def test_connection_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_an_answer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_probe, "CONNECT_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         number = silent.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The outcome of a trainer's exit as a table, and the node agent itself with a real trainer."""
+"""Outcomes of trainer exits as a table, and the node agent with a real trainer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def end(code: int, asked: str | None = None, **changes: Any) -> TrainerExit:
         (end(-9, "SIGUSR2", lost="gone", stop=True), Counts(), "stopped", Counts()),
     ],
 )
-def test_outcome(how: TrainerExit, counts: Counts, outcome: str, after: Counts) -> None:
+def test_outcome_of_each_trainer_exit(how: TrainerExit, counts: Counts, outcome: str, after: Counts) -> None:
     assert (decide_outcome(how, counts, 10, retry=3)[0], decide_outcome(how, counts, 10, retry=3)[2]) == (
         outcome,
         after,
@@ -100,12 +100,12 @@ def test_state_combines_folder_and_slurm(state: str, job: str | None, now: str) 
     assert combined_state(state, JobState(job) if job else None) == now
 
 
-# ------------------------------------------------------------------------------------------------ the agent itself
+# ------------------------------------------------------------------------------------------------ the agent
 
 
 @pytest.fixture
 def stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A small stopped run with a job folder, as an agent finds it."""
+    """A small stopped run with a job folder, ready for an agent."""
     monkeypatch.setenv("TILTYARD_HEARTBEAT", "1")
     Path("slow.py").write_text(
         "import os, time\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -143,7 +143,7 @@ def verdict(run: Run) -> str:
 
 
 def wait_for_attempt(run: Run, number: int) -> None:
-    """Wait until that attempt has saved a checkpoint."""
+    """Wait until attempt `number` has saved a checkpoint."""
     log = run.folder / "events.jsonl"
 
     def saved() -> bool:
@@ -186,8 +186,8 @@ def test_agent_saves_before_the_limit_without_a_signal(stopped: Run) -> None:
     assert any("back in the queue (requeue 1 of at most 100)" in sentence for sentence in sentences)
 
 
-def test_run_without_progress_fails(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last job made no progress, and this one gets SIGUSR2 before it has learned anything."""
+def test_run_without_progress_in_two_jobs_fails(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous job made no progress, and this one gets SIGUSR2 before its first update."""
     monkeypatch.setenv("START_SECONDS", "1.5")
     (stopped.folder / FOLDER / "counts.json").write_text('{"requeues": 1, "still": 1}')
     child = agent(stopped, "stop.env_steps=1e9")
@@ -213,7 +213,7 @@ def test_trainer_that_cannot_start_fails_and_is_not_requeued(stopped: Run) -> No
     assert stopped.status()["reason"] == "the trainer exited with code 2; see logs/job-5.out"
 
 
-def test_without_slurm_the_folder_decides_the_state(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_from_the_run_folder_if_slurm_does_not_answer(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiltyard.run.status import write_status
 
     monkeypatch.setenv("PATH", "/nowhere")

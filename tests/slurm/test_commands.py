@@ -1,4 +1,4 @@
-"""Submitting to Slurm when sbatch prints something unexpected. sbatch and scancel are small scripts on PATH."""
+"""Unexpected output of sbatch. Here sbatch and scancel are small scripts on PATH."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The job script: compared with golden files, checked by bash, safe with any name.
+"""The job script: equal to golden files, valid bash, safe with any name.
 
 `python -m tests.slurm.test_script` regenerates the golden files.
 """
@@ -92,14 +92,14 @@ def test_script_contains_no_secret() -> None:
 
 
 def test_ticks_run_outside_containers() -> None:
-    """With the submitting interpreter: an image does not have Slurm's commands."""
+    """They use the submitting interpreter, because an image does not have the Slurm commands."""
     inside = Profile(launcher="slurm", slurm=Slurm(container="apptainer exec x.sif", python="/usr/bin/python3"))
     assert tick_command(inside, "/opt/python").startswith("/opt/python -m tiltyard.sweep.tick ")
     assert tick_command(Profile(launcher="slurm", slurm=Slurm(python="py")), "/opt/python").startswith("py -m ")
 
 
 def test_array_task_finds_its_trial_under_any_folder_name(tmp_path: Path) -> None:
-    """Bash runs the part before srun as two tasks of one array, then as a task of an abandoned array."""
+    """Run the part before srun in bash as two tasks of one array, then as a task of an abandoned array."""
     sweep = tmp_path / NASTY / "runs" / "n" / "sweep-0001"
     folder = sweep / "slurm" / "array-0001"
     folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_array_task_finds_its_trial_under_any_folder_name(tmp_path: Path) -> Non
 
 
 def test_names_and_variables_are_never_evaluated(tmp_path: Path) -> None:
-    """Bash runs the part before srun: the run folder and the variables arrive unchanged."""
+    """Run the part before srun in bash: the run folder and the variables must be unchanged."""
     folder = tmp_path / NASTY / "runs" / "n" / "0001-x-y"
     (folder / "logs").mkdir(parents=True)
     nasty = job(folder=folder, environment={"NOTE": NASTY}, resources=Resources(cpus=1))
@@ -132,12 +132,12 @@ def test_names_and_variables_are_never_evaluated(tmp_path: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "5", "SLURM_JOB_END_TIME": "1"}
     shown = f'{before}printf "%s|%s|%s" "$run" "$NOTE" "$TILTYARD_RUNS"'
     subprocess.run(["bash"], input=shown, text=True, env=env, check=True, cwd=tmp_path)
-    written = (folder / "logs" / "job-5.out").read_text()  # a path that no #SBATCH line can hold
+    written = (folder / "logs" / "job-5.out").read_text()  # an #SBATCH line cannot contain this path
     assert written.split("|") == [str(folder), NASTY, str(folder.parent.parent)]
     assert [line for line in text.splitlines() if line.startswith("#SBATCH --output")] == ["#SBATCH --output=/dev/null"]
 
 
-def test_parts_for_short_jobs() -> None:
+def test_script_parts_can_be_used_for_short_jobs() -> None:
     profile = with_nodes(JOBS["samplers"].profile, 2)
     lines = header_lines(profile, "doctor", "/x/%N.out", time="2:00", requeue=False)
     assert "#SBATCH --time=2:00" in lines and "#SBATCH --nodes=2" in lines and "#SBATCH --no-requeue" in lines
