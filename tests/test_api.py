@@ -85,7 +85,7 @@ def test_refused_resume_or_fork_changes_nothing(
     assert "env_steps: 96" in (run.folder / "experiment.before-attempt-2.yaml").read_text()
 
 
-def test_resume_never_starts_from_scratch_once(tiltyard: Command, runs: Path) -> None:
+def test_setting_resume_to_never_starts_from_scratch_only_once(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *SHORT, "name=first", "resume=never")
     first = find("first", runs)
 

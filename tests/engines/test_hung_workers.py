@@ -216,7 +216,7 @@ def test_timeout_applies_to_each_env_copy_that_is_made(env: str, tmp_path: Path)
     engine = build(env, "engine.workers=1", "engine.envs=4", "engine.threads=1", "env.reset_timeout=1.5")
     (tmp_path / "slow").touch()
     os.kill(pids(engine)[0] or _born(engine), signal.SIGKILL)
-    assert len(engine.step().events) == 1  # only the kill; making four copies takes 2.4 s and is no timeout
+    assert len(engine.step().events) == 1  # only the kill; making four copies takes 2.4 s, which is not a timeout
     engine.close()
 
 

@@ -81,7 +81,7 @@ def weights(engine: Any) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in engine.snapshot().weights.items()}
 
 
-# ------------------------------------------------------------------------------------------------ the same policy
+# ------------------------------------------------------------------------------------------------ same policy
 
 
 @starts_processes
@@ -270,7 +270,7 @@ def test_failed_actor_is_reported_and_the_checkpoint_is_kept_and_no_process_left
 # ------------------------------------------------------------------------------------------------ settings
 
 
-def test_auto_is_batched_for_one_policy_on_another_device_than_the_cpu() -> None:
+def test_auto_is_batched_for_one_policy_on_a_gpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def chosen(device: torch.device, *settings: str) -> bool:

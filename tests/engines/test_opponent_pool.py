@@ -1,4 +1,4 @@
-"""Self-play against past versions: which are kept, who plays them, and that resume and workers change nothing."""
+"""Self-play against past versions: which are kept, when they play, and that resume and workers change nothing."""
 
 from pathlib import Path
 from typing import Any

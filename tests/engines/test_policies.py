@@ -58,7 +58,7 @@ def test_failed_update_leaves_all_policies_unchanged() -> None:
 
     before = {name: now(name) for name in learners}
 
-    gradient_steps = learners["main"].algo.adam.steps  # of one update
+    gradient_steps = learners["main"].algo.adam.steps  # per update
     done = 0
 
     def fail_in_the_second_update() -> None:
@@ -127,7 +127,7 @@ def test_invalid_settings_are_refused_before_a_run_is_created(
     assert not list(runs.rglob("status.json"))
 
 
-def test_only_agent_of_an_env_is_named_agent(tiltyard: Command) -> None:
+def test_single_agent_of_an_env_is_named_agent(tiltyard: Command) -> None:
     words = ("train", "identity", "--debug", TWO)
     assert "no pattern matches agent 'agent'" in tiltyard(*words, "match={player: main}", expect=2).stderr
     tiltyard(*words, "match={agent: {main: 0.5, rival: 0.5}}", "stop.env_steps=64", "eval.at_end=false")
@@ -258,7 +258,7 @@ def test_workers_and_groups_in_one_process_give_identical_weights(tmp_path: Path
 # ------------------------------------------------------------------------------------------------ frozen
 
 
-def test_frozen_policy_is_copied_and_needs_its_run_no_longer(runs: Path) -> None:
+def test_frozen_policy_is_copied_and_works_without_its_run(runs: Path) -> None:
     """It may have another model, with its own memory."""
     model = {"hidden": [8], "memory": {"kind": "gru", "size": 4, "bptt": 8}}
     first = product.train({**TRAIN, "name": "first", "model": model, "save": {"env_steps": 64, "last": 9}}, live=False)

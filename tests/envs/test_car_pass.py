@@ -31,7 +31,7 @@ def towards(env: CarPass, x: float, y: float, speed: float = 3.0) -> tuple[float
 
 
 def scripted(env: CarPass, clearance: float, speed: float) -> float:
-    """Pass the parked car on the left, so close that every step approaches the target; return the return."""
+    """Pass the parked car on the left, so close that every step approaches the target; return the score."""
     env.reset()
     total, over = 0.0, False
     points = [(2.0 - clearance, -1.0), (2.0 - clearance, 1.5), (2.0, 5.0)]

@@ -243,7 +243,7 @@ def test_steps_and_episodes_equal_those_of_a_raw_pool(name: str, options: dict[s
             assert (episode.total, episode.length) == (total, length) and np.array_equal(now.final_obs["obs"], seen)
             seen, _, _, _, info = raw.step(np.array([0]))
             total, length, ends, before = 0.0, 0, ends + 1, int(info["elapsed_step"][0])
-    assert ends > 5  # more than one game has lives
+    assert ends > 5  # more than the number of lives in a game
     group.close()
 
 

@@ -163,7 +163,7 @@ def test_probe_sets_restore_mode_fresh_for_an_unseeded_env() -> None:
     assert spec.restore_mode == "fresh" and "behaves differently" in spec.notes[0]
 
 
-def test_the_number_of_rows_may_change() -> None:
+def test_number_of_rows_may_change() -> None:
     env = Env(id="CartPole-v1")
     group = group_of(env, rows=3)
     group.reset()

@@ -36,7 +36,7 @@ def trained(*words: str, expect: int = 0) -> Path:
 
 
 def without_ray(folder: Path, *words: str) -> str:
-    """Run `tiltyard ...` where importing Ray fails."""
+    """Run `tiltyard ...` with a Python in which Ray cannot be imported."""
     blocked = folder / "blocked"
     blocked.mkdir(exist_ok=True)
     (blocked / "ray.py").write_text(NO_RAY)
@@ -173,7 +173,7 @@ def test_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
 def test_token_and_address_of_another_cluster_are_ignored(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address is unreachable."""
+    """Two runs train although the token is wrong and the address is unreachable."""
     home = tmp_path / "home"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text("another token")

@@ -31,7 +31,7 @@ def test_progress_grows_and_no_process_is_left(engine: Make) -> None:
     assert second.time_split["learn"] > 0 and second.time_split["wait"] > 0
     rows = {end.row for report in (first, second) for end in report.episodes}
     seeds = [end.seed for report in (first, second) for end in report.episodes]
-    assert len(seeds) == len(set(seeds)) and max(rows) >= 2  # from both runners, no seed twice
+    assert len(seeds) == len(set(seeds)) and max(rows) >= 2  # from both runners, and no seed occurs twice
     weights = made.snapshot().weights
     made.step()
     assert any((made.snapshot().weights[name] != array).any() for name, array in weights.items())
