@@ -1,4 +1,4 @@
-"""Shared by all tests: a runs folder of their own, and the command line in this process or in one of its own."""
+"""Fixtures for all tests: an empty runs folder, and the command line in this process or in its own process."""
 
 import signal
 import subprocess
@@ -13,12 +13,12 @@ from tiltyard.cli import main
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Signals as a terminal gives them: started by nohup or in the background they would be ignored, here and below."""
+    """Set the signal handlers of a terminal. With nohup or in the background, SIGINT and SIGHUP would be ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-SLOW = (  # files whose tests train or start processes, each for seconds: `make check` leaves them out
+SLOW = (  # tests that train or start processes for seconds; `make check` does not run them
     "cli/test_bench.py",
     "cli/test_plugins.py",
     "cli/test_train.py",
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """What a command wrote."""
+    """Output of a command."""
 
     stdout: str
     stderr: str
@@ -74,7 +74,7 @@ Command = Callable[..., Output]
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty runs root that this test's process and its children use."""
+    """An empty runs root for this process and its children."""
     root = tmp_path / "runs"
     monkeypatch.setenv("TILTYARD_RUNS", str(root))
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiltyard(runs: Path, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The command line inside this process (torch is imported once): checks the exit code, returns what was written."""
+    """Run the command line in this process, which imports torch once; check the exit code and return the output."""
 
     def call(*words: str, expect: int = 0) -> Output:
         capfd.readouterr()
@@ -101,7 +101,7 @@ def tiltyard(runs: Path, capfd: pytest.CaptureFixture[str]) -> Command:
 
 
 def in_own_process(*words: str, expect: int = 0, given: str | None = None) -> Output:
-    """The command line as a shell would start it."""
+    """Run the command line in its own process, like a shell does."""
     command = [sys.executable, "-m", "tiltyard", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, input=given)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

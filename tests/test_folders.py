@@ -1,7 +1,6 @@
-"""The tests pass in a clone of any name: `git clone` makes a folder called like the package.
+"""The tests pass in a clone with any name. `git clone` creates a folder with the name of the package.
 
-The tracked files are copied into such a folder, and tests that depend on paths run there with the copy's package. Other
-tests use paths in the same ways.
+The tracked files are copied into such a folder, and tests that depend on paths run there with the package of the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pytest
 from tests.counts import only_when_long
 
 ROOT = Path(__file__).parents[1]
-# Error messages and copies of plug-ins with their paths, child processes that import the package, scripts.
+# Tests of messages with paths, copies of plug-ins, child processes that import the package, and scripts.
 QUICK = (
     "tests/cli/test_wrong_input.py",
     "tests/envs/test_probe.py",
@@ -37,7 +36,7 @@ def tracked_files() -> list[str]:
 
 
 def copy_to(folder: Path) -> Path:
-    """Copy the clone, without results of benchmarks, which no test reads."""
+    """Copy the clone without benchmark results, which no test reads."""
     for name in tracked_files():
         if not (name.startswith("bench/results/") and name.endswith(".json")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +45,7 @@ def copy_to(folder: Path) -> Path:
 
 
 def run_tests(folder: Path, chosen: tuple[str, ...], timeout: float) -> None:
-    """Run tests of the copy, which must use the copy's package."""
+    """Run tests of the copy, which must import the package of the copy."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TILTYARD_"))}
     environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     found = subprocess.run(
@@ -70,13 +69,13 @@ def run_tests(folder: Path, chosen: tuple[str, ...], timeout: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute of computing, and another process beside it
-def test_tests_that_depend_on_paths_pass_in_a_folder_called_tiltyard(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)  # takes half a minute, or more if the machine is busy
+def test_tests_that_depend_on_paths_pass_in_a_folder_named_tiltyard(tmp_path: Path) -> None:
     run_tests(copy_to(tmp_path / "tiltyard"), QUICK, timeout=880)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_tests_that_depend_on_paths_pass_in_a_folder_with_a_blank_and_an_umlaut(tmp_path: Path) -> None:
+def test_all_tests_pass_in_a_folder_with_a_space_and_an_umlaut(tmp_path: Path) -> None:
     only_when_long("three minutes")
     run_tests(copy_to(tmp_path / "mein schöner Turnierplatz"), ALL, timeout=1400)

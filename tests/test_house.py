@@ -1,6 +1,6 @@
-"""Rules of the house, checked on the syntax tree of every module: what is never called, who may import whom.
+"""Rules for the code, checked on the syntax tree of every module: forbidden calls, allowed imports, names.
 
-Imports point down or stay on their floor (docs/floors.py), inside functions and under TYPE_CHECKING too.
+Imports point to the same or a lower floor (docs/floors.py), also in functions and under TYPE_CHECKING.
 """
 
 import ast
@@ -15,14 +15,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tiltyard"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# ------------------------------------------------------------------------------------------------ what is never called
+# ------------------------------------------------------------------------------------------------ forbidden calls
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 
 
 def aliases(tree: ast.Module) -> dict[str, str]:
-    """Local name -> dotted name of what was imported under it, wherever in the file."""
+    """Map local names to the dotted names of their imports, for all imports in the file."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -37,7 +37,7 @@ def aliases(tree: ast.Module) -> dict[str, str]:
 
 
 def dotted(node: ast.expr, known: dict[str, str]) -> str:
-    """`t.load` as torch.load after `import torch as t`; empty for what is no plain name."""
+    """Return torch.load for `t.load` after `import torch as t`, and "" for other expressions."""
     if isinstance(node, ast.Name):
         return known.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -54,7 +54,7 @@ def is_true(call: ast.Call, keyword: str) -> bool:
 
 
 def forbidden(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything in a source that the package must not do."""
+    """Yield (line, description) of all forbidden code in a source."""
     tree = ast.parse(source)
     known = aliases(tree)
     for node in ast.walk(tree):
@@ -87,12 +87,12 @@ def forbidden_call(call: ast.Call, name: str) -> Iterator[str]:
 
 
 def everywhere(found: Callable[[Path], Iterable[object]]) -> dict[str, list[object]]:
-    """What a check finds in each module, for those in which it finds anything."""
+    """Map each module with problems to what the check finds there."""
     per_module = {path.relative_to(PACKAGE).as_posix(): list(found(path)) for path in MODULES}
     return {name: problems for name, problems in per_module.items() if problems}
 
 
-def test_the_package_never_unpickles_evaluates_or_swallows():
+def test_package_has_no_forbidden_calls():
     assert everywhere(lambda path: forbidden(path.read_text(encoding="utf-8"))) == {}
 
 
@@ -124,7 +124,7 @@ def test_the_package_never_unpickles_evaluates_or_swallows():
         "try:\n    pass\nexcept:\n    pass",
     ],
 )
-def test_the_scanner_finds(snippet):
+def test_scanner_finds_forbidden_code(snippet):
     assert list(forbidden(snippet))
 
 
@@ -141,7 +141,7 @@ def test_the_scanner_finds(snippet):
         "import numpy as np\nnp.load('x', allow_pickle=False)",
     ],
 )
-def test_the_scanner_lets_pass(snippet):
+def test_scanner_accepts_allowed_code(snippet):
     assert list(forbidden(snippet)) == []
 
 
@@ -152,7 +152,7 @@ FLOOR = {entry.removesuffix("/"): floor.number for floor in FLOORS for entry in 
 
 
 def place(module: str) -> str:
-    """The entry of a floor that tiltyard.a.b belongs to."""
+    """Return the entry in docs/floors.py of the module tiltyard.a.b."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -163,10 +163,10 @@ def module_name(path: Path) -> str:
 
 
 def own_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of Tiltyard's own modules in a source that lies in `package`."""
+    """Yield (line, module) of every import of a Tiltyard module in a source of `package`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            # `import tiltyard` alone says nothing yet; what is taken from it does, below
+            # for `import tiltyard` alone, the branch below finds the attributes that are used
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("tiltyard."))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tiltyard":
             if node.attr != "__version__":
@@ -175,7 +175,7 @@ def own_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
             front = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (front, node.module) if part)
             if base == "tiltyard":
-                # the version is a constant; anything else of the root is a module or one of the lazy names
+                # other names of the root are modules or lazy names
                 yield from (
                     (node.lineno, f"tiltyard.{lazy(alias.name)}") for alias in node.names if alias.name != "__version__"
                 )
@@ -200,7 +200,7 @@ def upward_imports(path: Path) -> Iterator[tuple[int, str]]:
             yield line, module
 
 
-def test_imports_point_down():
+def test_imports_point_to_the_same_or_lower_floors():
     assert everywhere(upward_imports) == {}
 
 
@@ -221,18 +221,18 @@ def test_own_imports_are_found(snippet, module):
     assert [name for _, name in own_imports(snippet, "tiltyard.run")] == [module]
 
 
-def test_the_version_may_be_asked_by_anyone():
+def test_every_module_may_import_the_version():
     assert (
         list(own_imports("import tiltyard\nfrom tiltyard import __version__\ntiltyard.__version__", "tiltyard.run"))
         == []
     )
 
 
-def test_floors_name_only_what_exists():
+def test_floors_list_only_existing_modules():
     assert [name for name in FLOOR if not ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())] == []
 
 
-# Where a library may be imported at all; elsewhere not even inside a function.
+# Where a library may be imported. Elsewhere it may not, not even in a function.
 HOMES = {
     "torch": ("models", "algos", "engines", "evaluation", "tuning/autotune.py", "doctor/software.py", "testing.py"),
     "ray": ("engines/rllib",),
@@ -244,7 +244,7 @@ HOMES = {
     "pydantic": ("config",),
     "ruamel": ("config/yaml.py",),
 }
-# Modules that `tiltyard --help`, `ls` and `config show` may load: nothing heavy while they are imported.
+# Modules for `tiltyard --help`, `ls` and `config show`: they must not import large packages at import time.
 LIGHT = (
     "__init__.py",
     "__main__.py",
@@ -283,7 +283,7 @@ def imported_libraries(nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def at_import_time(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: not the bodies of functions, not what is under TYPE_CHECKING."""
+    """Yield the nodes that run at import time: no bodies of functions, nothing under TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -302,11 +302,11 @@ def misplaced_libraries(path: Path) -> Iterator[tuple[int, str]]:
         yield from ((line, name) for line, name in imported_libraries(at_import_time(tree)) if name in HEAVY)
 
 
-def test_libraries_stay_at_home_and_light_modules_light():
+def test_libraries_are_imported_only_where_allowed():
     assert everywhere(misplaced_libraries) == {}
 
 
-# ------------------------------------------------------------------------------------------------ manners
+# ------------------------------------------------------------------------------------------------ docstrings
 
 
 def missing_manners(path: Path) -> Iterator[str]:
@@ -317,13 +317,13 @@ def missing_manners(path: Path) -> Iterator[str]:
         yield "no docstring at the top"
 
 
-def test_every_module_says_what_it_owns():
+def test_every_module_has_a_clear_name_and_a_docstring():
     assert everywhere(missing_manners) == {}
 
 
-# ------------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------------------ names
 
-# Names that readers had to learn; docs/concepts/style.md has the words to use.
+# Metaphors that readers would have to learn; docs/concepts/style.md has the words to use.
 METAPHOR = re.compile(
     r"bears?|rooms?|cast|tall(y|ies)|turns?|told|said"
     r"|(nurser|bury|burie|confess|parcel|resident|landlord|comeback|blam|warden|ledger|stretch).*"
@@ -331,7 +331,7 @@ METAPHOR = re.compile(
 
 
 def defined_names(source: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of everything that a source defines: functions, classes, parameters, variables, attributes."""
+    """Yield (line, name) of all functions, classes, parameters, variables and attributes that a source defines."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
@@ -346,7 +346,7 @@ def defined_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def is_metaphor(name: str) -> bool:
-    """Whether one of the words in a snake_case or CamelCase name is one."""
+    """Return whether a word in a snake_case or CamelCase name is a metaphor."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     return any(METAPHOR.fullmatch(word.lower()) for word in words)
 
@@ -384,7 +384,7 @@ PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 
 def members(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """Functions, classes and methods of a module as `name` and `Class.name`."""
+    """Return functions, classes and methods of a module as `name` and `Class.name`."""
     found = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -394,7 +394,7 @@ def members(body: list[ast.stmt], prefix: str = "") -> set[str]:
     return found
 
 
-def test_the_architecture_names_what_exists():
+def test_architecture_page_refers_to_existing_code():
     places = PLACE.findall(ARCHITECTURE.read_text(encoding="utf-8"))
     assert len(places) > 30
     known = {
@@ -409,9 +409,10 @@ def test_the_architecture_names_what_exists():
 
 
 @pytest.mark.xdist_group("house")
-def test_groups_of_tests_are_heeded(request: pytest.FixtureRequest) -> None:
-    """There are versions of pytest and pytest-xdist that ignore them together, and nobody would notice: what tests of a
-    group share is then made once in each process."""
+def test_xdist_groups_are_respected(request: pytest.FixtureRequest) -> None:
+    """Some combinations of pytest and pytest-xdist ignore groups silently.
+
+    Each process then creates again what the tests of a group should share."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("all tests are in one process here: -n 2 has groups")
     assert request.node.nodeid.endswith("@house")

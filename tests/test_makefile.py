@@ -1,4 +1,4 @@
-"""The Makefile's promises that need no installation: what it would run, and which Python it refuses."""
+"""The Makefile without installing anything: which commands it would run, and which Python it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_target_can_be_shown_without_running_it(target, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torch_comes_first_and_everything_is_pinned(tmp_path):
+def test_torch_is_installed_first_and_everything_is_pinned(tmp_path):
     commands = [line for line in make("-n", "venv", f"VENV={tmp_path / 'env'}").stdout.splitlines() if "pip" in line]
     installs = [line for line in commands if " install " in line]
     assert "torch==" in installs[0] and "-e '.[dev]'" in installs[1]
@@ -33,20 +33,20 @@ def test_torch_comes_first_and_everything_is_pinned(tmp_path):
     assert "check" in commands[-1]
 
 
-def test_tests_lint_first_and_the_inner_loop_leaves_slow_tests_out(tmp_path):
+def test_test_targets_lint_first_and_check_skips_slow_tests(tmp_path):
     for target, expected in (("check", '-m "not slow"'), ("test", "pytest -n 4"), ("test-long", "TILTYARD_LONG=1")):
         lines = make("-n", target, f"VENV={tmp_path / 'env'}").stdout.splitlines()
         assert expected in lines[-1]
         assert [word in "\n".join(lines[:-1]) for word in ("ruff check", "ruff format --check", "/mypy")] == [True] * 3
 
 
-def test_an_environment_that_is_up_to_date_is_left_alone(tmp_path):
+def test_up_to_date_environment_is_not_changed(tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / ".installed").touch()
     assert "pip" not in make("-n", "demo", f"VENV={tmp_path / 'env'}").stdout
 
 
-def test_an_old_python_is_refused_with_a_sentence(tmp_path):
+def test_old_python_is_refused(tmp_path):
     old = tmp_path / "python3.9"
     old.write_text(f"#!{sys.executable}\nimport sys\nsys.version_info = (3, 9, 18)\nexec(sys.argv[2])\n")
     old.chmod(0o755)
@@ -56,12 +56,12 @@ def test_an_old_python_is_refused_with_a_sentence(tmp_path):
     assert not (tmp_path / "env").exists()
 
 
-def test_a_missing_python_is_said(tmp_path):
+def test_missing_python_is_reported(tmp_path):
     refused = make("venv", "PYTHON=python-that-is-not-there", f"VENV={tmp_path / 'env'}")
     assert refused.stderr.startswith("error: there is no 'python-that-is-not-there'; install Python 3.11 or newer")
 
 
-def test_tests_install_a_slurm_where_they_may_and_else_say_what_is_skipped(tmp_path):
+def test_test_targets_install_slurm_if_root_and_otherwise_report_skipped_tests(tmp_path):
     for target in ("check", "test", "test-long"):
         assert "tests/cluster/install.sh" in make("-n", target, f"VENV={tmp_path / 'env'}").stdout
     tools = tmp_path / "tools"

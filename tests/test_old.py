@@ -15,14 +15,14 @@ from tiltyard.run.status import SCHEMA
 OLD = sorted((Path(__file__).parent / "old").glob("run-v*"))
 
 
-def test_every_schema_version_up_to_now_is_kept() -> None:
+def test_there_is_a_run_folder_of_every_schema_version() -> None:
     assert [folder.name for folder in OLD] == [f"run-v{number}" for number in range(1, SCHEMA + 1)]
     for number, folder in enumerate(OLD, 1):
         assert json.loads((folder / "status.json").read_text())["schema"] == number
 
 
 @pytest.mark.parametrize("old", OLD, ids=lambda folder: folder.name)
-def test_an_old_run_lives_on(tiltyard: Command, runs: Path, old: Path) -> None:
+def test_old_run_can_be_listed_evaluated_resumed_and_forked(tiltyard: Command, runs: Path, old: Path) -> None:
     home = runs / "old" / "0001-brisk-otter"
     shutil.copytree(old, home)
     run = Run(home)

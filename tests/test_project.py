@@ -40,7 +40,7 @@ def test_version_changelog_and_citation_agree() -> None:
     assert citation["license"] == tomllib.loads(read("pyproject.toml"))["project"]["license"]
 
 
-def test_changelog_lists_releases_from_new_to_old_after_what_is_unreleased() -> None:
+def test_changelog_lists_unreleased_changes_then_releases_from_new_to_old() -> None:
     text = read("CHANGELOG.md")
     numbers = [tuple(map(int, version.split("."))) for version, _ in RELEASE.findall(text)]
     assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(numbers)
@@ -49,7 +49,7 @@ def test_changelog_lists_releases_from_new_to_old_after_what_is_unreleased() -> 
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
-def test_ci_runs_targets_of_the_makefile_and_nothing_else() -> None:
+def test_ci_runs_only_makefile_targets() -> None:
     targets = make_targets()
     workflow = read_yaml(".github/workflows/ci.yml")
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
@@ -58,14 +58,14 @@ def test_ci_runs_targets_of_the_makefile_and_nothing_else() -> None:
     assert {word for command in commands for word in command.split()[1:]} <= targets
 
 
-def test_documents_name_targets_of_the_makefile() -> None:
+def test_documents_mention_only_existing_makefile_targets() -> None:
     targets = make_targets()
     for name in ("CONTRIBUTING.md", "README.md", "docs/releasing.md", ".github/PULL_REQUEST_TEMPLATE.md"):
         for named in re.findall(r"`make ([a-z-]+)", read(name)):
             assert named in targets, f"{name} names make {named}"
 
 
-def test_issue_forms_have_what_a_form_needs() -> None:
+def test_issue_forms_are_complete() -> None:
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir())
     assert [form.name for form in forms] == ["bug.yml", "feature.yml"]
     for form in forms:
@@ -93,7 +93,7 @@ def plain(name: str) -> str:
 
 
 def test_private_torch_functions_have_an_upper_bound() -> None:
-    """A private function may change in any minor release: the bound is the one after the pin that tests run with."""
+    """A private function may change in any minor release, so that the bound is the minor version after the pin."""
     used = {
         name
         for path in (ROOT / "tiltyard").rglob("*.py")
@@ -134,5 +134,5 @@ def test_try_wheel_refuses_a_wheel_without_presets_or_with_tests(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "CITATION.cff", "CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md"])
-def test_no_address_is_given_that_nobody_answers(name: str) -> None:
+def test_documents_have_no_contact_addresses(name: str) -> None:
     assert not re.search(r"[\w.]+@[\w-]+\.\w+|https?://(?!keepachangelog|semver)", read(name))

@@ -1,6 +1,6 @@
-"""A finished run with everything switched on holds no planted secret and no pickle, whatever file one looks into.
+"""No file of a finished run, with all features on, contains a planted secret or a pickle.
 
-A setting is a secret's one lawful place: experiment.yaml has what the env needs on a resume, and nothing repeats it.
+The only exception is a secret in a setting: experiment.yaml keeps it for a resume, but no other file does.
 """
 
 import io
@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import in_own_process
 from tiltyard.run.folder import Run, find
 
-# Put together at run time, so that scanners do not take this file for a leak.
+# Concatenated at run time, so that secret scanners do not report this file.
 PLANTED = {
     "environment: a key": ("WANDB_API_KEY", "fedcba9876543210" * 2 + "fedcba98"),
     "environment: a token": ("GITHUB_TOKEN", "ghp_" + "zY8xW6vU4tS2rQ0pO9nM7lK5jI3hG1fE2dC4"),
@@ -52,13 +52,13 @@ class Locked(gymnasium.Env):
 """
 
 
-# One whole run serves all tests here: they stay together on one worker.
+# All tests here share one run, so that they must stay on one xdist worker.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("secrets")]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run trained, resumed and measured with every mirror, a film and rollouts, in a dirty repository full of secrets."""
+    """A run in a dirty repository full of secrets: trained, resumed, evaluated, with all trackers, videos and rollouts."""
     place = tmp_path_factory.mktemp("repository")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_")]:
@@ -98,7 +98,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def unpacked(raw: bytes) -> Iterator[bytes]:
-    """The bytes, and what a zip or a compressed stream at their front holds."""
+    """Yield the bytes, and the decompressed content if they are a zip file or a compressed stream."""
     yield raw
     if zipfile.is_zipfile(io.BytesIO(raw)):
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -110,7 +110,7 @@ def unpacked(raw: bytes) -> Iterator[bytes]:
             continue
 
 
-def test_no_planted_secret_is_in_any_file_of_the_run(finished: Run) -> None:
+def test_no_file_of_the_run_has_a_planted_secret(finished: Run) -> None:
     secrets = {**{where: secret for where, (_, secret) in PLANTED.items()}, "an address": IN_ADDRESS}
     secrets |= {f"the diff: {what}": secret for what, secret in IN_DIFF.items()}
     leaks = []
@@ -122,8 +122,8 @@ def test_no_planted_secret_is_in_any_file_of_the_run(finished: Run) -> None:
     assert not leaks, "\n".join(map(str, leaks))
 
 
-def test_what_is_no_secret_was_kept(finished: Run) -> None:
-    """The scan above would also pass on an empty folder."""
+def test_other_facts_are_kept(finished: Run) -> None:
+    """The test above would also pass with an empty folder."""
     facts = json.loads((finished.folder / "provenance.json").read_text())
     assert facts["command"][1:4] == ["train", "locked.py:Locked", "name=locked"]
     assert facts["environment"]["TILTYARD_NOTE"] == "from https://***@example.org"
@@ -139,7 +139,7 @@ def test_what_is_no_secret_was_kept(finished: Run) -> None:
 
 
 def pickle_in(path: Path) -> str | None:
-    """Why a file is, or holds, a pickle; None when it does not."""
+    """Return how a file is or contains a pickle, or None."""
     if path.suffix in (".pt", ".pth", ".pkl", ".pickle", ".joblib", ".npy", ".npz"):
         return f"is called {path.suffix}"
     raw = path.read_bytes()
@@ -150,7 +150,7 @@ def pickle_in(path: Path) -> str | None:
                     return f"is a zip with the pickle {name}"
     if any(is_pickle(content) for content in unpacked(raw)):
         return "is a pickle"
-    # Python writes protocol 2 and above with these two bytes; a pickle that lies inside another format starts with them.
+    # With protocol 2 or higher, a pickle starts with 0x80 and the protocol, also inside another format.
     at = raw.find(b"\x80")
     while at >= 0:
         if raw[at + 1 : at + 2] in (b"\x02", b"\x03", b"\x04", b"\x05") and is_pickle(raw[at:], within=True):
@@ -160,21 +160,21 @@ def pickle_in(path: Path) -> str | None:
 
 
 def is_pickle(raw: bytes, within: bool = False) -> bool:
-    """Whether the bytes parse as a pickle that does something: a lone number and a full stop are text, too."""
+    """Return whether the bytes are a nontrivial pickle. A number with a full stop is also a pickle, but is text here."""
     try:
         operations = [operation.name for operation, _, _ in pickletools.genops(raw)]
-    except Exception:  # noqa: BLE001 - pickletools raises whatever the bytes lead it to
+    except Exception:  # noqa: BLE001 - pickletools raises many kinds of exceptions
         return False
     return len(operations) > (4 if within else 2)
 
 
-def test_no_file_of_a_finished_run_is_or_holds_a_pickle(finished: Run) -> None:
+def test_no_file_of_a_finished_run_is_or_contains_a_pickle(finished: Run) -> None:
     found = {str(path): why for path in files(finished.folder) if (why := pickle_in(path))}
     assert found == {}
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_the_scanner_finds_planted_pickles(tmp_path: Path, protocol: int) -> None:
+def test_scanner_finds_planted_pickles(tmp_path: Path, protocol: int) -> None:
     import torch
 
     value = {"weights": [1.0, 2.0], "name": "x"}

@@ -1,4 +1,4 @@
-"""One torch thread, as engines set it by default: tiny nets on many threads are slow, and slower on a busy machine."""
+"""One torch thread, the default of the engines: small networks are slow on many threads, mainly on a busy machine."""
 
 import pytest
 import torch

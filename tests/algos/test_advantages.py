@@ -9,8 +9,8 @@ def column(*numbers, dtype=np.float32):
     return np.array(numbers, dtype)[:, None]
 
 
-def test_gae_by_hand():
-    # Step 1 is terminal, so nothing of step 2 reaches back; the last step looks at the bootstrap.
+def test_gae_matches_a_calculation_by_hand():
+    # Step 1 is terminal, so step 2 does not influence it. The last step uses the bootstrap value.
     reward, value = column(1, 2, 3), column(0.5, 1, 2)
     ended, cut = column(0, 1, 0, dtype=bool), column(0, 0, 0, dtype=bool)
     advantage, returns = gae(Steps(reward, value, column(0, 0, 10), ended, cut), 0.9, 0.8)
@@ -28,7 +28,7 @@ def test_truncation_bootstraps_and_termination_does_not():
     cut, _ = gae(Steps(reward, value, bootstrap, no, end), 0.5, 1.0)
     over, _ = gae(Steps(reward, value, bootstrap, end, no), 0.5, 1.0)
     goes_on, _ = gae(Steps(reward, value, bootstrap, no, no), 0.5, 1.0)
-    assert cut[0, 0] == 1 + 0.5 * 7  # the bootstrap of the cut, not value[1] of the next episode
+    assert cut[0, 0] == 1 + 0.5 * 7  # the bootstrap value of the truncation, not value[1] of the next episode
     assert over[0, 0] == 1
     assert goes_on[0, 0] == 1 + 0.5 * (1 + 0.5 * 3)
 
@@ -46,7 +46,7 @@ def random_case(rng):
 
 
 def brute_force(case, ratio, gamma, lam, rho_clip, weigh):
-    """Advantages by the definition: for each step a sum over all later ones of its episode. weigh(t, k) is the trace."""
+    """Advantages by definition: per step, a sum over all later steps of its episode. weigh(ratios, t, k) is the trace."""
     follows = next_values(Steps(**case))
     steps, rows = case["reward"].shape
     out = np.zeros((steps, rows))
@@ -60,7 +60,7 @@ def brute_force(case, ratio, gamma, lam, rho_clip, weigh):
     return out
 
 
-def test_all_agree_with_brute_force():
+def test_all_estimators_match_brute_force():
     rng = np.random.default_rng(0)
     for _ in range(count(300)):
         case = random_case(rng)
@@ -86,7 +86,7 @@ def test_all_agree_with_brute_force():
         np.testing.assert_allclose(corrected - case["value"], expected, atol=1e-4)
 
 
-def test_on_policy_the_corrected_forms_are_gae():
+def test_vtrace_and_clipped_gae_equal_gae_on_policy():
     case = random_case(np.random.default_rng(5))
     ones = np.ones_like(case["reward"])
     plain, returns = gae(Steps(**case), gamma=0.9, lam=0.7)
@@ -96,7 +96,7 @@ def test_on_policy_the_corrected_forms_are_gae():
     np.testing.assert_allclose(vtrace(Steps(**case), ratio=ones, gamma=0.9, lam=0.7, clip=1.0)[1], returns, atol=1e-6)
 
 
-def test_vtrace_advantage_looks_one_step_ahead_at_corrected_values():
+def test_vtrace_advantage_uses_the_corrected_value_of_the_next_step():
     no = np.zeros((3, 1), bool)
     case = {"reward": column(1, 2, 3), "value": column(0, 1, 2), "bootstrap": column(0, 0, 4)}
     steps = Steps(**case, terminated=no, truncated=no)
@@ -107,7 +107,7 @@ def test_vtrace_advantage_looks_one_step_ahead_at_corrected_values():
 
 
 @pytest.mark.parametrize("lam", [0.0, 1.0])
-def test_the_ends_of_lambda(lam):
+def test_gae_with_lambda_zero_and_one(lam):
     no = np.zeros((3, 1), bool)
     advantage, _ = gae(Steps(column(1, 1, 1), column(0, 0, 0), column(0, 0, 0), no, no), 0.5, lam)
     assert advantage[:, 0].tolist() == ([1, 1, 1] if lam == 0 else [1.75, 1.5, 1])

@@ -1,6 +1,6 @@
-"""Several learners of one policy end where one alone does, whatever the minibatches are, and fail together.
+"""A group of learners gives the same result as a single learner, for all minibatch sizes, and fails as a group.
 
-Each learner is a thread here and a process in training; they meet over loopback in both.
+Each learner is a thread here but a process in training; both connect over loopback.
 """
 
 import math
@@ -31,13 +31,13 @@ SMALL: dict[str, Any] = {"rollout": 12, "minibatch": 20, "epochs": 3}
 
 
 def all_at_once(folder: Path, size: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """What `work` returns or raises for each learner of a group, in the order of ranks."""
+    """Return what `work` returns or raises for each learner of a group, in the order of ranks."""
     found: list[Any] = [None] * size
 
     def one(rank: int) -> None:
         try:
             found[rank] = work(ProcessGroup(folder, rank, size, CPU))
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - checked by the test
             found[rank] = error
 
     threads = [threading.Thread(target=one, args=[rank]) for rank in range(size)]
@@ -50,7 +50,7 @@ def all_at_once(folder: Path, size: int, work: Callable[[ProcessGroup], Any]) ->
 
 
 class Learning:
-    """A learner and what it is to learn from: its own rollouts or those of another."""
+    """A learner and its rollouts: its own, or those of another learner."""
 
     def __init__(
         self, spec: EnvSpec, model: Model, algo: Any, valid: float = 1.0, rollouts: list[Rollout] | None = None
@@ -61,7 +61,7 @@ class Learning:
         self.ppo = Ppo(algo, self.net, bptt, 10_000, seed=0)
 
     def learn(self, group: LearnerGroup) -> tuple[dict[str, Any], list[dict[str, float]], list[Any]]:
-        """Weights, metrics and where its streams and settings stand after an update with each rollout."""
+        """Update once per rollout. Return the weights, the metrics, and the state of random streams and settings."""
         ppo = self.ppo
         ppo.group = group
         metrics = [ppo.update(rollout, at * rollout.reward.size) for at, rollout in enumerate(self.rollouts)]
@@ -69,7 +69,7 @@ class Learning:
 
 
 def together(folder: Path, learners: list[Learning]) -> list[Any]:
-    """What each of them returns or raises."""
+    """Return what each learner returns or raises."""
     return all_at_once(folder, len(learners), lambda group: learners[group.rank].learn(group))
 
 
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[ActionPart, Model, Any, float]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
+def test_group_of_learners_matches_a_single_learner(tmp_path: Path, name: str) -> None:
     action, model, algo, valid = CASES[name]
     size = 3 if "learners" in name or "decision" in name else 2
     alone = Learning(env(action), model, algo, valid)
@@ -123,17 +123,17 @@ def test_a_team_ends_where_one_alone_does(tmp_path: Path, name: str) -> None:
         assert place[2]["lr"] != 1e-3, "the schedule has moved"
 
 
-def test_a_number_that_is_none_ends_all_of_them_with_the_whole_minibatch(tmp_path: Path) -> None:
+def test_non_finite_loss_fails_all_learners_and_reports_the_whole_minibatch(tmp_path: Path) -> None:
     learners = [Learning(env(), LSTM, Settings(**{**SMALL, "minibatch": 48})) for _ in range(2)]
     for learner in learners:
-        learner.rollouts[0].log_prob[0, 0] = -1e30  # in the part of one of them
+        learner.rollouts[0].log_prob[0, 0] = -1e30  # only in the share of one learner
     found = together(tmp_path, learners)
     for error in found:
         assert isinstance(error, DivergedError) and "is not a finite number" in error.message
         assert np.shape(error.batch["action"])[:2] == (4, 12)
 
 
-def test_every_thing_is_somebodys_and_nobody_has_two(tmp_path: Path) -> None:
+def test_shares_are_disjoint_and_complete(tmp_path: Path) -> None:
     def shares(group: ProcessGroup) -> list[list[int]]:
         return [list(range(count)[group.share(count)]) for count in (0, 1, 2, 7, 64)]
 

@@ -10,8 +10,8 @@ from tiltyard.models.policy_net import PolicyNet
 
 
 @pytest.mark.parametrize("sizes", [(7,), (300, 7, 301, 300)])
-def test_by_hand_and_by_autograd_give_the_same_gradient(sizes):
-    """Batches of changing sizes too: memory is kept for each. A frozen log_std sends the second net to autograd."""
+def test_manual_backprop_and_autograd_give_the_same_gradient(sizes):
+    """Also with changing batch sizes, whose buffers are kept. A frozen log_std makes the second net use autograd."""
     hand, auto = (PolicyNet(env(), Model(), (), seed=3) for _ in range(2))
     auto.log_std.requires_grad_(False)
     one, two = Adam(hand, 1e-5), Adam(auto, 1e-5)

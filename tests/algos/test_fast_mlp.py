@@ -27,8 +27,8 @@ PLAIN = {
 
 @pytest.mark.parametrize(("spec", "model"), PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("rows", [1, 300])
-def test_the_short_way_gives_what_the_modules_give(spec, model, rows):
-    """300 rows are past what numpy multiplies: both ways to multiply are taken."""
+def test_fast_path_matches_the_modules(spec, model, rows):
+    """300 rows are too many for numpy, so that both ways to multiply are tested."""
     assert 300 * 64 * 64 > SINGLE_THREAD > 64 * 64
     net = PolicyNet(spec, model, (), seed=1)
     assert net.dense is not None and net.dense.layers() is not None
@@ -42,7 +42,7 @@ def test_the_short_way_gives_what_the_modules_give(spec, model, rows):
     np.testing.assert_array_equal(net.value(obs, {}, np.zeros(rows, bool)), value)
 
 
-def test_parameters_are_followed_when_they_move():
+def test_fast_path_uses_the_current_parameters():
     net = PolicyNet(env(), Model(), (), seed=1)
     obs, first = observations(env(), 3), np.zeros(3, bool)
     before = net.value(obs, {}, first)
@@ -57,5 +57,5 @@ def test_parameters_are_followed_when_they_move():
     [Model(memory=Memory(kind="gru")), Model(activation="gelu"), Model(encoder=Plugin(id="mlp"))],
     ids=["memory", "gelu", "learned encoder"],
 )
-def test_what_is_not_plain_goes_through_the_modules(model):
+def test_other_models_do_not_use_the_fast_path(model):
     assert PolicyNet(env(), model, (), seed=0).dense is None

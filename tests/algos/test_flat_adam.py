@@ -41,8 +41,8 @@ def test_parameters_stay_views_of_the_vector_after_loading_weights():
     assert all((parameter == 0).all() for parameter in model.parameters())
 
 
-def test_every_parameter_begins_at_a_full_line_and_what_lies_between_stays_zero():
-    """Where a matrix begins may change how a library sums its products: a copy by itself must give the same numbers."""
+def test_parameters_are_aligned_to_cache_lines_and_the_padding_stays_zero():
+    """The alignment of a matrix may change the order of sums in a library, and a copy must give the same numbers."""
     model = net()
     adam = Adam(model, 1e-8)
     begin = adam.vector.data_ptr()
@@ -53,7 +53,7 @@ def test_every_parameter_begins_at_a_full_line_and_what_lies_between_stays_zero(
     assert torch.count_nonzero(adam.vector) == sum(torch.count_nonzero(parameter) for parameter in model.parameters())
 
 
-def test_what_takes_no_part_does_not_move():
+def test_unused_parameters_do_not_change():
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
     before = model["idle"].weight.clone()
     adam = Adam(model, 1e-8)
@@ -62,14 +62,14 @@ def test_what_takes_no_part_does_not_move():
     assert torch.equal(model["idle"].weight, before)
 
 
-def test_frozen_parameters_are_left_alone():
+def test_frozen_parameters_are_not_optimised():
     model = net()
     model[0].weight.requires_grad_(False)
     adam = Adam(model, 1e-8)
     assert adam.names == ["0.bias", "2.weight", "2.bias"]
 
 
-def test_moments_are_saved_by_name_and_of_another_shape_refused():
+def test_moments_are_saved_by_name_and_other_shapes_are_refused():
     model = net()
     adam = Adam(model, 1e-8)
     adam.differentiate([model(torch.ones(1, 3))], [torch.ones(1, 2)])

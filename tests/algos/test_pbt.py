@@ -1,4 +1,4 @@
-"""Population-based training on members that are only numbers."""
+"""Population-based training with simulated members, which are only numbers."""
 
 import math
 from dataclasses import asdict
@@ -30,10 +30,10 @@ def members(*scores, env_steps=100, decided=0):
     return [Member(i, env_steps, score, decided) for i, score in enumerate(scores)]
 
 
-# ------------------------------------------------------------------------------------------------ who copies whom
+# ------------------------------------------------------------------------------------------------ replacements
 
 
-def test_the_best_come_first_and_who_has_no_score_comes_nowhere():
+def test_members_are_ranked_by_score_and_those_without_one_are_left_out():
     found = members(1.0, None, 3.0, math.nan, -2.0, 3.0, math.inf)
     assert [each.number for each in rank(found)] == [2, 5, 0, 4]
     assert [each.number for each in rank(found, maximise=False)] == [4, 0, 2, 5]
@@ -44,7 +44,7 @@ def test_the_best_come_first_and_who_has_no_score_comes_nowhere():
     [
         ((4.0, 3.0, 2.0, 1.0), True, {3: 0}),
         ((4.0, 3.0, 2.0, 1.0), False, {0: 3}),
-        ((-4.0, -3.0, -2.0, -1.0), True, {0: 3}),  # all below zero: the best is the nearest to it
+        ((-4.0, -3.0, -2.0, -1.0), True, {0: 3}),  # all scores below zero
         ((-4.0, -3.0, -2.0, -1.0), False, {3: 0}),
         ((-5.0, 0.0, 5.0, 1.0), True, {0: 2}),
         ((-5.0, None, 5.0, 1.0), True, {0: 2}),
@@ -67,7 +67,7 @@ def test_the_worst_copies_the_best(scores, maximise, found):
         (-89.0, -100.0, True),
         (-100.0, -89.0, False),
         (0.0, 0.0, False),
-        (1e-7, 0.0, False),  # a relative gap of 1, and nothing all the same
+        (1e-7, 0.0, False),  # the relative gap is 1, but the absolute gap is too small
         (0.0, -1e-7, False),
         (0.0, -1.0, True),
         (1.0, -1.0, True),
@@ -76,19 +76,19 @@ def test_the_worst_copies_the_best(scores, maximise, found):
         (0.0, None, False),
     ],
 )
-def test_gaps_by_hand(better, worse, ahead):
+def test_gap_rules_match_a_calculation_by_hand(better, worse, ahead):
     first, second = members(better, worse)
     assert is_ahead(Rules(gap=1e-6, relative_gap=0.1), first, second) is ahead
     turned = members(*(None if each is None else -each for each in (better, worse)))
     assert is_ahead(Rules(gap=1e-6, relative_gap=0.1, maximise=False), *turned) is ahead
 
 
-def test_a_gap_that_is_not_exceeded_keeps_the_member():
+def test_member_is_kept_if_the_gap_is_not_exceeded():
     assert not is_ahead(Rules(gap=1.0, relative_gap=0.0), *members(3.0, 2.0))
     assert is_ahead(Rules(gap=0.99, relative_gap=0.0), *members(3.0, 2.0))
 
 
-def test_a_member_is_decided_about_once_a_period_from_the_start_on():
+def test_member_is_due_once_per_period_after_the_start():
     rules = Rules(period=100, start=500)
     counts = [(400, 0), (499, 0), (500, 0), (599, 500), (600, 500), (650, 600)]
     due = [is_due(rules, Member(0, env_steps, 1.0, decided)) for env_steps, decided in counts]
@@ -98,7 +98,7 @@ def test_a_member_is_decided_about_once_a_period_from_the_start_on():
     assert set(replacements(rules, [*others, Member(3, 500, 0.0)], rng())) == {3}
 
 
-def test_whoever_is_replaced_was_of_the_worst_due_and_behind_and_copies_one_of_the_best():
+def test_only_bad_due_members_behind_the_gap_are_replaced_by_one_of_the_best():
     for seed in range(count(2000)):
         draws = rng(1, seed)
         size = int(draws.integers(1, 9))
@@ -116,7 +116,7 @@ def test_whoever_is_replaced_was_of_the_worst_due_and_behind_and_copies_one_of_t
             relative_gap=float(draws.random() * 0.5),
         )
         made = replacements(rules, found, rng(2, seed))
-        assert made == replacements(rules, found[::-1], rng(2, seed))  # whatever their order, the same draws
+        assert made == replacements(rules, found[::-1], rng(2, seed))  # the order of members does not matter
         order = [each.number for each in rank(found, rules.maximise)]
         most = math.ceil(rules.replace * len(order))
         assert not set(made) & set(made.values())
@@ -126,7 +126,7 @@ def test_whoever_is_replaced_was_of_the_worst_due_and_behind_and_copies_one_of_t
             assert is_due(rules, found[number]) and is_ahead(rules, found[source], found[number])
 
 
-def test_the_source_is_drawn_from_all_of_the_best():
+def test_source_is_sampled_from_all_of_the_best():
     rules = Rules(period=100, start=100, replace=0.5)
     assert {source_for(rules, members(9.0, 8.0, 1.0, 0.0), 3, rng(seed)) for seed in range(20)} == {0, 1}
     assert source_for(rules, members(9.0, 8.0, 1.0, 0.0), 1, rng()) is None
@@ -136,17 +136,17 @@ def test_the_source_is_drawn_from_all_of_the_best():
 # ------------------------------------------------------------------------------------------------ settings
 
 
-def test_drawn_settings_lie_in_their_spans_and_choices():
+def test_random_settings_are_within_bounds_and_choices():
     made = [random_settings(TUNABLES, rng(seed)) for seed in range(300)]
     assert made[7] == random_settings(TUNABLES, rng(7)) != made[8]
     assert {each["algo.epochs"] for each in made} == set(range(1, 9))
     assert {(each["algo.rollout"], each["algo.minibatch"]) for each in made} == set(ROWS.values)
     assert all(1e-5 <= each["algo.lr"] <= 1e-1 and 0.9 <= each["algo.gamma"] <= 0.9999 for each in made)
-    assert 0.4 < np.mean([each["algo.lr"] < 1e-3 for each in made]) < 0.6  # the middle of the logarithms
+    assert 0.4 < np.mean([each["algo.lr"] < 1e-3 for each in made]) < 0.6  # uniform in the logarithm
     assert 0.4 < np.mean([each["algo.gamma"] < 1 - math.sqrt(0.1 * 1e-4) for each in made]) < 0.6
 
 
-def test_perturbed_settings_stay_near_inside_and_what_they_are():
+def test_perturbed_settings_stay_close_in_bounds_and_of_the_same_type():
     rules = Rules(rate=1.0, factors=(1.1, 1.5))
     for seed in range(count(3000)):
         before = random_settings(TUNABLES, rng(3, seed))
@@ -165,7 +165,7 @@ def test_perturbed_settings_stay_near_inside_and_what_they_are():
         assert (after["model.activation"],) in WORD.values
 
 
-def test_factors_by_hand():
+def test_perturbation_factors_match_a_calculation_by_hand():
     twice = Rules(rate=1.0, factors=(2.0, 2.0))
 
     def results(tunable, value):
@@ -178,14 +178,14 @@ def test_factors_by_hand():
     assert results(EPOCHS, 3) == [2, 6]
     assert results(Number("x", 1, 8, log=True, whole=True), 1) == [1, 2]
     assert results(Number("x", 0.1, 0.9), 0.4) == [0.2, 0.8]
-    assert results(LEAN, 0.25) == [-0.75, 1.0]  # a factor would never change the sign
-    assert results(Number("x", 0.0, 0.4), 0.0) == [0.0, 0.2]  # nor leave 0
+    assert results(LEAN, 0.25) == [-0.75, 1.0]  # an added step, because a factor never changes the sign
+    assert results(Number("x", 0.0, 0.4), 0.0) == [0.0, 0.2]  # or the value 0
     assert results(Number("x", 0, 4, whole=True), 0) == [0, 2]
     assert results(Number("x"), -3.0) == [-6.0, -1.5]
     assert results(Number("x"), 0.0) == [0.0]
 
 
-def test_a_rate_of_settings_changes_and_a_share_of_those_is_drawn_anew():
+def test_rate_and_resample_control_how_many_settings_change():
     before = random_settings(TUNABLES, rng())
     assert perturb(TUNABLES, before, Rules(rate=0.0), rng()) == before
     many = [perturb([LR], {"algo.lr": 1e-3}, Rules(rate=0.15), rng(5, seed))["algo.lr"] for seed in range(2000)]
@@ -194,10 +194,10 @@ def test_a_rate_of_settings_changes_and_a_share_of_those_is_drawn_anew():
     far = [perturb([LR], {"algo.lr": 1e-3}, anew, rng(6, seed))["algo.lr"] for seed in range(50)]
     assert min(far) < 1e-4 and max(far) > 1e-2
     endless = [perturb([Number("x")], {"x": 2.0}, anew, rng(6, seed))["x"] for seed in range(50)]
-    assert 2 / 1.5 <= min(endless) < max(endless) <= 2 * 1.5  # nothing to draw from: a factor
+    assert 2 / 1.5 <= min(endless) < max(endless) <= 2 * 1.5  # no bounds to sample from: a factor is used
 
 
-def test_choices_that_are_not_among_them_are_redrawn_and_words_have_no_neighbours():
+def test_unknown_choices_are_resampled_and_strings_have_no_neighbours():
     assert perturb([WORD], {"model.activation": "gelu"}, ALWAYS, rng())["model.activation"] in (
         "relu",
         "tanh",
@@ -208,7 +208,7 @@ def test_choices_that_are_not_among_them_are_redrawn_and_words_have_no_neighbour
     assert perturb([Options(("x",), ((3,),))], {"x": 3}, ALWAYS, rng()) == {"x": 3}
 
 
-def test_reward_shaping_is_numbers_by_dotted_names():
+def test_reward_weights_are_numbers_with_dotted_names():
     shaping = {"kill": 1, "delta": {"health": [1, 2], "ammo": -0.02, "on": True}, "kind": "dense"}
     flat = reward_weights(shaping, "env.shaping")
     assert flat == {"env.shaping.kill": 1.0, "env.shaping.delta.ammo": -0.02}
@@ -226,19 +226,19 @@ def test_reward_shaping_is_numbers_by_dotted_names():
 @pytest.mark.parametrize(
     "wrong", [("x", 2.0, 1.0), ("x", 0.0, 1.0, True), ("algo.gamma", 0.9, 1.0), ("x", math.nan, 1.0)]
 )
-def test_bounds_that_cannot_be(wrong):
+def test_invalid_bounds_are_refused(wrong):
     with pytest.raises(UseError):
         Number(*wrong)
 
 
-def test_what_has_no_bounds_cannot_be_drawn():
+def test_setting_without_bounds_cannot_be_sampled():
     with pytest.raises(UseError, match="no bounds"):
         random_settings([Number("x")], rng())
     with pytest.raises(UseError, match="no bounds"):
         propose([Number("x")], [Gain({"x": 1.0}, 100, 1.0)] * 9, [], ALWAYS, rng())
 
 
-def test_shares_and_settings_are_two_ways_to_say_the_same():
+def test_shares_convert_to_settings_and_back():
     for tunable in TUNABLES:
         for seed in range(50):
             settings = random_settings([tunable], rng(7, seed))
@@ -253,7 +253,7 @@ def test_shares_and_settings_are_two_ways_to_say_the_same():
 # ------------------------------------------------------------------------------------------------ PB2
 
 
-def test_a_bandit_knows_what_it_saw_and_forgets_it():
+def test_bandit_predicts_recent_data_and_forgets_old_data():
     points, times = np.linspace(0, 1, 9)[:, None], np.zeros(9)
     bandit = Bandit(points, times, np.sin(6 * points[:, 0]))
     bandit.forgetting = 0.2
@@ -267,14 +267,14 @@ def test_a_bandit_knows_what_it_saw_and_forgets_it():
     assert bandit.bound(points[:1], 5.0)[0] < before
 
 
-def test_equal_points_have_a_root_too():
+def test_cholesky_handles_equal_points():
     factor = cholesky(np.ones((5, 5)))
     assert factor @ factor.T == pytest.approx(np.ones((5, 5)), abs=1e-6)
     with pytest.raises(np.linalg.LinAlgError):
         cholesky(-10 * np.eye(2))
 
 
-def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_is():
+def test_pb2_samples_at_random_first_and_then_maximises_the_gain():
     tunables = (LR, LEAN)
     few = [Gain(random_settings(tunables, rng(8, i)), 100, 1.0) for i in range(5)]
     assert propose(tunables, few, [], ALWAYS, rng(1)) == random_settings(tunables, rng(1))
@@ -292,7 +292,7 @@ def test_pb2_draws_at_random_while_little_is_known_and_then_goes_where_the_gain_
         assert (LR.share(each), LEAN.share(each)) == pytest.approx((0.3, 0.6), abs=0.2)
 
 
-def test_pb2_finds_whole_numbers_choices_and_words():
+def test_pb2_handles_integers_choices_and_strings():
     gains = []
     for i in range(60):
         each = random_settings(TUNABLES, rng(10, i))
@@ -305,7 +305,7 @@ def test_pb2_finds_whole_numbers_choices_and_words():
     assert type(found["algo.epochs"]) is int
 
 
-def test_pb2_takes_equal_gains_and_equal_settings():
+def test_pb2_accepts_equal_gains_and_equal_settings():
     same = [Gain({"algo.lr": 1e-3}, 100 * i, 2.0) for i in range(20)]
     assert 1e-5 <= propose([LR], same, [{"algo.lr": 1e-3}] * 3, ALWAYS, rng())["algo.lr"] <= 1e-1
 
@@ -315,15 +315,16 @@ TUNED = (LR, Number("algo.clip", 0.05, 0.5))
 
 
 def away(settings, time, phase):
-    """How far settings are from an optimum that goes round in 80 periods."""
+    """Distance of settings from an optimum that moves on a circle with a period of 80."""
     angle = 2 * math.pi * time / 80 + phase
     best = (0.35 + 0.3 * math.sin(angle), 0.55 + 0.25 * math.cos(angle))
     return math.dist([tunable.share(settings) for tunable in TUNED], best)
 
 
 def trained(seed, guided):
-    """A population that learns the faster the nearer it is to the optimum, from scores far below zero on. How far the
-    best and all of them were from it in the last five periods, and the best score."""
+    """Train a population whose members learn faster close to the optimum, with initial scores far below zero.
+
+    Return the distance of the best member and of all members in the last five periods, and the negated best score."""
     rules = Rules(period=100, start=100, gap=0.0, relative_gap=0.0, rate=1.0, factors=(1.1, 2.0))
     draws, noise = rng(11, seed), rng(12, seed)
     phase = draws.uniform(0, 2 * math.pi)
@@ -348,7 +349,7 @@ def trained(seed, guided):
     return (*np.mean(far[-5:], axis=0), -max(scores))
 
 
-def test_pb2_ends_nearer_the_optimum_than_random_perturbation():
+def test_pb2_gets_closer_to_the_optimum_than_random_perturbation():
     guided, random = (np.array([trained(seed, each) for seed in range(20)]) for each in (True, False))
     best, all_of_them, score = (guided < random).sum(axis=0)
     assert min(best, all_of_them, score) >= 16, (best, all_of_them, score)
@@ -365,7 +366,7 @@ def exploit(member, source, at, source_at, after, counts_from=None):
 FIRST = {0: {"lr": 0.0}, 1: {"lr": 1.0}, 2: {"lr": 2.0}}
 
 
-def test_a_schedule_by_hand():
+def test_schedule_matches_a_calculation_by_hand():
     made = [exploit(1, 0, 90, 100, 10.0), exploit(2, 1, 200, 150, 20.0), exploit(1, 0, 300, 310, 11.0)]
     assert schedule(0, made, FIRST) == [(0, {"lr": 0.0})]
     assert schedule(1, made, FIRST) == [(0, {"lr": 0.0}), (310, {"lr": 11.0})]
@@ -373,26 +374,26 @@ def test_a_schedule_by_hand():
     assert schedule(2, [], FIRST) == [(0, {"lr": 2.0})]
 
 
-def test_a_schedule_counts_what_the_weights_saw():
+def test_schedule_counts_the_env_steps_of_the_weights():
     own = [exploit(1, 0, 90, 100, 10.0, counts_from=90), exploit(2, 1, 200, 150, 20.0, counts_from=200)]
     assert schedule(2, own, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 10.0}), (160, {"lr": 20.0})]
 
 
-def test_a_copy_of_what_was_written_before_the_source_changed():
+def test_schedule_of_a_copy_made_before_the_source_changed():
     made = [exploit(0, 0, 100, 100, 5.0), exploit(1, 0, 90, 100, 10.0), exploit(2, 0, 90, 80, 20.0)]
     assert schedule(0, made, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 5.0})]
     assert schedule(1, made, FIRST) == [(0, {"lr": 0.0}), (100, {"lr": 10.0})]
     assert schedule(2, made, FIRST) == [(0, {"lr": 0.0}), (80, {"lr": 20.0})]
 
 
-def test_an_exploit_survives_being_written_down():
+def test_exploit_round_trips_through_a_dict():
     one = exploit(1, 0, 90, 100, 10.0)
     assert Exploit(**asdict(one)) == one
 
 
 @pytest.mark.parametrize("copied_along", [True, False], ids=["source's count", "own count"])
-def test_replaying_the_schedule_alone_gives_the_same_weights(copied_along):
-    """Weights that remember every step's settings in order; members of different speeds, each decided about alone."""
+def test_repeating_the_schedule_alone_gives_the_same_weights(copied_along):
+    """The weights depend on the settings of every step in order; members have different speeds and are due separately."""
     for seed in range(count(200)):
         draws = rng(13, seed)
         size = int(draws.integers(2, 6))

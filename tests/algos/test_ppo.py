@@ -74,7 +74,7 @@ def weights(net):
 
 
 def torch_log_prob(parts, params, log_std, action):
-    """Log probability and entropy by torch's own distributions, with gradients: [...]."""
+    """Log probability and entropy from torch's distributions, with gradients: [...]."""
     log_prob = entropy = torch.zeros(())
     at = column = std_at = 0
     for part in parts:
@@ -104,7 +104,7 @@ def chunks_of(ppo, rollout):
 
 
 def textbook_loss(net, algo, rollout):
-    """PPO's loss over one rollout as papers write it, in torch: what the gradient by hand must be the gradient of."""
+    """PPO's loss of one rollout as in the paper, written in torch: the reference for the manual gradient."""
     params, value = net.unroll(rollout.obs, state0_of(net, rollout), torch.from_numpy(rollout.first))
     advantage, returns = gae(steps_of(rollout), algo.gamma, algo.gae_lambda)
     valid = torch.from_numpy(rollout.valid)
@@ -146,14 +146,14 @@ TERMS = {
 @pytest.mark.parametrize(
     "parts", [(CATEGORICAL,), (CONTINUOUS,), (CATEGORICAL, BINARY, CONTINUOUS)], ids=["c", "n", "m"]
 )
-def test_the_gradient_is_that_of_the_textbook_loss(parts, model, terms):
-    """Also where the hand-written pass through the layers is taken, which is so for the first three models."""
+def test_gradient_matches_the_textbook_loss(parts, model, terms):
+    """The first three models use the manual backward pass, the others use autograd."""
     spec = env(*parts)
     algo = Settings(rollout=16, minibatch=64, epochs=1, lr=0.0, max_grad_norm=None, **terms)
     ppo, net, _ = learner(algo, model, spec)
     assert (ppo.backprop.dense is not None) == (model.activation != "gelu" and not net.recurrent)
     rng = np.random.default_rng(5)
-    with torch.no_grad():  # away from where everything is nearly zero
+    with torch.no_grad():  # away from the initial weights, where most values are nearly zero
         for parameter in net.model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     rollout = act_out(net, spec, 16, valid=0.8)
@@ -170,8 +170,8 @@ def test_the_gradient_is_that_of_the_textbook_loss(parts, model, terms):
 
 
 @pytest.mark.parametrize("parts", [(CATEGORICAL,), (BINARY,), (CONTINUOUS,), (CATEGORICAL, CONTINUOUS)], ids=str)
-def test_the_first_gradient_is_the_policy_gradient(parts):
-    """At ratio 1 the clipped objective has the gradient of log pi times advantage (and no other terms are on)."""
+def test_first_gradient_is_the_policy_gradient(parts):
+    """At ratio 1 and without other terms, the clipped objective has the gradient of log pi times advantage."""
     spec = env(*parts)
     settings = Settings(rollout=16, minibatch=64, epochs=1, normalise_advantage=False, value_coef=0.0)
     ppo, net, _ = learner(settings, spec=spec)
@@ -188,31 +188,31 @@ def test_the_first_gradient_is_the_policy_gradient(parts):
 
 
 @pytest.mark.parametrize("kind", ["none", "lstm", "gru"])
-def test_ratios_start_at_one_also_with_normalisers_and_memory(kind):
+def test_ratios_start_at_one_with_normalisers_and_memory(kind):
     model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
     ppo, net, spec = learner(model=model, bptt=4)
-    for update in range(3):  # normalisers change in every update, and the next rollout acts with the new ones
+    for update in range(3):  # every update changes the normalisers, and the next rollout uses them
         metrics = ppo.update(act_out(net, spec, 16, bptt=4, seed=update), 0)
         assert metrics["loss/kl"] == pytest.approx(0, abs=1e-6)
         assert metrics["learn/clip_fraction"] == 0
         assert abs(metrics["loss/policy"]) < 1e-5  # mean of normalised advantages at ratio 1
 
 
-def test_a_samples_gradient_is_cut_once_its_ratio_leaves_the_clip():
+def test_gradient_is_zero_beyond_the_clip():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, value_coef=0.0, normalise_advantage=False))
     rollout = act_out(net, spec, 16)
-    rollout.log_prob -= 1.0  # every ratio is e: beyond the clip
-    rollout.reward[:] = 100.0  # and every advantage positive: nothing more to gain
+    rollout.log_prob -= 1.0  # every ratio is e, which is beyond the clip
+    rollout.reward[:] = 100.0  # every advantage is positive, so that the gradient is zero
     rollout.bootstrap[:] = 0
     metrics = ppo.update(rollout, 0)
     assert metrics["learn/gradient_norm"] == 0
     assert metrics["learn/clip_fraction"] == 1
-    rollout.reward[:] = -100.0  # negative: the way back is open
+    rollout.reward[:] = -100.0  # every advantage is negative, so that the ratio can decrease
     assert ppo.update(rollout, 0)["learn/gradient_norm"] > 0
 
 
-def test_a_single_sample_moves_the_policy_too():
-    """Its advantage less the mean of all would be nothing."""
+def test_single_sample_updates_the_policy():
+    """A single advantage must not be centred, because that gives zero."""
     ppo, net, spec = learner(Settings(rollout=1, minibatch=1, epochs=1, value_coef=0.0))
     rollout = act_out(net, spec, 1).rows(0, 1)
     before = weights(net)
@@ -230,7 +230,7 @@ def test_masked_options_keep_probability_zero_through_updates():
         assert all(math.isfinite(x) for x in ppo.update(rollout, 0).values())
 
 
-def test_a2c_is_ppo_with_one_epoch_of_everything_and_no_clip():
+def test_a2c_is_ppo_with_one_epoch_one_minibatch_and_no_clip():
     same = {"rollout": 16, "lr": 1e-2, "gamma": 0.9, "gae_lambda": 0.8, "entropy": 0.01, "normalise_advantage": True}
     one, a2c_net, spec = learner(A2c(id="a2c", **same))
     two, ppo_net, _ = learner(Settings(**same, minibatch=64, epochs=1, clip=1e9))
@@ -241,11 +241,11 @@ def test_a2c_is_ppo_with_one_epoch_of_everything_and_no_clip():
     assert torch.equal(weights(a2c_net), weights(ppo_net))
 
 
-# ------------------------------------------------------------------------------------------------ what it learns
+# ------------------------------------------------------------------------------------------------ learning
 
 
-def test_truncation_is_worth_its_bootstrap_and_termination_nothing():
-    """The critic's targets: 1 step, reward 0, a bootstrap of 100 that counts only where the end is a cut."""
+def test_value_target_has_the_bootstrap_after_truncation_only():
+    """One step with reward 0 and a bootstrap value of 10, which counts only after a truncation."""
     found = {}
     for kind in ("terminated", "truncated"):
         model = Model(hidden=[16], critic="separate")
@@ -266,8 +266,8 @@ def test_truncation_is_worth_its_bootstrap_and_termination_nothing():
 @pytest.mark.parametrize(
     ("advantage", "kind"), [("gae", "none"), ("vtrace", "none"), ("clipped_gae", "none"), ("vtrace", "lstm")]
 )
-def test_a_bandit_is_learned(advantage, kind):
-    """Reward 1 for option 2, whatever is observed."""
+def test_bandit_task_is_learned(advantage, kind):
+    """Reward 1 for option 2, for every observation."""
     model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4))
     settings = Settings(rollout=16, minibatch=32, epochs=2, lr=2e-2, advantage=advantage)
     ppo, net, spec = learner(settings, model=model, bptt=4)
@@ -280,7 +280,7 @@ def test_a_bandit_is_learned(advantage, kind):
     assert (final.action == 2).mean() > 0.9
 
 
-def test_older_samples_are_weighed_by_their_ratios():
+def test_off_policy_samples_are_weighted_by_their_ratios():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, advantage="vtrace"))
     rollout = act_out(net, spec, 16)
     np.testing.assert_allclose(ppo._ratios(rollout), 1, atol=1e-5)
@@ -290,7 +290,7 @@ def test_older_samples_are_weighed_by_their_ratios():
     assert np.delete(ratios.ravel(), 3 * ROWS + 1) == pytest.approx(1, abs=1e-4)
 
 
-def test_ratios_of_chunks_come_back_in_the_rollouts_order():
+def test_ratios_of_chunks_are_in_the_order_of_the_rollout():
     model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
     ppo, net, spec = learner(model=model, bptt=4)
     rollout = act_out(net, spec, 16, bptt=4)
@@ -300,14 +300,14 @@ def test_ratios_of_chunks_come_back_in_the_rollouts_order():
 
 
 @pytest.mark.parametrize("kind", ["none", "gru"])
-def test_rows_without_a_decision_teach_nothing(kind):
+def test_invalid_rows_do_not_affect_the_update(kind):
     model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
     found = []
     for garbage in (0.0, 1e3):
         ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=3), model=model, bptt=4)
         rollout = act_out(net, spec, 16, bptt=4, valid=0.7)
-        rollout.first[:] = True  # so that memory does not carry an invalid row's observation on
-        rollout.terminated[:] = True  # nor advantages its reward
+        rollout.first[:] = True  # so that the memory does not keep the observation of an invalid row
+        rollout.terminated[:] = True  # and advantages do not contain its reward
         bad = ~rollout.valid
         for array in (rollout.reward, rollout.value, rollout.bootstrap, rollout.log_prob, rollout.obs["obs"]):
             array[bad] = garbage
@@ -316,7 +316,7 @@ def test_rows_without_a_decision_teach_nothing(kind):
     assert torch.equal(*found)
 
 
-def test_every_sample_is_used_once_per_epoch_in_minibatches_of_about_the_size_set():
+def test_every_sample_is_used_once_per_epoch_in_minibatches_of_similar_size():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=24, epochs=1))
     chunks = chunks_of(ppo, act_out(net, spec, 16))
     parts = [part.tolist() for part in shuffled(chunks, 24, ppo.shuffling)]
@@ -326,7 +326,7 @@ def test_every_sample_is_used_once_per_epoch_in_minibatches_of_about_the_size_se
     assert order != list(range(64))
 
 
-def test_chunks_keep_steps_in_order_and_start_from_the_memory_kept():
+def test_chunks_keep_the_order_of_steps_and_start_from_the_stored_state():
     model = Model(hidden=[16], memory=Memory(kind="gru", size=8, bptt=4))
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=1), model=model, bptt=4)
     rollout = act_out(net, spec, 16, bptt=4)
@@ -353,7 +353,7 @@ def test_schedules_count_env_steps_and_are_reported():
     assert torch.equal(weights(net), before)
 
 
-def test_the_learning_rate_adapts_to_the_divergence():
+def test_learning_rate_adapts_to_the_kl_divergence():
     lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-5, factor=2.0)
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=4, lr=lr))
     for update in range(4):
@@ -362,16 +362,16 @@ def test_the_learning_rate_adapts_to_the_divergence():
 
 
 @pytest.mark.parametrize(("name", "towards"), [("lr", 1 / 8), ("clip", 1 / 8), ("entropy", 8), ("kl", 8)])
-def test_each_of_the_four_adapts_in_its_direction(name, towards):
-    """The policy moves far more than 1e-5 per update: steps must get smaller, and what holds it back larger."""
+def test_adaptive_settings_move_in_the_right_direction(name, towards):
+    """The KL divergence is far above its target of 1e-5: lr and clip must fall, entropy and kl must rise."""
     adaptive = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-5, factor=2.0)
     ppo, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=4, **{"lr": 1e-2, name: adaptive}))
     seen = [ppo.update(act_out(net, spec, 16, seed=update), 0)[f"setting/{name}"] for update in range(4)]
     assert seen[0] == 1e-2 and seen[-1] == pytest.approx(1e-2 * towards)
 
 
-def test_the_divergence_that_steers_is_that_of_the_whole_update():
-    """With a single gradient step the minibatch itself saw no divergence yet: the rate would grow for ever."""
+def test_adaptive_settings_use_the_kl_divergence_of_the_whole_update():
+    """With a single gradient step the divergence of the minibatch is still 0, and lr would grow without limit."""
     lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-7, factor=2.0)
     ppo, net, spec = learner(A2c(id="a2c", rollout=16, lr=lr))
     rollout = act_out(net, spec, 16)
@@ -382,14 +382,14 @@ def test_the_divergence_that_steers_is_that_of_the_whole_update():
     assert ppo.current_settings()["lr"] == pytest.approx(5e-3)
 
 
-def test_a_divergence_too_large_ends_the_update():
+def test_kl_stop_ends_the_update_early():
     free, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=10, lr=1e-2))
     assert free.update(act_out(net, spec, 16), 0)["learn/epochs"] == 10
     held, net, spec = learner(Settings(rollout=16, minibatch=16, epochs=10, lr=1e-2, kl_stop=1e-6))
     assert held.update(act_out(net, spec, 16), 0)["learn/epochs"] < 3
 
 
-def test_a_penalty_holds_the_policy_back():
+def test_kl_penalty_limits_the_policy_change():
     found = []
     for penalty in (0.0, 10.0):
         ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=10, lr=1e-2, kl=penalty))
@@ -397,7 +397,7 @@ def test_a_penalty_holds_the_policy_back():
     assert found[1] < found[0] / 2
 
 
-def test_entropy_is_held_up_by_its_bonus():
+def test_entropy_bonus_keeps_the_entropy_high():
     found = []
     for bonus in (0.0, 1.0):
         ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=20, lr=1e-2, entropy=bonus))
@@ -407,7 +407,7 @@ def test_entropy_is_held_up_by_its_bonus():
     assert found[1] > found[0] + 0.05
 
 
-def test_a_clipped_value_moves_no_further_than_set():
+def test_value_clip_limits_the_value_change():
     found = []
     for clip in (None, 0.01):
         ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=30, lr=1e-2, value_clip=clip))
@@ -420,8 +420,9 @@ def test_a_clipped_value_moves_no_further_than_set():
 
 
 def clipped_and_free(seen: int, clip: float, **algo):
-    """Two learners of normalised returns, one with value_clip, and a rollout whose rewards are 1,000 times as large
-    as those of the `seen` updates before it."""
+    """Yield two learners with normalised returns, one with value_clip and one without, and a rollout for each.
+
+    Its rewards are 1,000 times as large as those of the `seen` updates before it."""
     model = Model(hidden=[16], normalise=Normalise(returns=True))
     for value_clip in (clip, None):
         settings = Settings(rollout=16, minibatch=64, lr=1e-2, value_clip=value_clip, **algo)
@@ -433,21 +434,21 @@ def clipped_and_free(seen: int, clip: float, **algo):
         yield ppo, net, rollout
 
 
-def test_before_the_first_gradient_step_a_value_clip_changes_nothing_whatever_the_units():
-    """No value has moved yet: not by its units (which are those of rewards), nor by the statistics of this rollout."""
+def test_value_clip_has_no_effect_before_the_first_gradient_step():
+    """No value has changed yet, although the rollout has values in units of rewards and changes the statistics."""
     clipped, free = (ppo.update(rollout, 0) for ppo, _, rollout in clipped_and_free(seen=3, clip=1e-3, epochs=1))
     for name in ("loss/value", "learn/gradient_norm"):
         assert clipped[name] == pytest.approx(free[name], rel=1e-3), name
 
 
-def test_a_value_clip_is_in_normalised_units():
+def test_value_clip_is_in_normalised_units():
     moved = []
     for ppo, net, rollout in clipped_and_free(seen=0, clip=0.1, epochs=40):
         before = net.normaliser.normalise_value(rollout.value.ravel())
         ppo.update(rollout, 0)
         now = net.value({"obs": rollout.obs["obs"].reshape(-1, 4)}, {}, np.zeros(64, bool))
         moved.append(float(np.abs(net.normaliser.normalise_value(now) - before).mean()))
-    # 0.1 of a reward would be 1e-4 of these units, and hold the values where they were.
+    # In units of rewards, 0.1 would be 1e-4 of these units, and the values could hardly change.
     assert 0.05 < moved[0] < moved[1] / 2
 
 
@@ -455,7 +456,7 @@ def test_a_value_clip_is_in_normalised_units():
 
 
 @pytest.mark.parametrize("kind", ["none", "lstm"])
-def test_saved_and_loaded_it_continues_bit_for_bit(kind):
+def test_restored_learner_continues_bit_for_bit(kind):
     lr = KlAdaptive(kind="kl_adaptive", start=1e-2, target=1e-4)
     model = Model(hidden=[16], memory=Memory(kind=kind, size=8, bptt=4), normalise=Normalise(obs=True, returns=True))
     algo = Settings(rollout=16, minibatch=16, epochs=3, lr=lr, entropy=Linear(kind="linear", start=0.1))
@@ -475,7 +476,7 @@ def test_saved_and_loaded_it_continues_bit_for_bit(kind):
     assert all((x == y).all() for x, y in zip(net.arrays().values(), other.arrays().values(), strict=True))
 
 
-def test_settings_change_between_updates():
+def test_settings_can_change_between_updates():
     ppo, _, _ = learner()
     ppo.change({"lr": 0.5, "gamma": 0.5})
     assert ppo.current_settings() | {"lr": 0.5, "gamma": 0.5} == ppo.current_settings()
@@ -493,7 +494,7 @@ def test_settings_change_between_updates():
 
 
 @pytest.mark.parametrize(("name", "bad"), [("reward", math.nan), ("value", math.inf), ("observation obs", math.nan)])
-def test_a_rollout_with_what_is_no_number_is_named(name, bad):
+def test_non_finite_value_in_a_rollout_is_reported(name, bad):
     ppo, net, spec = learner()
     rollout = act_out(net, spec, 16)
     (rollout.obs["obs"] if name == "observation obs" else getattr(rollout, name))[5, 2] = bad
@@ -504,10 +505,10 @@ def test_a_rollout_with_what_is_no_number_is_named(name, bad):
     assert torch.equal(weights(net), before)
 
 
-def test_a_loss_that_is_no_number_is_named_and_weights_stay():
+def test_non_finite_loss_is_reported_and_the_weights_do_not_change():
     ppo, net, spec = learner(Settings(rollout=16, minibatch=64, epochs=1, normalise_advantage=False))
     rollout = act_out(net, spec, 16)
-    rollout.reward[:] = 1e30  # finite, and its square is not
+    rollout.reward[:] = 1e30  # finite, but its square is not
     before = weights(net)
     with pytest.raises(DivergedError, match="value loss") as error:
         ppo.update(rollout, 0)

@@ -4,19 +4,19 @@ from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
 
 
-def test_a_number_stays():
+def test_number_is_constant():
     value = ScheduledValue(3e-4, None)
     value.observe_kl(99.0)
     assert value.at(0) == value.at(10**12) == 3e-4
 
 
-def test_linear_counts_env_steps_and_stops_at_its_end():
+def test_linear_schedule_counts_env_steps_and_stops_at_its_end():
     value = ScheduledValue(Linear(kind="linear", start=1.0, end=0.2), 1000)
     assert [value.at(s) for s in (0, 500, 1000, 5000)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
     assert ScheduledValue(Linear(kind="linear", start=1.0, over=10), 1000).at(5) == pytest.approx(0.5)
 
 
-def test_piecewise_interpolates_and_is_constant_outside():
+def test_piecewise_schedule_interpolates_and_is_constant_outside():
     value = ScheduledValue(Piecewise(kind="piecewise", points=[[100, 1.0], [200, 0.5], [400, 0.0]]), None)
     assert [value.at(s) for s in (0, 100, 150, 200, 300, 400, 999)] == pytest.approx([1, 1, 0.75, 0.5, 0.25, 0, 0])
 
@@ -26,7 +26,7 @@ def adaptive(rises=False):
     return ScheduledValue(setting, None, rises_with_kl=rises)
 
 
-def test_kl_adaptive_moves_against_the_divergence_within_bounds():
+def test_kl_adaptive_moves_against_the_divergence_and_stays_in_bounds():
     value = adaptive()
     seen = []
     for kl in (0.01, 0.03, 0.001, 0.001, 0.001, 0.001, 0.02):
@@ -38,7 +38,7 @@ def test_kl_adaptive_moves_against_the_divergence_within_bounds():
     assert value.at(0) == pytest.approx(1e-4)
 
 
-def test_bounds_left_out_are_a_hundred_times_away():
+def test_default_bounds_are_100_times_the_start_value():
     value = ScheduledValue(KlAdaptive(kind="kl_adaptive", start=0.2, factor=10.0), None, rises_with_kl=True)
     for _ in range(5):
         value.observe_kl(1.0)
@@ -48,13 +48,13 @@ def test_bounds_left_out_are_a_hundred_times_away():
     assert value.at(0) == pytest.approx(0.002)
 
 
-def test_a_penalty_moves_the_other_way():
+def test_kl_adaptive_penalty_moves_in_the_other_direction():
     value = adaptive(rises=True)
     value.observe_kl(0.5)
     assert value.at(0) == pytest.approx(2e-3)
 
 
-def test_state_continues_and_a_changed_setting_wins():
+def test_state_is_restored_but_a_changed_setting_wins():
     value = adaptive()
     value.observe_kl(1.0)
     again = adaptive()
@@ -65,7 +65,7 @@ def test_state_continues_and_a_changed_setting_wins():
     assert number.at(0) == 7e-4
 
 
-def test_a_fixed_value_overrides_a_schedule_and_is_saved():
+def test_fixed_value_overrides_a_schedule_and_is_saved():
     setting = Linear(kind="linear", start=1.0)
     value = ScheduledValue(setting, 100)
     value.fix(0.3)

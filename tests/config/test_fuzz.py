@@ -1,4 +1,4 @@
-"""A full file with its settings mutated: the outcome is always an experiment or an error in our own words."""
+"""Mutate the settings of the full example file: the result is always an experiment or an error of Tiltyard."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ VALUES = [
 
 
 def paths_of(values, path=()):
-    """Every place in nested mappings and lists."""
+    """Yield every path in nested mappings and lists."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         yield (*path, key)
         if isinstance(value, dict | list):
@@ -49,18 +49,18 @@ def mutate(rng: random.Random, values: dict, path: tuple) -> None:
         place[key] = copy.deepcopy(rng.choice(VALUES))
 
 
-def test_the_full_file_has_every_setting_and_loads():
+def test_full_file_has_every_setting_and_loads():
     loaded = load(FULL)
     assert loaded.warnings == ()
     written = {".".join(path) for path, _ in flat(read_yaml(FULL))}
     named = {name for name, kind, _, _ in describe() if not kind.startswith("mapping") and "(" not in name}
-    named -= {name for name in named if ".NAME." in name}  # of policies, and there is one here
-    named -= {name for name in named if name.startswith("population.")}  # of several policies, too
+    named -= {name for name in named if ".NAME." in name}  # only with several policies
+    named -= {name for name in named if name.startswith("population.")}  # only with several policies
     assert {name for name in named if not any(other.startswith(f"{name}.") for other in written)} <= written
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_mutated_settings_give_an_experiment_or_our_error(part, tmp_path):
+def test_mutated_settings_give_an_experiment_or_a_use_error(part, tmp_path):
     original = read_yaml(FULL)
     places = list(paths_of(original))
     path = tmp_path / "x.yaml"
@@ -68,13 +68,13 @@ def test_mutated_settings_give_an_experiment_or_our_error(part, tmp_path):
     for number in range(part, count(long=2000), 8):
         rng = random.Random(number)
         values = copy.deepcopy(original)
-        # the first mutations visit every setting in turn; more follow at random
+        # the first mutation visits all settings in order; others are random
         mutate(rng, values, places[number % len(places)])
         for _ in range(rng.choice([0, 0, 0, 1, 5])):
             mutate(rng, values, rng.choice(list(paths_of(values))))
             if not values:
                 break
-        # text takes ten times as long as values do; every third goes the whole way
+        # a file takes ten times as long as a mapping, so that only every third case uses one
         whole = number % 3 == 0
         if whole:
             path.write_text(dump_yaml(values), encoding="utf-8")
@@ -91,7 +91,7 @@ def test_mutated_settings_give_an_experiment_or_our_error(part, tmp_path):
     assert fine > 0
 
 
-def test_mutated_overrides_give_an_experiment_or_our_error():
+def test_mutated_overrides_give_an_experiment_or_a_use_error():
     names = [name for name, _, _, _ in describe() if "(" not in name]
     rng = random.Random(3)
     for _ in range(count(long=1000)):

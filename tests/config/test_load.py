@@ -14,7 +14,7 @@ from tiltyard.errors import ConfigError, UseError
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write a file into the current folder, which is a fresh one."""
+    """Function that writes a file into the current folder, which is empty at first."""
     monkeypatch.chdir(tmp_path)
 
     def writer(text: str, name: str = "x.yaml") -> str:
@@ -54,7 +54,7 @@ def test_line_breaks_in_an_override_are_kept():
     assert parse_override("name=\n") == ("name", None)
 
 
-def test_an_env_id_alone_is_an_experiment():
+def test_env_id_alone_is_an_experiment():
     loaded = load("CartPole-v1")
     assert loaded.experiment == Experiment(env={"id": "CartPole-v1"})
     assert loaded.source is None
@@ -64,7 +64,7 @@ def test_an_env_id_alone_is_an_experiment():
     assert loaded.origins["algo.lr"] == "default"
 
 
-def test_a_file_keeps_what_the_command_line_does_not_mention(write):
+def test_command_line_overrides_only_the_settings_it_names(write):
     text = "env: CartPole-v1  # mine\nalgo: {gamma: 0.9, lr: 1e-4}\nstop: {env_steps: 1e6, return: 475}\n"
     loaded = load(write(text), ["algo.lr=3e-4"])
     assert loaded.experiment.algo.gamma == 0.9
@@ -78,7 +78,7 @@ def test_a_file_keeps_what_the_command_line_does_not_mention(write):
     assert loaded.origins["algo.clip"] == "default"
 
 
-def test_every_layer_wins_over_the_ones_below(write):
+def test_higher_layers_override_lower_layers(write):
     write("engine: {envs: 2, threads: 2, device: cuda}\nsave: {last: 3}\nseed: 5\n", "mine.yaml")
     write("use: [mine.yaml]\nenv: CartPole-v1\nengine: {envs: 3, threads: 3}\nsave: {last: 4}\n")
     profile = Profile(name="cluster", set={"engine.envs": 4, "save": {"best": 7}})
@@ -99,7 +99,7 @@ def test_every_leaf_has_an_origin():
     assert set(loaded.origins.values()) == {"default", "command line"}
 
 
-def test_another_algorithm_discards_the_settings_of_the_old_one(write):
+def test_changing_the_algorithm_discards_the_old_settings(write):
     write("env: CartPole-v1\nalgo: {id: ppo, lr: 1e-4, clip: 0.1, epochs: 3}\n")
     loaded = load("x.yaml", ["algo.gamma=0.5", "algo.id=a2c"])
     assert loaded.experiment.algo == A2c(id="a2c", gamma=0.5)
@@ -107,19 +107,19 @@ def test_another_algorithm_discards_the_settings_of_the_old_one(write):
     assert load("x.yaml", ["algo=a2c"]).experiment.algo == A2c(id="a2c")
 
 
-def test_the_same_algorithm_again_discards_nothing(write):
+def test_naming_the_same_algorithm_keeps_its_settings(write):
     write("env: CartPole-v1\nalgo: {lr: 1e-4}\n")
     assert load("x.yaml", ["algo.id=ppo"]).experiment.algo == Ppo(lr=1e-4)
 
 
 def test_env_options_of_a_preset_apply_to_any_env():
-    """A preset's options apply to any env; another env above a named one discards them."""
+    """Options of presets and of the file are merged."""
     assert load("atari:pong", ["use=[atari-fast]"]).experiment.env.options == {"size": 42}
     more = load({"use": ["atari-fast"], "env": {"id": "atari:breakout", "options": {"noops": 5}}}, [])
     assert more.experiment.env.options == {"size": 42, "noops": 5}
 
 
-def test_another_env_or_model_discards_only_its_options(write):
+def test_changing_env_or_model_discards_only_its_options(write):
     write("env: {id: CartPole-v1, options: {a: 1}, frameskip: 2}\nmodel: {id: 'm:A', options: {b: 1}, hidden: [3]}\n")
     experiment = load("x.yaml", ["env=Acrobot-v1", "model.id=m:B"]).experiment
     assert experiment.env.options == {}
@@ -155,18 +155,18 @@ def test_numbers_and_schedules_replace_each_other(write):
         ("stop=", "seed=0"),
     ],
 )
-def test_short_forms(short, long):
+def test_short_forms_equal_long_forms(short, long):
     also = ["model.encoders.a.b.id=mlp"] if "encoders" in short else []
     assert load("CartPole-v1", [short, *also]).experiment == load("CartPole-v1", [long, *also]).experiment
 
 
-def test_the_order_of_overrides_does_not_matter_but_the_last_of_one_name_counts():
+def test_order_of_overrides_matters_only_for_the_same_name():
     assert load("CartPole-v1", ["algo.gamma=0.5", "algo=a2c"]).experiment.algo == A2c(id="a2c", gamma=0.5)
     assert load("CartPole-v1", ["algo=a2c", "algo.gamma=0.5"]).experiment.algo == A2c(id="a2c", gamma=0.5)
     assert load("CartPole-v1", ["seed=1", "seed=2"]).experiment.seed == 2
 
 
-def test_dotted_names_in_a_file(write):
+def test_dotted_names_work_in_a_file(write):
     loaded = load(write("env: CartPole-v1\nalgo.lr: 3e-4\nalgo: {gamma: 0.5}\nengine.envs: 4\n"))
     assert (loaded.experiment.algo.lr, loaded.experiment.algo.gamma, loaded.experiment.engine.envs) == (3e-4, 0.5, 4)
     for text in ("algo.lr: 1\nalgo: {lr: 2}\n", "algo: {lr: 2}\nalgo.lr: 1\n"):
@@ -176,7 +176,7 @@ def test_dotted_names_in_a_file(write):
         assert "is set twice" in caught.value.details
 
 
-def test_python_values():
+def test_python_values_are_accepted():
     loaded = load({"env": {"id": "CartPole-v1", "options": {"x": (1, 2), "path": Path("a/b")}}, "algo.lr": 3e-4})
     assert loaded.experiment.env.options == {"x": [1, 2], "path": "a/b"}
     assert loaded.origins["algo.lr"] == "python"
@@ -185,26 +185,26 @@ def test_python_values():
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"x", "\udcff", {3: 4}, 1j])
-def test_python_values_that_yaml_cannot_express(value):
+def test_python_values_that_yaml_cannot_express_are_refused(value):
     with pytest.raises(UseError, match=r"env\.options\.x|a key must be text"):
         load({"env": {"id": "CartPole-v1", "options": {"x": value}}})
 
 
-def test_python_values_that_contain_themselves():
+def test_recursive_python_values_are_refused():
     loop: dict = {}
     loop["a"] = loop
     with pytest.raises(UseError, match="nested more than"):
         load({"env": {"id": "CartPole-v1", "options": loop}})
 
 
-def test_a_mapping_given_is_not_changed():
+def test_given_mapping_is_not_modified():
     values = {"env": "CartPole-v1", "framework": "torch", "algo": {"id": "dqn"}}
     with pytest.raises(ConfigError):
         load(values)
     assert values == {"env": "CartPole-v1", "framework": "torch", "algo": {"id": "dqn"}}
 
 
-def test_plugin_files_are_found_beside_the_file_then_here(write):
+def test_plugin_files_are_found_next_to_the_file_or_in_the_current_folder(write):
     write("class CustomModel: pass", "nets/net.py")
     loaded = load(write("env: CartPole-v1\nmodel: nets/net.py\n", "sub/x.yaml"))
     assert loaded.base == (Path.cwd() / "sub", Path.cwd())
@@ -215,7 +215,7 @@ def test_plugin_files_are_found_beside_the_file_then_here(write):
     assert "did you mean 'net.py'?" in caught.value.details
 
 
-def test_a_python_file_is_an_env_and_a_folder_is_named(write):
+def test_python_file_is_an_env_but_a_folder_is_refused(write):
     write("class CustomEnv: pass", "my.py")
     assert load("my.py").experiment.env.id == "my.py"
     assert load("my.py:Other").experiment.env.id == "my.py:Other"
@@ -230,7 +230,7 @@ def test_a_python_file_is_an_env_and_a_folder_is_named(write):
 
 
 @pytest.mark.parametrize("word", ["", " ", "algo.lr=3"])
-def test_invalid_targets(word):
+def test_invalid_targets_are_refused(word):
     with pytest.raises(UseError) as caught:
         load(word)
     assert "CartPole-v1" in caught.value.hint
@@ -256,7 +256,7 @@ def test_overrides_are_yaml(text, pair):
     "text",
     ["algo.lr", "", "=3", ".=3", "algo..lr=3", "a=[1", "a=*x", "a=!!python/name:os 3", "a=\udcff", "x" * 600 + "=1"],
 )
-def test_invalid_overrides(text):
+def test_invalid_overrides_are_refused(text):
     with pytest.raises(UseError) as caught:
         parse_override(text)
     assert caught.value.hint
@@ -268,14 +268,14 @@ def test_invalid_overrides(text):
 
 @pytest.mark.parametrize("name", presets())
 @pytest.mark.parametrize("algo", ["ppo", "a2c"])
-def test_every_preset_is_valid_and_does_something(name, algo):
+def test_every_preset_is_valid_and_has_an_effect(name, algo):
     loaded = load({"env": "CartPole-v1", "use": name, "algo": algo})
     assert f"preset {name}" in loaded.origins.values()
     assert loaded.warnings == ()
     assert loaded.experiment != load({"env": "CartPole-v1", "algo": algo}).experiment
 
 
-def test_presets_together_apply_in_order():
+def test_several_presets_apply_in_order():
     experiment = load("CartPole-v1", ["use=[memory, continuous]"]).experiment
     assert experiment.model.memory.kind == "lstm"
     assert experiment.model.normalise.obs
@@ -283,7 +283,7 @@ def test_presets_together_apply_in_order():
     assert experiment.engine.envs == 8
 
 
-def test_debug_is_above_the_file_and_below_the_command_line(write):
+def test_debug_overrides_the_file_but_not_the_command_line(write):
     write("env: CartPole-v1\nalgo: {id: a2c, rollout: 512}\nengine: {envs: 64}\nmodel: {memory: gru}\n")
     experiment = load("x.yaml", ["engine.envs=3"], debug=True).experiment
     assert (experiment.algo.rollout, experiment.engine.envs, experiment.stop.updates) == (8, 3, 4)
@@ -292,7 +292,7 @@ def test_debug_is_above_the_file_and_below_the_command_line(write):
     assert (tiny.algo.rollout, tiny.algo.minibatch, tiny.algo.epochs, tiny.engine.envs) == (8, 16, 1, 2)
 
 
-def test_wrong_presets(write):
+def test_invalid_presets_are_refused(write):
     write("use: [classic]\nseed: 1\n", "nested.yaml")
     write("algo: {lr: x}\n", "bad.yaml")
     for use, words in [
@@ -308,7 +308,7 @@ def test_wrong_presets(write):
         assert words in caught.value.details
 
 
-def test_a_preset_without_effect_gives_a_warning(write):
+def test_preset_without_effect_gives_a_warning(write):
     write(resolved_yaml(load("CartPole-v1").experiment))
     loaded = load("x.yaml", ["use=memory"])
     assert loaded.warnings == ("preset memory has no effect: the file or the command line sets all of its settings",)
@@ -317,7 +317,7 @@ def test_a_preset_without_effect_gives_a_warning(write):
 # ------------------------------------------------------------------------------------------------ resolved files
 
 
-def test_resolved_files_read_back_the_same(tmp_path):
+def test_resolved_files_round_trip(tmp_path):
     overrides = [
         "algo.lr={kind: piecewise, points: [[0, 1e-3], [1e5, 0]]}",
         "notes='two\n\nlines: #no'",
@@ -334,7 +334,7 @@ def test_resolved_files_read_back_the_same(tmp_path):
     assert experiment.use == []
 
 
-def test_resolved_files_of_other_versions(tmp_path):
+def test_invalid_resolved_files_are_refused(tmp_path):
     path = tmp_path / "experiment.yaml"
     text = resolved_yaml(load("CartPole-v1").experiment)
     path.write_text(text.replace("version: 1", "version: 99"))
@@ -349,7 +349,7 @@ def test_resolved_files_of_other_versions(tmp_path):
     assert "algo.rollout = -1: must be at least 1" in caught.value.details
 
 
-def test_the_old_name_of_the_restore_mode_is_still_read(tmp_path: Path) -> None:
+def test_old_name_of_the_restore_mode_is_still_accepted(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text("env: {id: CartPole-v1, comes_back: replay}\n")
     assert load(str(file)).experiment.env.restore_mode == "rerun"

@@ -22,7 +22,7 @@ def test_every_setting_has_a_row_with_type_and_meaning():
         assert "\n" not in kind
 
 
-def test_rows_say_types_and_defaults():
+def test_rows_have_types_and_defaults():
     rows = {name: (kind, default) for name, kind, default, _ in describe()}
     assert rows["algo.lr"] == ("number from 0 or a schedule", "0.001")
     assert rows["env.id"] == ("text", "required")
@@ -33,7 +33,7 @@ def test_rows_say_types_and_defaults():
     assert rows["model.encoder"][0] == "mapping or a name"
 
 
-def test_the_page_has_a_heading_per_section():
+def test_page_has_a_heading_per_section():
     page = reference_page()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
         "The experiment", "env", "model", "algo", "policies", "match", "population", "engine", "stop", "eval", "save", "track",
@@ -43,7 +43,7 @@ def test_the_page_has_a_heading_per_section():
 
 
 def accepts(entry: dict, value: object, root: dict) -> bool:
-    """As much of JSON schema as ours uses."""
+    """Validate `value`, with the part of JSON Schema that our schema uses."""
     if "$ref" in entry:
         return accepts(root["$defs"][entry["$ref"].rsplit("/", 1)[-1]], value, root)
     kinds = {
@@ -107,19 +107,19 @@ BAD = [
 
 
 @pytest.mark.parametrize("values", GOOD)
-def test_the_schema_accepts_valid_files(values):
+def test_schema_accepts_valid_files(values):
     made = schema()
     assert made["$schema"].endswith("2020-12/schema")
     assert accepts(made, values, made)
 
 
 @pytest.mark.parametrize("values", BAD)
-def test_the_schema_refuses_invalid_files(values):
+def test_schema_rejects_invalid_files(values):
     made = schema()
     assert not accepts(made, values, made)
 
 
-def test_the_schema_describes_every_setting():
+def test_schema_describes_every_setting():
     made = schema()
     for definition in [made, *made["$defs"].values()]:
         for name, entry in definition.get("properties", {}).items():

@@ -1,4 +1,4 @@
-"""The site file: where it is found, what is expanded, what is refused, and where runs go."""
+"""The site file: search order, expansion of variables, validation, and the root of runs."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tiltyard.errors import ConfigError, UseError
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home folder of our own, the current folder two levels below it, and none of the variables set."""
+    """A temporary home folder, with the current folder two levels below it and none of the variables set."""
     for name in ("TILTYARD_SITE", "TILTYARD_RUNS", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -28,12 +28,12 @@ def site_at(path: Path, text: str) -> Path:
     return path
 
 
-def test_without_a_site_file(home):
+def test_defaults_apply_without_a_site_file(home):
     assert load_site() == (Site(), None)
     assert runs_root() == Path.cwd() / "runs"
 
 
-def test_the_nearest_site_file_counts(home, tmp_path, monkeypatch):
+def test_nearest_site_file_is_used(home, tmp_path, monkeypatch):
     site_at(tmp_path / "tiltyard.yaml", "runs: never")  # above the home folder
     assert find_site() is None
     user = site_at(home / ".config" / "tiltyard" / "tiltyard.yaml", "runs: user")
@@ -51,14 +51,14 @@ def test_the_nearest_site_file_counts(home, tmp_path, monkeypatch):
     assert runs_root() == tmp_path / "first"
 
 
-def test_xdg_config_home(home, tmp_path, monkeypatch):
+def test_site_file_in_xdg_config_home_is_found(home, tmp_path, monkeypatch):
     user = site_at(tmp_path / "xdg" / "tiltyard" / "tiltyard.yaml", "runs: /scratch/runs")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     assert find_site() == user
     assert runs_root() == Path("/scratch/runs")
 
 
-def test_a_named_site_file_must_exist(home, monkeypatch):
+def test_named_site_file_must_exist(home, monkeypatch):
     monkeypatch.setenv("TILTYARD_SITE", "none.yaml")
     with pytest.raises(UseError, match=r"TILTYARD_SITE names none\.yaml"):
         load_site()
@@ -77,14 +77,14 @@ def test_variables_are_expanded_in_every_string(home, monkeypatch):
     assert site.profiles["big"].set == {"track.wandb.project": "/scratch/me"}
 
 
-def test_an_empty_site_file_sets_nothing(home):
+def test_empty_site_file_sets_nothing(home):
     site_at(Path("tiltyard.yaml"), "# nothing yet\n")
     assert load_site()[0] == Site()
     site_at(Path("tiltyard.yaml"), "profiles:\n  here:\n")
     assert load_site()[0].profiles == {"here": Profile(name="here")}
 
 
-def test_all_problems_of_a_site_file_at_once(home):
+def test_all_problems_of_a_site_file_are_reported_at_once(home):
     site_at(
         Path("tiltyard.yaml"),
         "run: x\nruns: ${NOT_SET_ANYWHERE}/runs\nprofiles:\n  a: {launcher: slurmm, name: b}\n"
@@ -104,7 +104,7 @@ def test_all_problems_of_a_site_file_at_once(home):
         assert words in caught.value.details
 
 
-def test_profiles_are_picked_by_name_and_applied(home):
+def test_profiles_are_selected_by_name_and_applied(home):
     site_at(Path("tiltyard.yaml"), "profiles:\n  cluster: {set: {engine: {envs: 32}, save.seconds: 60}}\n")
     site, path = load_site()
     profile = pick_profile(site, "cluster", path)
@@ -118,7 +118,7 @@ def test_profiles_are_picked_by_name_and_applied(home):
         pick_profile(Site(), "x")
 
 
-def test_a_wrong_value_of_a_profile_names_the_profile(home):
+def test_invalid_value_of_a_profile_is_reported_with_its_name(home):
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", profile=Profile(name="big", set={"engine.envs": 0, "engine.workrs": 3}))
     assert "engine.envs = 0: must be at least 1 (profile big)" in caught.value.details
@@ -142,7 +142,7 @@ profiles:
 """
 
 
-def test_a_profile_of_slurm(home, monkeypatch):
+def test_slurm_profile_is_read(home, monkeypatch):
     monkeypatch.setenv("ACCOUNT", "abc")
     site_at(Path("tiltyard.yaml"), CLUSTER)
     profile = load_site()[0].profiles["cluster"]
@@ -175,7 +175,7 @@ def test_job_settings_are_refused_for_a_local_launcher(home):
         ("slurm", "{partitoin: x}", "did you mean 'slurm.partition'?"),
     ],
 )
-def test_wrong_values_of_a_job(home, setting, value, words):
+def test_invalid_job_settings_are_reported(home, setting, value, words):
     site_at(Path("tiltyard.yaml"), f"profiles:\n  c:\n    launcher: slurm\n    {setting}: {value}\n")
     with pytest.raises(ConfigError) as caught:
         load_site()
@@ -186,11 +186,11 @@ def test_wrong_values_of_a_job(home, setting, value, words):
     ("text", "seconds"),
     [("5", 300), ("5:30", 330), ("4:00:00", 14400), ("1-12", 129600), ("1-0:30", 88200), ("2-1:2:3", 176523)],
 )
-def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
+def test_time_limits_are_parsed_like_slurm_does(text, seconds):
     assert seconds_of(text) == seconds
 
 
-def test_the_lead_is_chosen_from_the_limit():
+def test_default_lead_depends_on_the_time_limit():
     def profile(time: str | None, lead: float | None = None) -> Profile:
         return Profile(launcher="slurm", name="c", resources=Resources(time=time), slurm=Slurm(lead=lead))
 

@@ -1,4 +1,4 @@
-"""Wrong settings: each is reported with its dotted name, its value and a hint, all at once and in our own words."""
+"""Invalid settings: all are reported at once, each with its dotted name, its value and a hint."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from tiltyard.config.load import load
 from tiltyard.errors import ConfigError, UseError
 
-# (override, the problem as it is shown)
+# (override, part of the report)
 WRONG = [
     ("lr=3e-4", "lr = 0.0003: unknown setting\n   hint: did you mean 'algo.lr'?"),
     ("algo.lrr=3e-4", "algo.lrr = 0.0003: unknown setting\n   hint: did you mean 'algo.lr'?"),
@@ -115,7 +115,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("override", "shown"), WRONG, ids=[override[:40] for override, _ in WRONG])
-def test_one_wrong_setting_is_one_problem(override, shown):
+def test_invalid_setting_is_reported_as_one_problem(override, shown):
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", [override])
     assert len(caught.value.problems) == 1, caught.value.details
@@ -149,13 +149,13 @@ def test_all_problems_are_reported_at_once(tmp_path):
     assert_own_words(caught.value)
 
 
-def test_settings_that_are_already_wrong_are_not_cross_checked():
+def test_invalid_settings_are_not_cross_checked():
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", ["algo.rollout=x", "algo.minibatch=5000", "save.seconds=null"])
     assert [problem.setting for problem in caught.value.problems] == ["algo.rollout", "save"]
 
 
-def test_an_experiment_needs_an_env():
+def test_experiment_requires_an_env():
     for target in (None, {}, {"seed": 3}, {"env": None}):
         with pytest.raises(ConfigError) as caught:
             load(target)
@@ -163,7 +163,7 @@ def test_an_experiment_needs_an_env():
         assert "env: CartPole-v1" in caught.value.details
 
 
-def test_exit_code_is_wrong_use():
+def test_exit_code_of_a_config_error_is_2():
     with pytest.raises(ConfigError) as caught:
         load("CartPole-v1", ["seed=x"])
     assert caught.value.exit_code == 2

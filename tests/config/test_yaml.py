@@ -1,4 +1,4 @@
-"""YAML: what scalars mean, what is refused, and that written values read back the same."""
+"""YAML: types of scalars, refused input, and values that round-trip."""
 
 import contextlib
 import math
@@ -21,21 +21,21 @@ SCALARS = [
 
 
 @pytest.mark.parametrize(("text", "value"), SCALARS)
-def test_scalars_follow_the_core_rules(text, value):
+def test_scalars_follow_the_core_schema(text, value):
     found = parse_yaml(f"a: {text}", "x")["a"]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_yaml_version_line_changes_nothing():
+def test_yaml_version_line_has_no_effect():
     assert parse_yaml("%YAML 1.1\n---\na: off\nb: 0o7\n", "x") == {"a": "off", "b": 7}
 
 
-def test_not_a_number():
+def test_nan_is_read():
     assert math.isnan(parse_yaml("a: .nan", "x")["a"])
 
 
-def test_aliases_and_merge_keys():
+def test_aliases_and_merge_keys_are_resolved():
     text = "base: &b {a: 1, c: 2}\nx: {<<: *b, a: 3}\ny: {<<: [*b, {d: 4}]}\nz: *b\n"
     found = parse_yaml(text, "x")
     assert found["x"] == {"a": 3, "c": 2}
@@ -87,7 +87,7 @@ def test_alias_bombs_are_refused_before_they_expand(merge):
         parse_yaml("\n".join(lines), "bomb.yaml")
 
 
-def test_many_plain_values_are_refused_too(monkeypatch):
+def test_too_many_values_are_refused(monkeypatch):
     monkeypatch.setattr(yaml, "MAX_NODES", 1000)
     assert len(parse_yaml("a: [" + "1," * 990 + "]", "x")["a"]) == 990
     with pytest.raises(UseError, match="more than 1,000 values"):
@@ -115,16 +115,16 @@ def write(folder: Path, raw: bytes) -> Path:
         (b"x" * (MAX_BYTES + 1), "bytes, more than"),
     ],
 )
-def test_files_that_are_not_yaml(tmp_path, raw, sentence):
+def test_invalid_files_are_refused(tmp_path, raw, sentence):
     with pytest.raises(UseError, match=sentence):
         read_yaml(write(tmp_path, raw))
 
 
-def test_a_byte_order_mark_is_accepted(tmp_path):
+def test_byte_order_mark_is_accepted(tmp_path):
     assert read_yaml(write(tmp_path, b"\xef\xbb\xbfenv: x\n")) == {"env": "x"}
 
 
-def test_folders_and_missing_files(tmp_path):
+def test_folders_and_missing_files_are_reported(tmp_path):
     (tmp_path / "cartpole.yaml").write_text("env: x")
     with pytest.raises(UseError, match="is a folder, not a YAML file"):
         read_yaml(tmp_path)
@@ -203,7 +203,7 @@ def some_text(rng: random.Random) -> str:
     return "".join(rng.choice(WORDS) for _ in range(rng.randrange(4)))
 
 
-def test_what_is_written_reads_back_the_same():
+def test_random_values_round_trip():
     rng = random.Random(5)
     for _ in range(count(long=1500)):
         value = {some_text(rng): some_value(rng) for _ in range(4)}
@@ -211,14 +211,14 @@ def test_what_is_written_reads_back_the_same():
         assert parse_yaml(text, "x") == value, text
 
 
-def test_written_text_keeps_order_and_short_lists_on_a_line():
+def test_dump_keeps_the_order_and_writes_short_lists_on_one_line():
     text = dump_yaml(
         {"version": 1, "b": [64, 64], "a": {"mode": "off", "x": [[0, 1e-5], [1, 0.0]]}, "n": "two\nlines\n"}
     )
     assert text == "version: 1\nb: [64, 64]\na:\n  mode: off\n  x: [[0, 1e-05], [1, 0.0]]\nn: |\n  two\n  lines\n"
 
 
-def test_mangled_bytes_are_read_or_refused(tmp_path):
+def test_corrupted_bytes_are_read_or_refused(tmp_path):
     rng = random.Random(7)
     source = (Path(__file__).parents[2] / "examples" / "full.yaml").read_bytes()[:3000]
     alphabet = b" \n\t:-[]{}&*!|>'\"%@`#?,\\\xff\x00a1"
@@ -228,12 +228,12 @@ def test_mangled_bytes_are_read_or_refused(tmp_path):
             at = rng.randrange(len(raw))
             raw[at : at + rng.randrange(3)] = bytes(rng.choice(alphabet) for _ in range(rng.randrange(4)))
         path = write(tmp_path, bytes(raw))
-        with contextlib.suppress(UseError):  # anything else that is raised fails
+        with contextlib.suppress(UseError):  # any other exception fails the test
             assert isinstance(read_yaml(path), dict)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", ["[" * 10**6, "{a: " * 10**5, "- " * 10**5])
-def test_a_megabyte_of_openings_is_refused_while_it_is_read(text):
+def test_deep_nesting_is_refused_while_parsing(text):
     with pytest.raises(UseError, match="nested more than 50 levels"):
         parse_yaml(text, "x")

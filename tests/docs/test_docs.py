@@ -38,11 +38,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [page for page in PAGES if page.name in ("README.md", "errors.md") or page.parent.name == "guides"]
 NOT_EXECUTED = ("make test", "make demo", ". .venv/bin/activate", "pip install", "tensorboard ", "wandb sync")
-IN_THE_LONG_RUN = (  # Ray on several nodes: also in tests/cluster/test_ray.py and tests/engines/rllib, in every run
+IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/cluster/test_ray.py and tests/engines/rllib test in every run
     "tiltyard train cartpole.yaml --on many",
     "tiltyard train far.yaml engine.nodes=2",
 )
-LONG_PAGES = ("rllib.md", "slurm.md", "populations.md", "speed.md", "sweeps.md", "self-play.md")  # 40 s and more each
+LONG_PAGES = ("rllib.md", "slurm.md", "populations.md", "speed.md", "sweeps.md", "self-play.md")  # at least 40 s each
 ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
@@ -178,7 +178,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     for name in ("TILTYARD_RUNS", "TILTYARD_SITE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a profile in the guide sets it; undone after the page
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a profile in the guide changes it; restored after the page
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "project"
     shutil.copytree(ROOT / "examples", folder / "examples")
@@ -187,9 +187,9 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # the slowest takes two minutes: it waits for jobs of a real Slurm
+@pytest.mark.timeout(1500)  # the slowest page takes two minutes, because it waits for jobs of a real Slurm
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_a_page_work(page: Path, runner: PageRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_a_page_run(page: Path, runner: PageRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in LONG_PAGES:
         only_when_long("a minute")
     if page.name in ON_SLURM:
@@ -212,7 +212,7 @@ def test_commands_of_a_page_work(page: Path, runner: PageRunner, monkeypatch: py
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_files_of_a_page_parse(page: Path) -> None:
-    """The twin in every run of what the long run executes: commands have known verbs and flags, files are YAML."""
+    """Check verbs, flags and YAML files of all pages in every run, because some pages run only in the long run."""
     for language, text in blocks(page):
         if language == "yaml":
             parse_yaml(text, page.name)
@@ -264,13 +264,13 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_exist(page: Path) -> None:
+def test_links_point_to_existing_files(page: Path) -> None:
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert "://" in target or (page.parent / target).exists(), f"{page}: {target}"
 
 
-def test_pictures_are_small_and_used() -> None:
+def test_pictures_are_small_and_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pictures = sorted((ROOT / "docs" / "pictures").iterdir())
     assert len(pictures) >= 2
@@ -301,7 +301,7 @@ def test_python_signatures_match_the_guide() -> None:
             assert default in real, f"{name} has no parameter {default}"
 
 
-def test_every_variable_we_read_is_documented() -> None:
+def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tiltyard").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r'environ(?:\.get\(|\[)"(TILTYARD_\w+)"', text)}
@@ -334,7 +334,7 @@ def quoted_messages() -> Iterator[tuple[str, str]]:
             yield "style.md", row.strip("| ").split(" | ")[-1]
 
 
-def test_quoted_messages_are_real() -> None:
+def test_quoted_messages_exist_in_the_package() -> None:
     """A quoted message, where `...` stands for any text, is part of a string in the package."""
     templates = string_templates()
     missing = []

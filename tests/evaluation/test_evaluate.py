@@ -1,4 +1,4 @@
-"""Evaluation as a user types it: fixed seeds, honest means, files, videos and rollouts."""
+"""Evaluation from the command line: fixed seeds, statistics, files, videos and rollouts."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ def result(text: str) -> dict[str, object]:
     return dict(json.loads(text))
 
 
-def test_the_same_episodes_whatever_shares_them(tiltyard: Command, trained: Run) -> None:
+def test_episodes_do_not_depend_on_workers_and_envs(tiltyard: Command, trained: Run) -> None:
     alone = result(tiltyard("eval", "last", "--episodes", "7", "--json").stdout)
     shared = result(tiltyard("eval", "last", "--episodes", "7", "--workers", "2", "--json").stdout)
     fewer_slots = result(tiltyard("eval", "last", "--episodes", "7", "eval.envs=1", "--json").stdout)
@@ -52,7 +52,7 @@ def test_the_same_episodes_whatever_shares_them(tiltyard: Command, trained: Run)
     assert alone["returns"] == shared["returns"] == fewer_slots["returns"]
 
 
-def test_files_say_what_the_screen_says(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+def test_files_match_the_printed_result(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
     done = tiltyard("eval", "last", "--episodes", "3", "--out", "here")
     rows = list(csv.DictReader((tmp_path / "here" / "000000000096-eval.csv").open()))
     whole = json.loads((tmp_path / "here" / "000000000096-eval.json").read_text())
@@ -61,7 +61,7 @@ def test_files_say_what_the_screen_says(tiltyard: Command, trained: Run, tmp_pat
     assert whole["low"] <= whole["mean"] <= whole["high"]
 
 
-def test_which_checkpoint_and_which_actions(tiltyard: Command, trained: Run) -> None:
+def test_options_select_the_checkpoint_and_the_actions(tiltyard: Command, trained: Run) -> None:
     by_step = result(tiltyard("eval", "last", "--at", "32", "--episodes", "4", "--json").stdout)
     newest = result(tiltyard("eval", "last", "--episodes", "4", "--json").stdout)
     by_path = result(tiltyard("eval", str(by_step["checkpoint"]), "--episodes", "4", "--json").stdout)
@@ -74,14 +74,14 @@ def test_which_checkpoint_and_which_actions(tiltyard: Command, trained: Run) -> 
     assert (sampled["greedy"], greedy["greedy"]) == (False, True)
 
 
-def test_overrides_reach_the_env(tiltyard: Command, trained: Run) -> None:
+def test_overrides_apply_to_the_env(tiltyard: Command, trained: Run) -> None:
     short = result(tiltyard("eval", "last", "--episodes", "3", "env.time_limit=5", "--json").stdout)
     assert short["lengths"] == [5, 5, 5]
     done = tiltyard("eval", "last", "env.frame_stack=2", expect=2)
     assert "(4,)" in done.stderr and "(8,)" in done.stderr
 
 
-def test_steps_begin_no_episode_beyond_them_and_cut_none(tiltyard: Command, trained: Run) -> None:
+def test_steps_limit_starts_no_new_episodes_but_finishes_running_ones(tiltyard: Command, trained: Run) -> None:
     found = result(
         tiltyard("eval", "last", "--steps", "60", "env.time_limit=10", "eval.envs=2", "--random", "--json").stdout
     )
@@ -101,13 +101,13 @@ def test_steps_begin_no_episode_beyond_them_and_cut_none(tiltyard: Command, trai
     assert 60 <= sum(result(tiltyard(*shared).stdout)["lengths"]) <= 60 + 2 * 10  # type: ignore[arg-type]
 
 
-def test_a_run_without_checkpoints(tiltyard: Command, trained: Run) -> None:
+def test_run_without_checkpoints_is_refused(tiltyard: Command, trained: Run) -> None:
     for folder in trained.checkpoints.iterdir():
         folder.rename(folder.with_name(f".tmp-{folder.name}"))
     assert "has no checkpoint yet" in tiltyard("eval", "last", expect=2).stderr
 
 
-def test_rollouts_are_the_episodes_that_were_measured(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+def test_saved_rollouts_are_the_evaluated_episodes(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
     found = result(
         tiltyard(
             "eval", "last", "--episodes", "3", "--workers", "2", "--save-rollouts", "data", "--save-info", "--json"
@@ -117,7 +117,7 @@ def test_rollouts_are_the_episodes_that_were_measured(tiltyard: Command, trained
     assert [float(one.reward.sum()) for one in episodes] == found["returns"]
     assert [one.seed for one in episodes] == found["seeds"]
     assert all(one.obs["obs"].shape == (len(one.reward) + 1, 4) for one in episodes)
-    # The data is what the env did: the recorded actions lead through the recorded observations.
+    # In a new env, the recorded actions must give the recorded observations.
     import gymnasium
 
     env = gymnasium.make("CartPole-v1")
@@ -135,7 +135,7 @@ def frames_of(video: Path) -> list[np.ndarray]:
     return [np.frombuffer(frame, np.uint8).reshape(size[1], size[0], 3) for frame in reader]
 
 
-def test_a_video_needs_no_display_and_shows_the_whole_first_episode(
+def test_video_needs_no_display_and_has_the_whole_first_episode(
     tiltyard: Command, trained: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DISPLAY", raising=False)
@@ -145,7 +145,7 @@ def test_a_video_needs_no_display_and_shows_the_whole_first_episode(
     assert frames[0].std() > 1 and np.abs(frames[0].astype(int) - frames[-1]).max() > 50, "something moves"
 
 
-def test_an_env_that_cannot_draw_is_recorded_by_its_image_or_refused(tiltyard: Command, runs: Path) -> None:
+def test_env_without_render_is_recorded_from_image_observations_or_refused(tiltyard: Command, runs: Path) -> None:
     product.train({**TRAIN, "env": {"id": "identity", "options": {"shows": "image"}}}, live=False)
     found = result(tiltyard("eval", "last", "--episodes", "1", "--video", "--json").stdout)
     assert len(frames_of(Path(found["files"]["video"]))) == 11  # type: ignore[index]
@@ -155,7 +155,7 @@ def test_an_env_that_cannot_draw_is_recorded_by_its_image_or_refused(tiltyard: C
     assert not list(find("last", runs).folder.glob("videos/*"))
 
 
-def test_python_face(trained: Run, runs: Path) -> None:
+def test_python_api_evaluates_and_loads_a_policy(trained: Run, runs: Path) -> None:
     measured = product.evaluate(trained, episodes=4)
     assert len(measured.returns) == 4 and measured.mean == pytest.approx(np.mean(measured.returns))
     policy = product.load_policy(trained.folder)
@@ -170,7 +170,7 @@ def test_python_face(trained: Run, runs: Path) -> None:
     assert total == measured.returns[0], "the loaded policy acts as the evaluated one did"
 
 
-def test_a_policy_written_by_hand_plays_the_same_episodes(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
+def test_custom_policy_plays_the_same_episodes(tiltyard: Command, trained: Run, tmp_path: Path) -> None:
     (tmp_path / "balance.py").write_text(
         "class CustomPolicy:\n"
         "    def __init__(self, spec):\n"
@@ -191,7 +191,7 @@ def test_a_policy_written_by_hand_plays_the_same_episodes(tiltyard: Command, tra
     assert "policy balance.py raised AttributeError" in done.stderr and "self.nothing" in done.stderr
 
 
-def test_the_interval_is_students() -> None:
+def test_confidence_interval_uses_students_t() -> None:
     for freedom, known in ((1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)):
         assert student_t(freedom) == pytest.approx(known, rel=5e-3)
     measured = summarise([EpisodeResult(i, i, value, 1) for i, value in enumerate((1.0, 2.0, 3.0))], True, 0.0)
@@ -202,7 +202,7 @@ def children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-def test_a_worker_that_dies_is_told(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+def test_worker_exit_is_reported(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(
         "import os\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -224,7 +224,7 @@ def test_a_worker_that_dies_is_told(tiltyard: Command, runs: Path, tmp_path: Pat
 
 
 def started(*words: str) -> "subprocess.Popen[str]":
-    """An evaluation that lasts, with its two workers at work."""
+    """Start a long evaluation and wait for its two workers."""
     words = ("eval", "last", "--workers", "2", "--episodes", "1000000", *words)
     child = subprocess.Popen(
         [sys.executable, "-m", "tiltyard", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -242,7 +242,7 @@ def workers_of(pid: int) -> list[int]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process still does anything: a zombie does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -254,7 +254,7 @@ def importing_torch(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["starting", "playing"])
-def test_workers_die_with_their_parent(trained: Run, busy: bool) -> None:
+def test_workers_exit_with_their_parent(trained: Run, busy: bool) -> None:
     child = started()
     workers = workers_of(child.pid)
     if busy:
@@ -265,21 +265,20 @@ def test_workers_die_with_their_parent(trained: Run, busy: bool) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_an_evaluation_that_is_told_to_end_takes_its_workers_along(
-    trained: Run, number: signal.Signals, code: int
-) -> None:
+def test_signal_ends_an_evaluation_and_its_workers(trained: Run, number: signal.Signals, code: int) -> None:
     child = started()
     workers = workers_of(child.pid)
     wait_until(lambda: all(importing_torch(worker) for worker in workers))
     assert [os.getsid(worker) for worker in workers] == workers, "none has the parent's terminal"
-    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)  # ^C reaches all of a terminal's processes
+    # Ctrl-C signals all processes of a terminal.
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
     _, errors = child.communicate(timeout=100)
     assert child.returncode == code and "Traceback" not in errors
     assert not any(is_there(worker) for worker in workers)
 
 
-def test_a_worker_ends_with_its_pipe_where_the_kernel_does_not_see_to_it(trained: Run) -> None:
-    """As on a system without PR_SET_PDEATHSIG: the parent lives, and its end of the pipe is gone."""
+def test_worker_exits_when_its_pipe_is_closed(trained: Run) -> None:
+    """For systems without PR_SET_PDEATHSIG. Here the parent stays alive but closes its end of the pipe."""
     command = [sys.executable, "-m", "tiltyard.evaluation.workers", str(os.getpid())]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     worker.communicate('{"checkpoint": "none"}\n', timeout=100)
@@ -332,7 +331,7 @@ def drawing(fails: str, **eval_: object) -> dict[str, object]:
         ("never", "/bin/false", "ffmpeg exited with code 1"),
     ],
 )
-def test_a_video_that_fails_is_a_warning_in_training_and_an_error_after_the_numbers_in_eval(
+def test_video_failure_is_a_warning_in_training_and_an_error_in_eval(
     tiltyard: Command, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, ffmpeg: str, why: str
 ) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
@@ -355,7 +354,7 @@ def test_a_video_that_fails_is_a_warning_in_training_and_an_error_after_the_numb
     assert not list(run.folder.glob("videos/*"))
 
 
-def test_a_video_that_fails_in_a_worker_is_reported_too(trained: Run, tmp_path: Path) -> None:
+def test_video_failure_in_a_worker_is_reported(trained: Run, tmp_path: Path) -> None:
     (tmp_path / "video.mp4").mkdir()
     (tmp_path / "video.mp4" / "in the way").touch()
     with pytest.raises(VideoError, match="could not be written: Is a directory") as failed:
@@ -363,14 +362,12 @@ def test_a_video_that_fails_in_a_worker_is_reported_too(trained: Run, tmp_path: 
     assert failed.value.result.returns == product.evaluate(trained, episodes=4).returns
 
 
-def test_a_training_that_cannot_be_recorded_is_refused(tiltyard: Command, runs: Path) -> None:
+def test_training_with_video_is_refused_if_the_env_cannot_render(tiltyard: Command, runs: Path) -> None:
     assert "cannot be recorded" in tiltyard("train", "identity", "eval.video=true", expect=2).stderr
     assert not runs.exists()
 
 
-def test_sigterm_in_an_env_step_ends_an_evaluation_and_leaves_no_half_video(
-    tiltyard: Command, runs: Path, tmp_path: Path
-) -> None:
+def test_sigterm_during_an_env_step_leaves_no_partial_files(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     product.train(drawing("never", every=0, at_end=False), live=False)
     words = ["env.options.fails=terminated", "--video", "--save-rollouts", "data", "--out", "out"]
@@ -381,7 +378,7 @@ def test_sigterm_in_an_env_step_ends_an_evaluation_and_leaves_no_half_video(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_infos_are_those_of_their_steps_though_the_env_fills_one_dict(runs: Path, tmp_path: Path) -> None:
+def test_infos_are_copied_if_the_env_reuses_its_dict(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     run = product.train(drawing("never", every=0, at_end=False), live=False)
     product.evaluate(run, episodes=1, rollouts=tmp_path / "data", save_info=True)
@@ -389,7 +386,7 @@ def test_infos_are_those_of_their_steps_though_the_env_fills_one_dict(runs: Path
     assert [info["count"] for info in episode.info] == [*range(1, len(episode.action) + 1)]
 
 
-def test_episodes_are_not_written_among_runs(tiltyard: Command, trained: Run, runs: Path, tmp_path: Path) -> None:
+def test_episodes_are_not_written_into_runs(tiltyard: Command, trained: Run, runs: Path, tmp_path: Path) -> None:
     own = [trained.folder, trained.checkpoints, trained.folder / "eval" / "deeper", trained.folder / "plugins"]
     for place in (runs, runs / "data", runs / "CartPole-v1", runs / "CartPole-v1" / "data", *own):
         before = sorted(runs.rglob("*"))
@@ -402,7 +399,7 @@ def test_episodes_are_not_written_among_runs(tiltyard: Command, trained: Run, ru
     assert len(list(product.read_episodes(tmp_path / "data"))) == 1
 
 
-def test_what_eval_cannot_change_is_said_with_what_can_be(tiltyard: Command, trained: Run) -> None:
+def test_settings_that_eval_cannot_change_are_refused_with_a_hint(tiltyard: Command, trained: Run) -> None:
     done = tiltyard("eval", "last", "engine.envs=1", expect=2)
     assert "eval cannot change engine" in done.stderr and "eval.envs" in done.stderr and "--workers" in done.stderr
     assert "minibatch" not in done.stderr
@@ -411,11 +408,11 @@ def test_what_eval_cannot_change_is_said_with_what_can_be(tiltyard: Command, tra
 
 @pytest.mark.parametrize("name", ["episodes", "steps", "workers"])
 @pytest.mark.parametrize("count", [0, -1, 2.5, True, 10**7, "3"])
-def test_counts_of_the_python_face(name: str, count: object) -> None:
+def test_python_api_refuses_invalid_counts(name: str, count: object) -> None:
     with pytest.raises(UseError, match=f"{name} = .* must be a whole number from 1"):
         product.evaluate("no run is looked for", **{name: count})  # type: ignore[arg-type]
 
 
-def test_overrides_of_the_python_face(trained: Run) -> None:
+def test_python_api_refuses_overrides_that_are_not_a_list(trained: Run) -> None:
     with pytest.raises(UseError, match="overrides"):
         product.evaluate(trained, "env.time_limit=5")

@@ -1,4 +1,4 @@
-"""Policies against each other: who wins in which seat, and ratings that say so."""
+"""Matches between policies: wins per seat, and ratings."""
 
 import csv
 import itertools
@@ -26,21 +26,21 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture
 def coin(runs: Path) -> str:
-    """A policy that has not learned anything: it tosses a coin."""
+    """Id of a run whose policy is untrained and acts at random."""
     still = {**RUN["algo"], "lr": 0.0}
     return product.train({**RUN, "name": "coin", "algo": still, "stop": {"updates": 1}}, live=False).id
 
 
 @pytest.fixture
 def able(coin: str) -> str:
-    """One that has learned to show what it sees."""
+    """Id of a run whose policy has learned the task."""
     algo = {"rollout": 24, "minibatch": 48, "epochs": 2, "lr": 0.02}
     file = {**RUN, "name": "able", "algo": algo, "save": {}, "stop": {"env_steps": 1_500}}
     return product.train(file, live=False).id
 
 
-def test_a_policy_that_learned_beats_one_that_did_not(tiltyard: Command, able: str, coin: str) -> None:
-    """The first seats are the host's and of who leaves early, 6 and 2 decisions; the other is of who comes late, 3."""
+def test_trained_policy_beats_an_untrained_one(tiltyard: Command, able: str, coin: str) -> None:
+    """The first policy has the seats host and early (6 and 2 decisions), the second has the seat late (3 decisions)."""
     words = ("match", coin, able, "--episodes", "60", "--sample", "--seed", "7")
     found = json.loads(tiltyard(*words, "--json").stdout)
     assert [each["policy"] for each in found["ratings"]] == [able, coin], "the stronger first"
@@ -63,7 +63,7 @@ def test_a_policy_that_learned_beats_one_that_did_not(tiltyard: Command, able: s
     assert output.splitlines()[-2].split()[0] == able
 
 
-def test_policies_are_named_by_run_step_best_folder_and_name(able: str, coin: str) -> None:
+def test_policies_can_be_named_by_run_step_folder_and_name(able: str, coin: str) -> None:
     run = product.train({**RUN, "name": "third", "stop": {"env_steps": 256}}, live=False)
     first, *_, last = list_checkpoints(run)
     found = match([f"{run.id}@{first.env_steps}", str(last.folder), f"{able}:main"], episodes=5, greedy=True)
@@ -71,7 +71,7 @@ def test_policies_are_named_by_run_step_best_folder_and_name(able: str, coin: st
     assert found.episodes == 5 and found.greedy
 
 
-def test_changing_seats_changes_nothing_but_the_seats(coin: str, able: str) -> None:
+def test_order_of_policies_does_not_change_the_ratings(coin: str, able: str) -> None:
     there, back = (match(pair, episodes=50, greedy=False) for pair in ([coin, able], [able, coin]))
     assert {(each.one, each.wins, each.losses) for each in there.bouts} == {
         (each.one, each.wins, each.losses) for each in back.bouts
@@ -81,7 +81,7 @@ def test_changing_seats_changes_nothing_but_the_seats(coin: str, able: str) -> N
     ]
 
 
-def test_what_cannot_be_played_is_refused(tiltyard: Command, coin: str) -> None:
+def test_invalid_matches_are_refused(tiltyard: Command, coin: str) -> None:
     other = product.train({**TRAIN, "env": "identity", "name": "other"}, live=False)
     steps = list_checkpoints(other)[-1].env_steps
     assert "two or more different policies" in tiltyard("match", coin, expect=2).stderr
@@ -99,13 +99,13 @@ def bout(one: str, other: str, wins: int, draws: int, losses: int) -> Bout:
     return Bout(one, other, wins, draws, losses, (0.0, 0.0), {})
 
 
-def test_ten_to_one_is_400_points() -> None:
+def test_ten_wins_per_loss_are_400_points() -> None:
     strong, weak = ratings(["w", "s"], [bout("s", "w", 100_000, 0, 10_000)], 0)
     assert (strong.policy, round(strong.elo - weak.elo)) == ("s", 400)
     assert strong.low < strong.elo < strong.high and strong.high - strong.low < 10
 
 
-def test_ratings_are_those_that_the_games_were_drawn_with() -> None:
+def test_ratings_recover_the_simulated_strengths() -> None:
     true, rng = {"a": 1700.0, "b": 1550.0, "c": 1400.0, "d": 1350.0}, np.random.default_rng(0)
     bouts = []
     for one in true:
@@ -118,7 +118,7 @@ def test_ratings_are_those_that_the_games_were_drawn_with() -> None:
     assert sum(found[name].low <= true[name] <= found[name].high for name in true) >= 3
 
 
-def test_few_episodes_leave_much_open_also_where_all_ended_alike() -> None:
+def test_few_episodes_give_wide_intervals_even_if_all_results_are_equal() -> None:
     for few in (bout("a", "b", 3, 0, 0), bout("a", "b", 0, 3, 0)):
         many = Bout("a", "b", few.wins * 100, few.draws * 100, 0, (0.0, 0.0), {})
         wide, narrow = (ratings(["a", "b"], [each], 0)[0] for each in (few, many))
@@ -126,7 +126,7 @@ def test_few_episodes_leave_much_open_also_where_all_ended_alike() -> None:
         assert narrow.high - narrow.low < (wide.high - wide.low) * 0.9
 
 
-def test_who_never_lost_is_not_infinitely_strong_and_draws_make_equals() -> None:
+def test_ratings_are_finite_without_losses_and_equal_for_draws() -> None:
     strong, weak = ratings(["a", "b"], [bout("a", "b", 20, 0, 0)], 0)
     assert 400 < strong.elo - weak.elo < 1000
     even = ratings(["a", "b"], [bout("a", "b", 0, 9, 0), bout("b", "a", 3, 0, 3)], 0)
@@ -134,10 +134,11 @@ def test_who_never_lost_is_not_infinitely_strong_and_draws_make_equals() -> None
     assert [(each.wins, each.draws, each.losses) for each in even] == [(3, 9, 3), (3, 9, 3)]
 
 
-def test_ratings_expect_the_scores_that_there_were_however_far_apart_policies_are() -> None:
+def test_expected_scores_match_the_real_scores_for_all_distances() -> None:
     names = "abcdef"
     bouts = [bout(one, other, 1000, 0, 0) for one, other in itertools.combinations(names, 2)]
     found = [each.elo for each in ratings(names, bouts, 0)]
     for place, elo in enumerate(found):
-        expected = sum(1001 / (1 + 10 ** ((other - elo) / 400)) for other in found) - 1001 / 2  # and not against itself
-        assert expected == pytest.approx(1000 * (5 - place) + 5 / 2, abs=1e-3)  # a draw more than was played, each
+        # The sum has a game of the policy against itself, which is subtracted.
+        expected = sum(1001 / (1 + 10 ** ((other - elo) / 400)) for other in found) - 1001 / 2
+        assert expected == pytest.approx(1000 * (5 - place) + 5 / 2, abs=1e-3)  # one additional draw per pair

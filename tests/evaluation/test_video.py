@@ -1,4 +1,4 @@
-"""Videos: every kind of frame becomes RGB, and a video is complete or absent."""
+"""Videos: every kind of frame is converted to RGB, and a video is complete or absent."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RNG = np.random.default_rng(0)
 
 
 def read_frames(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """The video as ffmpeg decodes it: what it says of itself, and uint8 [H, W, 3] frames."""
+    """Decode a video with ffmpeg: its metadata, and uint8 [H, W, 3] frames."""
     reader = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24")
     meta = next(reader)
     width, height = meta["size"]
     return meta, [np.frombuffer(raw, np.uint8).reshape(height, width, 3) for raw in reader]
 
 
-def test_uint8_rgb_is_left_as_it_is():
+def test_uint8_rgb_is_unchanged():
     frame = RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8)
     assert np.array_equal(to_rgb(frame), frame)
 
@@ -44,7 +44,7 @@ def test_channels_first_are_moved_last():
     assert np.array_equal(to_rgb(frame), frame.transpose(1, 2, 0))
 
 
-def test_constant_alpha_is_dropped_and_a_stack_of_four_shows_its_last():
+def test_constant_alpha_is_dropped_and_a_stack_of_four_shows_the_newest():
     rgba = RNG.integers(0, 255, (9, 9, 4), dtype=np.uint8)
     stack = to_rgb(rgba)
     assert np.array_equal(stack[:, :, 0], rgba[:, :, 3])
@@ -64,7 +64,7 @@ def test_stacked_frames_show_the_newest(shape, pick):
     assert np.array_equal(to_rgb(frame), np.broadcast_to(newest, (20, 20, 3)))
 
 
-def test_a_leading_stack_axis_shows_its_last():
+def test_leading_stack_axis_shows_the_newest():
     frame = RNG.integers(0, 256, (4, 10, 11, 3), dtype=np.uint8)
     assert np.array_equal(to_rgb(frame), frame[-1])
 
@@ -89,12 +89,12 @@ def test_numbers_of_any_range_become_bytes(numbers, expected):
 
 
 @pytest.mark.parametrize("bad", [np.zeros(4), np.zeros((0, 4)), np.zeros((2, 2), object), np.zeros((2,) * 5)])
-def test_what_is_no_picture_is_refused(bad):
+def test_arrays_that_are_not_images_are_refused(bad):
     with pytest.raises(TiltyardError, match="is not an image"):
         to_rgb(bad)
 
 
-def test_a_video_plays_with_its_speed_size_and_pictures(tmp_path):
+def test_video_has_the_right_codec_speed_size_and_frames(tmp_path):
     path = tmp_path / "deep" / "video.mp4"
     with VideoWriter(path, fps=25) as video:
         for grey in (0, 128, 255):
@@ -123,16 +123,16 @@ def test_small_and_odd_sizes_become_playable(tmp_path, shape):
     assert all(side % 2 == 0 for side in meta["size"])
 
 
-def test_brightness_of_depth_does_not_jump_between_frames(tmp_path):
+def test_all_frames_use_the_value_range_of_the_video(tmp_path):
     near_and_far = np.linspace(0, 1000, 250 * 250).reshape(250, 250)
     with VideoWriter(tmp_path / "depth.mp4") as video:
         video.add(near_and_far)
-        video.add(np.full((250, 250), 1.0))  # alone this would be white
+        video.add(np.full((250, 250), 1.0))  # white if it were scaled alone
     _, frames = read_frames(tmp_path / "depth.mp4")
     assert frames[1].mean() < 10
 
 
-def test_an_exception_or_a_video_without_frames_leaves_nothing(tmp_path):
+def test_exception_or_missing_frames_leave_no_file(tmp_path):
     def cut() -> None:
         with VideoWriter(tmp_path / "video.mp4") as video:
             video.add(np.zeros((300, 300, 3), np.uint8))
@@ -145,7 +145,7 @@ def test_an_exception_or_a_video_without_frames_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_frame_of_another_size_is_an_error_that_names_both(tmp_path):
+def test_frame_of_another_size_is_an_error_with_both_sizes(tmp_path):
     video = VideoWriter(tmp_path / "video.mp4")
     video.add(np.zeros((300, 400, 3), np.uint8))
     with pytest.raises(TiltyardError, match="frame 1 is 500 x 300 pixels, the first was 400 x 300"):
@@ -154,7 +154,7 @@ def test_a_frame_of_another_size_is_an_error_that_names_both(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
+def test_unwritable_path_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.raises(TiltyardError, match="no video can be written"),
@@ -163,7 +163,7 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
         video.add(np.zeros((300, 400, 3), np.uint8))
 
 
-def test_what_ffmpeg_says_is_passed_on(tmp_path):
+def test_error_of_ffmpeg_is_reported(tmp_path):
     (tmp_path / f".video.{os.getpid()}.part.mp4").mkdir()  # ffmpeg cannot open its output
 
     def film_it() -> None:
@@ -177,7 +177,7 @@ def test_what_ffmpeg_says_is_passed_on(tmp_path):
     assert not (tmp_path / "video.mp4").exists()
 
 
-def test_signals_meant_for_training_do_not_cut_the_film(tmp_path):
+def test_signals_for_training_do_not_interrupt_a_video(tmp_path):
     video = VideoWriter(tmp_path / "video.mp4")
     video.add(np.zeros((300, 400, 3), np.uint8))
     child = video._ffmpeg.pid
@@ -188,7 +188,7 @@ def test_signals_meant_for_training_do_not_cut_the_film(tmp_path):
     assert len(read_frames(tmp_path / "video.mp4")[1]) == 3
 
 
-def test_a_video_can_be_made_outside_the_main_thread(tmp_path):
+def test_video_can_be_written_in_another_thread(tmp_path):
     def work() -> None:
         with VideoWriter(tmp_path / "video.mp4") as video:
             video.add(np.zeros((300, 400, 3), np.uint8))

@@ -1,4 +1,4 @@
-"""Learning, on problems whose answers are known. The same seeds give the same result on every machine of a kind."""
+"""Learning of problems with known solutions. Equal seeds give equal results on machines of the same kind."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def memory_experiment(kind: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_memory_env_needs_a_memory(runs: Path) -> None:
+def test_memory_env_requires_a_recurrent_model(runs: Path) -> None:
     with_memory = evaluation_returns(tiltyard.train(memory_experiment("lstm"), live=False))[-1]
     without = evaluation_returns(tiltyard.train(memory_experiment("none"), live=False))[-1]
     assert with_memory == 1.0
@@ -78,7 +78,7 @@ def timeout_experiment(wrappers: list[str]) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, tmp_path: Path) -> None:
-    """The room is worth 1 / (1 - 0.95) = 20, the prize 5: to stay is right. Taken for an end, the room is worth 4."""
+    """Staying is worth 1 / (1 - 0.95) = 20, the prize 5. If truncation were termination, staying would be worth 4."""
     (tmp_path / "wrong.py").write_text(
         "import gymnasium\n"
         "class Ends(gymnasium.Wrapper):\n"
@@ -98,7 +98,7 @@ def test_timeout_env_fails_if_truncation_is_treated_as_termination(runs: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shows", ["category", "vector", "image", "words", "number"])
-def test_identity_is_learned_however_it_is_shown(runs: Path, shows: str) -> None:
+def test_identity_is_learned_for_all_observation_kinds(runs: Path, shows: str) -> None:
     run = tiltyard.train(
         {
             **LITTLE,
@@ -114,7 +114,7 @@ def test_identity_is_learned_however_it_is_shown(runs: Path, shows: str) -> None
 
 
 @pytest.mark.slow
-def test_delayed_rewards_and_a2c(runs: Path) -> None:
+def test_a2c_learns_from_delayed_rewards(runs: Path) -> None:
     run = tiltyard.train(
         {
             **LITTLE,

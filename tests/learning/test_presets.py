@@ -1,4 +1,4 @@
-"""Presets for time and for samples: each family has both, what they say is in force, and they learn."""
+"""Presets for time and for samples: every family has both, their settings are in effect, and they learn."""
 
 import runpy
 from pathlib import Path
@@ -21,13 +21,13 @@ def trained(name: str, goal: float) -> tiltyard.Run:
     return tiltyard.train(FAMILIES[name.split("-")[0]], words, live=False)
 
 
-def test_every_family_has_one_for_time_and_one_for_samples() -> None:
+def test_every_family_has_a_fast_and_an_efficient_preset() -> None:
     assert set(OF_FAMILIES) == {f"{family}-{kind}" for family in FAMILIES for kind in ("fast", "efficient")}
 
 
 @pytest.mark.parametrize("name", OF_FAMILIES)
-def test_a_preset_for_its_family_is_what_its_file_says(name: str) -> None:
-    """All of it is in force, as if the user had written it himself."""
+def test_preset_applies_all_settings_of_its_file(name: str) -> None:
+    """The experiment is the same as with these settings in the user's file."""
     env = FAMILIES[name.split("-")[0]]
     file = parse_yaml((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), name)
     written = load({**file, "env": {"id": env, **file.get("env", {})}}).experiment
@@ -36,21 +36,21 @@ def test_a_preset_for_its_family_is_what_its_file_says(name: str) -> None:
     assert used.model_dump(exclude={"use"}) != load(env).experiment.model_dump(exclude={"use"})
 
 
-def test_the_first_example_is_classic_efficient_with_a_goal() -> None:
-    """It is written out for who reads it, and what was measured with the one holds for the other."""
+def test_first_example_equals_classic_efficient_with_a_target_return() -> None:
+    """The example spells out the preset for readers, so that results of one are also those of the other."""
     example = load(ROOT / "examples" / "cartpole.yaml").experiment
     preset = load("CartPole-v1", ["use=[classic-efficient]", "stop.return=475"]).experiment
     for section in ("env", "model", "algo", "engine", "stop", "eval"):
         assert getattr(example, section) == getattr(preset, section)
 
 
-def test_the_guide_has_every_preset() -> None:
+def test_guide_lists_every_preset() -> None:
     guide = (ROOT / "docs" / "guides" / "train.md").read_text(encoding="utf-8")
     assert [name for name in presets() if f"| `{name}` |" not in guide] == []
 
 
-def test_the_floor_is_measured_with_the_shapes_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A floor of other shapes is the floor of something else, and says nothing about the preset."""
+def test_floor_benchmark_uses_the_shapes_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A floor with other shapes cannot be compared with the preset."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     shapes = runpy.run_path(str(ROOT / "bench" / "floor.py"))["shapes"]
     for task, name in (("cartpole", "classic-fast"), ("lunarlander", "box2d-fast")):
@@ -68,6 +68,6 @@ def test_cartpole_is_solved_within_100_000_env_steps(runs: Path, name: str) -> N
 
 
 @pytest.mark.slow
-def test_lunarlander_lands(runs: Path) -> None:
+def test_lunarlander_is_solved(runs: Path) -> None:
     only_when_long("a minute")
     assert trained("box2d-fast", goal=200).status()["reason"].startswith("stop.return")

@@ -18,7 +18,7 @@ SEEDS = (0, 1, 2) if LONG else (0,)
 
 
 def heads(net: Any) -> tuple[float, float]:
-    """How often even and odd show heads."""
+    """Probability of heads for even and odd."""
     params = net.infer({"obs": np.eye(2, dtype=np.float32)}, net.initial_state(2), np.ones(2, bool))[0]
     odds = np.exp(params - params.max(1, keepdims=True))
     even, odd = odds[:, 0] / odds.sum(1)
@@ -26,12 +26,12 @@ def heads(net: Any) -> tuple[float, float]:
 
 
 def exploitability(even: float, odd: float) -> float:
-    """What best answers to both win together beyond the value: 0 at the equilibrium only."""
+    """Sum of what the best responses to both players win above the value of the game; 0 only at the equilibrium."""
     return float(max(Pennies.PAYOFF @ [odd, 1 - odd]) - min([even, 1 - even] @ Pennies.PAYOFF))
 
 
 def versions(seed: int, opponents: str | dict[str, float]) -> list[tuple[float, float]]:
-    """How each version of a policy plays that learns against these."""
+    """Train against these opponents. Return the probabilities of heads of each version."""
     algo = {"id": "a2c", "rollout": 2, "lr": 0.02, "entropy": 0.4, "normalise_advantage": False, "max_grad_norm": None}
     file = {
         "env": "pennies",
@@ -53,9 +53,10 @@ def versions(seed: int, opponents: str | dict[str, float]) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_against_past_versions_a_policy_comes_to_rest_near_the_equilibrium(seed: int) -> None:
-    """Against itself alone it goes round and round: what it is at any moment can be taken advantage of. Measured are
-    the policies of the last quarter, each by itself; showing each side half of the time, as at the start, is worth 1."""
+def test_training_against_past_versions_converges_near_the_equilibrium(seed: int) -> None:
+    """Against only itself, a policy circles around the equilibrium, and each of its versions can be exploited.
+
+    The measured policies are those of the last quarter. The uniform policy at the start has exploitability 1."""
     pool, alone = versions(seed, {"main": 0.2, "past": 0.8}), versions(seed, "main")
     begun, late, circling = (
         np.mean([exploitability(*each) for each in part]) for part in (pool[:1], pool[-9:], alone[-9:])

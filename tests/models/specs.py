@@ -1,4 +1,4 @@
-"""Env specs for tests, written by hand: no env is made."""
+"""Env specs for tests, written by hand so that no env is created."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def env(*parts: ActionPart, masked: bool = False, **obs: ArraySpec) -> EnvSpec:
 
 
 def observations(spec: EnvSpec, *lead: int, seed: int = 0) -> dict[str, Any]:
-    """Random arrays [*lead, ...] such as the env would give."""
+    """Random observations [*lead, ...] that match the spec."""
     rng = np.random.default_rng(seed)
     found: dict[str, Any] = {}
     for name, item in spec.obs.items():

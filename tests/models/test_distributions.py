@@ -14,7 +14,7 @@ LOG_STD = np.array([-0.5, 0.3], np.float32)
 
 
 def reference(params, log_std):
-    """The same mixed distribution from torch's own parts."""
+    """The same mixed distribution, made of torch distributions."""
     return [
         td.Categorical(logits=params[..., 0:3]),
         td.Independent(td.Normal(params[..., 3:5].tanh(), log_std.exp()), 1),
@@ -23,13 +23,13 @@ def reference(params, log_std):
     ]
 
 
-def test_outputs_count_what_each_part_needs():
+def test_outputs_are_the_sum_over_all_parts():
     assert outputs(MIXED) == 3 + 2 + 2 + 3
     assert continuous_columns(MIXED) == 2
     assert outputs(action(BINARY)) == 2
 
 
-def test_mixed_parts_agree_with_torch_distributions():
+def test_mixed_parts_match_torch_distributions():
     params = np.random.default_rng(0).normal(size=(5, 4, 10)).astype(np.float32)
     dist = ActionDist(MIXED, params, LOG_STD, None)
     drawn = dist.sample()
@@ -42,7 +42,7 @@ def test_mixed_parts_agree_with_torch_distributions():
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradients_are_those_of_torch_distributions(with_entropy):
+def test_gradients_match_torch_distributions(with_entropy):
     rng = np.random.default_rng(1)
     params = rng.normal(size=(5, 4, 10)).astype(np.float32)
     by_log_prob, by_entropy = rng.normal(size=(2, 5, 4)).astype(np.float32)
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_torch_distributions(with_entropy):
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_logits_far_out_stay_finite_and_exact():
+def test_large_logits_give_finite_and_exact_results():
     params = np.array([[200.0, -200.0, 0.0]], np.float32)
     dist = ActionDist(action(CATEGORICAL), params, LOG_STD[:0], None)
     assert dist.log_prob(np.array([[1.0]])) == pytest.approx([-400])
@@ -77,14 +77,14 @@ def test_logits_far_out_stay_finite_and_exact():
     assert many.log_prob(np.array([[29.0]])) == pytest.approx([math.log(1 - math.exp(-1))], abs=1e-5)
 
 
-def test_mode_is_the_likeliest():
+def test_mode_is_the_most_likely_action():
     params = np.array([[0.0, 2.0, 1.0, 0.7, -0.7, 3.0, -3.0, 0.0, 0.0, 9.0]], np.float32)
     assert ActionDist(MIXED, params, LOG_STD, None).mode().tolist() == [
         pytest.approx([1, math.tanh(0.7), -math.tanh(0.7), 1, 0, 2])
     ]
 
 
-def test_means_stay_inside_bounds_where_there_are_any():
+def test_means_stay_in_bounds_if_there_are_any():
     spec = action(ActionPart("continuous", 3, low=(-1.0, -math.inf, 0.0), high=(1.0, math.inf, math.inf)))
     fives, none = np.full((1, 3), 5, np.float32), np.zeros(3, np.float32)
     dist = ActionDist(spec, fives, none, None)
@@ -95,7 +95,7 @@ def test_means_stay_inside_bounds_where_there_are_any():
     assert ActionDist(free, fives[:, :1], none[:1], None).mode().tolist() == [[5.0]]
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     generator = torch.Generator().manual_seed(1)
     params = np.tile(np.float32([0.0, 1.0, 2.0, 0.5, -0.5, 1.5, -1.0, 0.0, 0.0, 0.0]), (200_000, 1))
     drawn = ActionDist(MIXED, params, LOG_STD, None).sample(generator)
@@ -106,15 +106,15 @@ def test_draws_follow_the_probabilities():
     np.testing.assert_allclose(drawn[:, 3:5].mean(0), 1 / (1 + np.exp(-params[0, 5:7])), atol=5e-3)
 
 
-def test_equal_generators_draw_equal_actions():
+def test_equal_generators_give_equal_samples():
     params = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
     one, two = (ActionDist(MIXED, params, LOG_STD, None).sample(torch.Generator().manual_seed(7)) for _ in range(2))
     assert (one == two).all()
 
 
-def test_forbidden_options_are_never_drawn_and_harm_nothing():
+def test_masked_options_are_never_sampled_and_have_no_gradient():
     spec = action(CATEGORICAL, CATEGORICAL)
-    params = np.random.default_rng(0).normal([30.0, 0, 0, 0, 30.0, 0], size=(100_000, 6))  # the forbidden look best
+    params = np.random.default_rng(0).normal([30.0, 0, 0, 0, 30.0, 0], size=(100_000, 6))  # largest logits: masked
     mask = np.tile([False, True, True, True, False, False], (100_000, 1))
     dist = ActionDist(spec, params.astype(np.float32), LOG_STD[:0], mask)
     drawn = dist.sample(torch.Generator().manual_seed(3))
@@ -122,7 +122,7 @@ def test_forbidden_options_are_never_drawn_and_harm_nothing():
     assert set(drawn[:, 1].tolist()) == {0.0}
     assert set(dist.mode()[:, 1].tolist()) == {0.0}
     entropy = dist.entropy()
-    assert (entropy >= 0).all() and entropy.max() <= 0.6932  # two options left: at most log 2
+    assert (entropy >= 0).all() and entropy.max() <= 0.6932  # at most log 2, with two options left
     ones = np.ones(100_000, np.float32)
     by_params, _ = dist.gradient(drawn, ones, ones)
     assert np.isfinite(by_params).all()

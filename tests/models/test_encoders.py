@@ -14,7 +14,7 @@ def image(*shape):
 
 @pytest.mark.parametrize("make", [Simple, Nature, Impala, ResNet])
 @pytest.mark.parametrize("shape", [(3, 64, 48), (64, 48, 3), (84, 84, 4)])
-def test_images_become_vectors_with_channels_on_either_side(make, shape):
+def test_images_are_encoded_with_channels_first_or_last(make, shape):
     encoder = make(image(*shape), size=32)
     assert encoder.size == 32
     x = torch.rand(2, *shape)
@@ -22,7 +22,7 @@ def test_images_become_vectors_with_channels_on_either_side(make, shape):
     assert not torch.equal(encoder(x)[0], encoder(x)[1])
 
 
-def test_channels_first_and_last_mean_the_same():
+def test_channels_first_and_last_give_the_same_result():
     torch.manual_seed(0)
     one = Simple(image(3, 20, 24), size=8)
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def test_channels_first_and_last_mean_the_same():
 
 @pytest.mark.parametrize("make", [Simple, Nature, Impala, ResNet])
 @pytest.mark.parametrize("shape", [(3, 40, 44), (40, 44, 3)])
-def test_bytes_mean_the_same_as_numbers(make, shape):
+def test_bytes_and_floats_give_the_same_result(make, shape):
     encoder = make(image(*shape), size=8)
     x = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
     torch.testing.assert_close(encoder(x), encoder(x.to(torch.float32) / 255))
@@ -41,36 +41,36 @@ def test_bytes_mean_the_same_as_numbers(make, shape):
 
 @pytest.mark.parametrize("make", [Simple, ResNet])
 @pytest.mark.parametrize("side", [1, 2, 5, 11])
-def test_simple_and_resnet_take_small_images(make, side):
+def test_simple_and_resnet_accept_small_images(make, side):
     spec = ArraySpec("box", (side, side, 1), "uint8", image=True)
     assert make(spec, size=4)(torch.rand(3, side, side, 1)).shape == (3, 4)
 
 
 @pytest.mark.parametrize("make", [Nature, Impala])
-def test_an_image_too_small_is_refused_with_numbers(make):
+def test_too_small_image_is_refused_with_its_size(make):
     with pytest.raises(UseError, match="10 x 12"):
         make(image(10, 12, 3))
 
 
-def test_conv_nets_refuse_what_is_no_image():
+def test_image_encoders_refuse_other_observations():
     with pytest.raises(UseError, match="needs an image"):
         Simple(ArraySpec("box", (4,), "float32"))
 
 
-def test_categories_become_one_hot():
+def test_categories_are_encoded_as_one_hot():
     assert Flat(ArraySpec("discrete", (), "int64", (4,)))(torch.tensor([2, 0])).tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
     pair = Flat(ArraySpec("multi_discrete", (2,), "int64", (2, 3)))
     assert pair.size == 5
     assert pair(torch.tensor([[1, 2]])).tolist() == [[0, 1, 0, 0, 1]]
 
 
-def test_very_many_categories_get_learned_vectors():
+def test_many_categories_are_encoded_with_an_embedding():
     encoder = Flat(ArraySpec("discrete", (), "int64", (100_000,)))
     assert encoder.size == 64
     assert encoder(torch.tensor([99_999, 0])).shape == (2, 64)
 
 
-def test_mlp_encoder_has_the_layers_asked_for():
+def test_mlp_encoder_has_the_configured_layers():
     encoder = MlpEncoder(ArraySpec("discrete", (), "int64", (4,)), hidden=[8, 6], activation="relu")
     assert encoder.size == 6
     assert encoder(torch.tensor([1, 3])).shape == (2, 6)
@@ -85,7 +85,7 @@ def test_mlp_encoder_has_the_layers_asked_for():
     assert "relu" in error.value.hint
 
 
-def test_words_after_the_last_do_not_count():
+def test_padding_of_text_is_ignored():
     encoder = Text(ArraySpec("text", (6,), "int32", (4096,)), size=5)
     long = torch.tensor([[7, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
     short = torch.tensor([[7, 9], [0, 0]])
@@ -94,12 +94,12 @@ def test_words_after_the_last_do_not_count():
     assert not torch.equal(encoder(torch.tensor([[9, 7]])), encoder(torch.tensor([[7, 9]])))  # order matters
 
 
-def test_auto_chooses_by_the_observation():
+def test_auto_selects_by_observation():
     assert isinstance(auto(ArraySpec("text", (32,), "int32", (4096,))), Text)
     assert isinstance(auto(ArraySpec("box", (4,), "float32")), Flat)
     assert auto(image(84, 84, 4)).size == 512
     assert auto(image(10, 10, 3)).size == 256
 
 
-def test_hidden_layers_may_be_none():
+def test_mlp_without_hidden_layers_is_the_identity():
     assert torch.equal(Mlp([4], "tanh")(torch.ones(1, 4)), torch.ones(1, 4))

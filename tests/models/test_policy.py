@@ -27,7 +27,7 @@ def spec_of(observation: gymnasium.Space, action: gymnasium.Space, stack: int = 
 
 
 def checkpoint(folder: Path, spec: EnvSpec, model: Model | None = None, stack: int = 1, seed: int = 5) -> PolicyNet:
-    """A checkpoint folder of a fresh net whose statistics have seen something."""
+    """Write a checkpoint folder of a new net with nonempty statistics; return the net."""
     experiment = Experiment(env=Env(id="X", frame_stack=stack), model=model or Model(hidden=[16]))
     net = PolicyNet(spec, experiment.model, (folder.parent.parent,), seed=seed)
     net.normaliser.observe(observations(spec, 20, 3), np.ones((20, 3), bool))
@@ -35,7 +35,7 @@ def checkpoint(folder: Path, spec: EnvSpec, model: Model | None = None, stack: i
     return net
 
 
-def test_a_saved_policy_acts_as_before(tmp_path):
+def test_loaded_policy_acts_like_the_saved_one(tmp_path):
     box, choice = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3, start=5)
     spec = spec_of(box, choice)
     model = Model(hidden=[16], memory=Memory(kind="lstm", size=8), normalise=Normalise(obs=True, returns=True))
@@ -55,7 +55,7 @@ def test_a_saved_policy_acts_as_before(tmp_path):
                 assert torch.equal(policy._state[name], state[name])
 
 
-def test_a_runs_policy_is_that_of_its_newest_its_best_or_a_named_checkpoint(tmp_path):
+def test_policy_is_loaded_from_the_newest_best_or_named_checkpoint(tmp_path):
     run = Run(tmp_path / "x" / "0001-calm-owl")
     nets = {}
     for steps, score in ((10, 5.0), (20, 1.0)):
@@ -72,7 +72,7 @@ def test_a_runs_policy_is_that_of_its_newest_its_best_or_a_named_checkpoint(tmp_
         assert all((found[name] == array).all() for name, array in nets[steps].arrays().items())
 
 
-def test_sampling_is_drawn_from_the_policys_own_seed(tmp_path):
+def test_sampling_depends_on_the_seed_of_the_policy(tmp_path):
     spec = spec_of(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
     checkpoint(tmp_path, spec)
     drawn = [[load_policy(tmp_path, seed=seed).act(np.zeros(4), greedy=False) for seed in range(30)] for _ in range(2)]
@@ -80,16 +80,16 @@ def test_sampling_is_drawn_from_the_policys_own_seed(tmp_path):
     assert set(drawn[0]) == {0, 1, 2}
 
 
-def test_continuous_actions_are_in_the_envs_own_units(tmp_path):
+def test_continuous_actions_are_in_the_units_of_the_env(tmp_path):
     space = spaces.Box(np.array([0, -50], np.float32), np.array([10, 50], np.float32))
     checkpoint(tmp_path, spec_of(spaces.Box(-1, 1, (2,), np.float32), space))
     policy = load_policy(tmp_path)
     action = policy.act(np.zeros(2, np.float32))
     assert space.contains(action)
-    np.testing.assert_allclose(action, [5, 0], atol=1.5)  # a fresh policy's means are near 0: the middle
+    np.testing.assert_allclose(action, [5, 0], atol=1.5)  # the means of a new policy are near 0, the middle
 
 
-def test_nested_observations_masks_and_offsets(tmp_path):
+def test_nested_observations_masks_and_offsets_work(tmp_path):
     space = spaces.Dict(
         {
             "body": spaces.Tuple((spaces.Box(-1, 1, (2,), np.float64), spaces.MultiBinary(3))),
@@ -143,12 +143,12 @@ def test_frames_are_stacked_newest_last(tmp_path, space):
         np.testing.assert_array_equal(part.reshape(np.shape(frames[0])), frames[0])
 
 
-def test_the_previous_action_and_reward_are_fed_back():
+def test_previous_action_and_reward_are_observed():
     action = action_spec(spaces.Discrete(3))
     spec = EnvSpec({"obs": vector(2), **previous_specs(action)}, action)
     policy = Policy(PolicyNet(spec, Model(), (), seed=0), spec)
     taken = policy.act(np.ones(2), reward=9.0)
-    assert policy._frames["previous.reward"].tolist() == [0]  # nothing came before the first
+    assert policy._frames["previous.reward"].tolist() == [0]  # there is no previous reward in the first step
     policy.act(np.ones(2), reward=9.0)
     assert policy._frames["previous.action"].tolist() == [taken]
     assert policy._frames["previous.reward"].tolist() == [9]
@@ -157,7 +157,7 @@ def test_the_previous_action_and_reward_are_fed_back():
     assert policy._frames["previous.action"].tolist() == [0]
 
 
-def test_a_wrong_observation_or_env_prints_both_shapes(tmp_path):
+def test_wrong_observation_or_env_is_reported_with_both_shapes(tmp_path):
     spec = spec_of(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
     checkpoint(tmp_path, spec)
     policy = load_policy(tmp_path)
@@ -170,7 +170,7 @@ def test_a_wrong_observation_or_env_prints_both_shapes(tmp_path):
         policy.require_same(spec_of(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(4)))
 
 
-def test_files_are_plain_and_a_newer_schema_is_refused(tmp_path):
+def test_policy_files_are_readable_and_a_newer_schema_is_refused(tmp_path):
     checkpoint(tmp_path, env())
     files = {path.name for path in (tmp_path / "policies").iterdir()}
     assert files == {"main.safetensors", "main.json"}
@@ -198,7 +198,7 @@ class CustomModel(nn.Module):
 """
 
 
-def test_a_models_code_is_run_from_the_run_folder_of_this_user_only(tmp_path, monkeypatch):
+def test_model_code_runs_only_from_run_folders_of_this_user(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "plugins").mkdir(parents=True)
     (run / "plugins" / "net.py").write_text(CODE)
@@ -214,4 +214,4 @@ def test_a_models_code_is_run_from_the_run_folder_of_this_user_only(tmp_path, mo
     assert "--trust-code" in error.value.hint
     assert load_policy(folder, trust_code=True).net.parameter_count == 4 * 3 + 3
     checkpoint(run / "checkpoints" / "000000000002", env())
-    load_policy(run / "checkpoints" / "000000000002")  # a built-in model has no code of anybody's
+    load_policy(run / "checkpoints" / "000000000002")  # a built-in model needs no code from the run folder

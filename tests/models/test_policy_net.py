@@ -40,8 +40,8 @@ MODELS = {
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_what_was_acted_is_what_is_learned_from(spec, model):
-    """Step by step acting and the learner's unroll give the same log probabilities and values."""
+def test_acting_and_unrolling_give_the_same_results(spec, model):
+    """Acting step by step and the learner's unroll give the same log probabilities and values."""
     net = PolicyNet(spec, model, (), seed=3)
     steps, rows = 5, 4
     obs = observations(spec, steps, rows)
@@ -67,7 +67,7 @@ def test_what_was_acted_is_what_is_learned_from(spec, model):
     assert all(array.dtype == np.float32 for array in (acted[0].log_prob, acted[0].value))
 
 
-def test_masks_are_obeyed_when_acting():
+def test_masked_actions_are_never_taken():
     spec = env(CATEGORICAL, masked=True)
     net = PolicyNet(spec, Model(), (), seed=0)
     mask = np.tile([True, False, True], (5000, 1))
@@ -76,7 +76,7 @@ def test_masks_are_obeyed_when_acting():
         assert 1.0 not in acted.action.flatten().tolist()
 
 
-def test_first_actions_are_nearly_uniform_and_seeds_decide_the_weights():
+def test_initial_policy_is_nearly_uniform_and_weights_depend_on_the_seed():
     spec = env(CATEGORICAL)
     before = torch.random.get_rng_state()
     one, same, other = (PolicyNet(spec, Model(), (), seed=seed) for seed in (1, 1, 2))
@@ -88,13 +88,13 @@ def test_first_actions_are_nearly_uniform_and_seeds_decide_the_weights():
     assert one.distribution(params.detach().numpy(), None).entropy().min() > 0.999 * math.log(3)
 
 
-def test_the_log_standard_deviation_starts_where_it_is_set():
+def test_log_std_starts_at_the_configured_value():
     net = PolicyNet(env(CATEGORICAL, CONTINUOUS), Model(log_std=-0.5), (), seed=0)
     assert net.log_std.tolist() == [-0.5, -0.5]
     assert net.log_std.requires_grad
 
 
-def test_running_statistics_are_those_of_everything_seen():
+def test_running_statistics_match_all_data():
     rng = np.random.default_rng(0)
     parts = [rng.normal(1e4, 3, (n, 2)) for n in (1, 5, 0, 200)]
     stats = RunningStats((2,))
@@ -106,31 +106,31 @@ def test_running_statistics_are_those_of_everything_seen():
     assert float(stats.count) == 206
 
 
-def test_observations_are_normalised_and_images_are_not():
+def test_observations_are_normalised_but_images_are_not():
     spec = env(obs=vector(2), eye=KITCHEN["eye"], bytes=KITCHEN["bytes"])
     net = PolicyNet(spec, Model(normalise=Normalise(obs=True)), (), seed=0)
     obs = observations(spec, 50, 8)
     obs["obs"] = obs["obs"] * 100 + 7
     valid = np.ones((50, 8), bool)
     valid[0] = False
-    obs["obs"][0] = 1e9  # a row that carries no decision does not count
-    assert net.normaliser.prepare(obs)["obs"][1:].abs().max() == 10  # statistics that know nothing only clip
+    obs["obs"][0] = 1e9  # invalid rows do not count
+    assert net.normaliser.prepare(obs)["obs"][1:].abs().max() == 10  # empty statistics only clip
     net.normaliser.observe(obs, valid)
     ready = net.normaliser.prepare(obs)
     assert abs(float(ready["obs"][1:].mean())) < 1e-4
     assert abs(float(ready["obs"][1:].std()) - 1) < 1e-2
     assert abs(float(ready["bytes"].mean())) < 0.1
-    assert ready["eye"].dtype == torch.uint8  # until a model sees them
+    assert ready["eye"].dtype == torch.uint8  # converted later, for the model
     assert ready["obs"][0].max() == 10
 
 
-def test_images_are_normalised_pixel_by_pixel_where_asked():
+def test_images_are_normalised_per_pixel_if_configured():
     spec = env(obs=vector(2), eye=KITCHEN["eye"])
     net = PolicyNet(spec, Model(normalise=Normalise(images=True)), (), seed=0)
     assert net.normaliser.names == ("eye",)
     obs = observations(spec, 80, 8)
-    obs["eye"][...] = 200  # a background that never changes,
-    obs["eye"][:, ::2, 0, 0] = 100  # a pixel that does
+    obs["eye"][...] = 200  # a constant background
+    obs["eye"][:, ::2, 0, 0] = 100  # and a pixel that changes
     net.normaliser.observe(obs, np.ones((80, 8), bool))
     ready = net.normaliser.prepare(obs)["eye"]
     assert ready.dtype == torch.float32
@@ -144,14 +144,14 @@ def test_images_are_normalised_pixel_by_pixel_where_asked():
     assert torch.equal(again.normaliser.prepare(obs)["eye"], ready)
 
 
-def test_values_come_back_in_units_of_reward():
+def test_values_are_in_units_of_reward():
     net = PolicyNet(env(), Model(normalise=Normalise(returns=True)), (), seed=0)
     net.normaliser.observe_returns(np.array([90.0, 110.0]))
     assert net.normaliser.normalise_value(np.array([110.0])) == pytest.approx([1.0])
     assert net.normaliser.denormalise_value(np.array([-1.0])) == pytest.approx([90.0])
 
 
-def test_arrays_hold_everything_a_policy_needs():
+def test_arrays_restore_the_whole_policy():
     spec = env()
     settings = Model(normalise=Normalise(obs=True, returns=True), memory=Memory(kind="gru", size=8))
     net, other = PolicyNet(spec, settings, (), seed=0), PolicyNet(spec, settings, (), seed=9)
@@ -174,7 +174,7 @@ def test_weights_of_another_model_are_refused_with_both_shapes():
         net.load_arrays(wide.arrays())
 
 
-def test_encoders_are_chosen_by_name_and_the_rest_is_merged():
+def test_encoders_are_selected_by_observation_name():
     spec = env(**KITCHEN)
     net = PolicyNet(spec, Model(encoders={"eye": Plugin(id="resnet", options={"size": 11})}), (), seed=0)
     sizes = {name: part.size for name, part in zip(net.model.actor.names, net.model.actor.encoders, strict=True)}
@@ -189,14 +189,14 @@ def test_encoders_are_chosen_by_name_and_the_rest_is_merged():
     assert "model.encoder.options" in wrong.value.details and "size" in wrong.value.details
 
 
-def test_the_line_about_the_model_names_class_and_size():
+def test_description_has_the_class_and_the_parameter_count():
     net = PolicyNet(env(obs=vector(4)), Model(), (), seed=0)
     count = sum(p.numel() for p in net.parameters())
     assert net.describe() == f"ActorCritic (tiltyard.models.actor_critic): {count:,} parameters"
     assert count == 2 * (4 * 64 + 64 + 64 * 64 + 64) + 64 * 3 + 3 + 64 + 1
 
 
-# ------------------------------------------------------------------------------------------------ models of the user's
+# ------------------------------------------------------------------------------------------------ custom models
 
 CUSTOM = """
 import torch
@@ -257,14 +257,14 @@ def nets(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_file_is_used_and_its_options_arrive(nets):
+def test_model_file_is_used_with_its_options(nets):
     net = PolicyNet(env(), Model(id="custom.py", options={"width": 5, "bias": 1000.0}), (nets,), seed=0)
     acted = net.act(observations(env(), 3), {}, np.zeros(3, bool), None, greedy=True)
-    assert (acted.value > 990).all()  # only the file's own forward adds its bias
+    assert (acted.value > 990).all()  # only forward() of this file adds the bias
     assert net.describe() == f"CustomModel (custom.py): {4 * 5 + 5 + 5 * 4 + 4} parameters"
 
 
-def test_images_reach_models_and_encoders_of_the_user_as_numbers_between_0_and_1(nets):
+def test_custom_models_and_encoders_get_images_between_0_and_1(nets):
     spec = env(eye=KITCHEN["eye"])
     white = {"eye": np.full((3, 12, 12, 3), 255, np.uint8)}
     net = PolicyNet(spec, Model(id="custom.py:Eye"), (nets,), seed=0)
@@ -280,18 +280,18 @@ def test_images_reach_models_and_encoders_of_the_user_as_numbers_between_0_and_1
     assert ours.value(white, {}, np.zeros(3, bool)) == pytest.approx([(head.weight + head.bias).item()] * 3)
 
 
-def test_a_user_model_with_memory_is_reset_at_episode_starts(nets):
+def test_custom_recurrent_model_is_reset_at_episode_starts(nets):
     net = PolicyNet(env(), Model(id="custom.py:Remembering"), (nets,), seed=0)
     assert net.recurrent
     obs = observations(env(), 4, 2)
     first = torch.tensor([[True, True], [False, False], [True, False], [False, False]])
     _, value = net.unroll(obs, {"memory": torch.randn(2, 6)}, first)
     _, again = net.unroll({"obs": obs["obs"][2:]}, {"memory": torch.randn(2, 6)}, first[2:])
-    torch.testing.assert_close(value[2:, 0], again[:, 0])  # row 0 starts afresh at step 2
+    torch.testing.assert_close(value[2:, 0], again[:, 0])  # row 0 is reset at step 2
     assert not torch.allclose(value[2:, 1], again[:, 1])
 
 
-def test_mistakes_in_a_model_are_one_sentence(nets):
+def test_errors_in_a_custom_model_are_reported_in_one_sentence(nets):
     def build(**settings):
         return PolicyNet(env(), Model(**settings), (nets,), seed=0)
 
@@ -311,7 +311,7 @@ def test_mistakes_in_a_model_are_one_sentence(nets):
         build(options={"width": 3})
 
 
-def test_an_encoder_of_the_user_is_used_and_must_say_its_size(nets):
+def test_custom_encoder_is_used_and_must_have_a_size(nets):
     code = "from torch import nn\nclass CustomEncoder(nn.Module):\n    def __init__(self, spec, *, size=3):\n"
     (nets / "encoder.py").write_text(
         code + "        super().__init__()\n        self.size = size\n"

@@ -19,7 +19,7 @@ def step_by_step(core, x, state, first):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_a_chunk_equals_its_steps_with_gradients(core, share):
+def test_unrolling_a_chunk_equals_single_steps_and_their_gradients(core, share):
     x = torch.randn(12, 6, 5)
     first = torch.rand(12, 6) < share
     found = []
@@ -33,7 +33,7 @@ def test_a_chunk_equals_its_steps_with_gradients(core, share):
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
 
 
-def test_rows_that_start_an_episode_forget_and_others_do_not(core):
+def test_state_is_reset_only_in_rows_that_start_an_episode(core):
     x = torch.randn(2, 5)
     full = {name: torch.randn(2, 7) for name in core.names}
     fresh, _ = core(x, core.initial_state(2), torch.tensor([False, False]))
@@ -44,7 +44,7 @@ def test_rows_that_start_an_episode_forget_and_others_do_not(core):
     assert not torch.equal(fresh, kept)
 
 
-def test_without_starts_a_chunk_is_one_call_of_the_fused_layer(core):
+def test_chunk_without_episode_starts_uses_the_fused_layer_once(core):
     x = torch.randn(9, 3, 5)
     out, _ = core.unroll(x, core.initial_state(3), torch.zeros(9, 3, dtype=torch.bool))
     assert torch.equal(out, core.layer(x)[0])

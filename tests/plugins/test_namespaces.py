@@ -1,4 +1,4 @@
-"""Namespaces: what an import means in a user's module, when it is loaded and later in functions."""
+"""Imports in a user's module, both while it is loaded and later in its functions."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from tiltyard.plugins import namespaces
 
 @pytest.fixture(autouse=True)
 def no_other_lab(monkeypatch):
-    """Other tests of this process may have imported a package of the same name, and left its folder on the path."""
+    """Remove packages with the same name that other tests in this process imported, and their folders on sys.path."""
     for name in [each for each in sys.modules if each.partition(".")[0] in ("lab", "walls")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if "pytest-of-" not in place])
@@ -45,7 +45,7 @@ def test_imports_inside_functions_stay_in_their_folder(tmp_path):
     assert not list(tmp_path.rglob("__pycache__"))
 
 
-def test_import_module_means_what_import_means(tmp_path):
+def test_import_module_works_like_import(tmp_path):
     for name in ("a", "b"):
         file_at(tmp_path / name / "lab" / "__init__.py", "")
         file_at(tmp_path / name / "lab" / "walls.py", f"WHERE = '{name}'\n")
@@ -71,7 +71,7 @@ def test_import_module_means_what_import_means(tmp_path):
         loaded("net.py", tmp_path / "c")
 
 
-def test_what_to_write_instead_when_a_module_is_not_found(tmp_path, monkeypatch):
+def test_missing_module_is_reported_with_a_hint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file_at(tmp_path / "lab" / "walls.py", "")
     file_at(tmp_path / "lab" / "net.py", "from lab.walls import x\n")
@@ -87,8 +87,8 @@ def test_what_to_write_instead_when_a_module_is_not_found(tmp_path, monkeypatch)
         assert hint in caught.value.hint
 
 
-def test_which_installed_modules_a_folder_hides(tmp_path):
-    """Its modules come before installed ones, as with a script; a folder without __init__.py does not, numpy never."""
+def test_local_modules_hide_some_installed_modules(tmp_path):
+    """As in a script, local modules come first, except folders without __init__.py and except numpy."""
     import numpy
 
     file_at(tmp_path / "numpy.py", "hidden = True\n")
@@ -105,7 +105,7 @@ def test_which_installed_modules_a_folder_hides(tmp_path):
     assert others == [numpy, pytest]
 
 
-def test_a_missing_module_is_reported_by_the_name_in_the_code(tmp_path):
+def test_missing_module_is_reported_by_its_name_in_the_code(tmp_path):
     file_at(tmp_path / "lab" / "__init__.py", "")
     file_at(tmp_path / "lab" / "net.py", "from .layrs import body\n")
     file_at(tmp_path / "net.py", "import lab.layrs\n")
@@ -117,7 +117,7 @@ def test_a_missing_module_is_reported_by_the_name_in_the_code(tmp_path):
     assert loaded("net.py", tmp_path).size == 1
 
 
-def test_an_edited_neighbour_is_seen_by_the_next_load_only(tmp_path):
+def test_edited_neighbour_is_used_by_the_next_load_only(tmp_path):
     file_at(tmp_path / "net.py", "import layers\nclass CustomModel: size = layers.SIZE\n")
     file_at(tmp_path / "layers.py", "SIZE = 1\n")
     old = loaded("net.py", tmp_path)
@@ -127,7 +127,7 @@ def test_an_edited_neighbour_is_seen_by_the_next_load_only(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["my-net.py", "2048.py", "a.b.py", "both.py"])
-def test_files_of_any_name(tmp_path, name):
+def test_file_names_need_not_be_identifiers(tmp_path, name):
     file_at(tmp_path / "both" / "__init__.py", "")
     file_at(tmp_path / name, "from . import both\nclass CustomModel: module = both\n")
     found = loaded(name, tmp_path)

@@ -1,4 +1,4 @@
-"""Names to objects: what a name means, that plug-in code really runs, and how its errors and options are reported."""
+"""Resolving names to objects: kinds of names, running plug-in code, and reports about its errors and options."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def loaded(text: str, base: Path, conventional: str = "CustomModel"):
 # ------------------------------------------------------------------------------------------------ parse
 
 
-def test_three_kinds(here):
+def test_builtin_module_and_file_names_are_parsed(here):
     path = file_at(here / "nets" / "net.py", "raise SystemExit('parse executes nothing')")
     assert resolve.parse("mlp", BUILTINS, None, [here]) == resolve.Ref(
         "mlp", "builtin", None, "collections", "OrderedDict"
@@ -56,7 +56,7 @@ def test_three_kinds(here):
         ("", None),
     ],
 )
-def test_kind_by_shape(text, kind):
+def test_kind_depends_on_the_form_of_the_name(text, kind):
     assert resolve.kind_of(text, BUILTINS) == kind
 
 
@@ -84,7 +84,7 @@ def test_files_are_searched_in_order(here):
         ("nets", "not built-in"),
     ],
 )
-def test_unknown_names(here, text, words):
+def test_unknown_names_are_refused(here, text, words):
     file_at(here / "nets" / "net.py", "")
     with pytest.raises(UseError) as caught:
         resolve.parse(text, BUILTINS, "CustomModel", [here])
@@ -111,7 +111,7 @@ def test_modules_of_the_project_are_found_without_running_them(here):
     assert "lab/net.py:Net" in caught.value.hint
 
 
-def test_a_typo_of_a_builtin_gives_a_hint():
+def test_typo_in_a_builtin_name_gives_a_hint():
     with pytest.raises(UseError) as caught:
         resolve.parse("natur", BUILTINS, None, [])
     assert caught.value.hint == "did you mean 'nature'?"
@@ -120,7 +120,7 @@ def test_a_typo_of_a_builtin_gives_a_hint():
 # ------------------------------------------------------------------------------------------------ load
 
 
-def test_plugin_code_really_runs_and_only_once(here):
+def test_plugin_code_runs_exactly_once(here):
     file_at(
         here / "net.py",
         "from pathlib import Path\nwith open('ran', 'a') as f: f.write('x')\nclass CustomModel:\n    answer = 42\n",
@@ -130,13 +130,13 @@ def test_plugin_code_really_runs_and_only_once(here):
     assert (here / "ran").read_text() == "x"
 
 
-def test_builtins_and_modules(here):
+def test_builtins_and_modules_are_loaded(here):
     assert resolve.load(resolve.parse("nature", BUILTINS, None, [])) is Path
     file_at(here / "own_package_of_a_test.py", "class Outer:\n    class Inner: pass\n")
     assert resolve.load(resolve.parse("own_package_of_a_test:Outer.Inner", {}, None, [])).__name__ == "Inner"
 
 
-def test_an_edited_file_is_another_module(here):
+def test_edited_file_is_loaded_as_a_new_module(here):
     file_at(here / "net.py", "class CustomModel: size = 1\n")
     old = loaded("net.py", here)
     assert not (here / "__pycache__").exists()
@@ -185,7 +185,7 @@ def test_dataclasses_in_plugins_work(here):
         ("\xff".encode("latin-1").decode("latin-1") + " = (", "net.py raised SyntaxError", ""),
     ],
 )
-def test_a_plugin_that_raises_shows_its_own_traceback_only(here, source, message, shown):
+def test_exception_in_a_plugin_is_reported_with_its_own_traceback_only(here, source, message, shown):
     file_at(here / "net.py", source)
     with pytest.raises(UseError) as caught:
         loaded("net.py", here)
@@ -197,7 +197,7 @@ def test_a_plugin_that_raises_shows_its_own_traceback_only(here, source, message
     assert loaded("net.py", here).__name__ == "CustomModel"
 
 
-def test_missing_attributes_and_modules(here):
+def test_missing_attributes_and_modules_are_reported(here):
     file_at(here / "net.py", "from collections import OrderedDict\nclass CustomModle: pass\n")
     with pytest.raises(UseError, match=r"net\.py has no 'CustomModel'") as caught:
         loaded("net.py", here)
@@ -221,7 +221,7 @@ class TakesAll:
     def __init__(self, spec, /, **options): ...
 
 
-def test_options_against_a_signature():
+def test_options_are_checked_against_the_signature():
     problems = resolve.check_options(Takes, {"widht": 3, "gate": True, "spec": 1}, 2, "model.options")
     assert [str(problem) for problem in problems] == [
         "model.options.widht = 3: Takes has no option 'widht'\n   hint: did you mean 'width'?",
@@ -232,7 +232,7 @@ def test_options_against_a_signature():
     assert resolve.check_options(TakesAll, {"anything": 1}, 1, "x") == []
 
 
-def test_options_of_functions_and_of_what_has_no_signature():
+def test_options_of_functions_and_of_objects_without_a_signature():
     assert resolve.check_options(lambda env: env, {"a": 1}, 1, "x")[0].hint == "it has no options"
     assert resolve.check_options(dict, {"a": 1}, 0, "x") == []
 
@@ -240,6 +240,6 @@ def test_options_of_functions_and_of_what_has_no_signature():
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "null"), (True, "true"), ("a", "'a'"), (10**50, "about 1e50"), (1e-5, "1e-05")]
 )
-def test_short_values(value, text):
+def test_values_are_shortened(value, text):
     assert resolve.short(value) == text
     assert len(resolve.short("x" * 1000)) == 60

@@ -1,4 +1,4 @@
-"""Copies of plug-ins: what is copied, under which ids, and that the copies are what runs."""
+"""Copies of plug-ins: which files are copied, their ids, and that the copies are used."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def experiment(here, text: str):
     return found.experiment, found.base
 
 
-def test_modules_named_in_text_are_copied_too(here, tmp_path_factory):
+def test_modules_named_in_strings_are_copied(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(here / "net.py", "import importlib\nimportlib.import_module('layers')\nclass CustomModel: pass\n")
     file_at(here / "games.py", "register('Maze-v0', entry_point='mazes:Maze', kwargs={'a': 'late'})\n")
@@ -44,7 +44,7 @@ def test_modules_named_in_text_are_copied_too(here, tmp_path_factory):
     assert files_below(into / "plugins") == ["games.py", "layers.py", "mazes.py", "net.py"]
 
 
-def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory):
+def test_every_plugin_file_is_copied_with_its_imports(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(here / "nets" / "net.py", "import layers, numpy\nfrom pack.inner import x\nclass CustomModel: pass\n")
     file_at(here / "nets" / "layers.py", "def f():\n    import late\n")
@@ -88,12 +88,12 @@ def test_every_plugin_file_is_frozen_with_what_it_imports(here, tmp_path_factory
             "nets/pack/data.json",
         )
     )
-    # the copy is what runs, whatever happens to the original
+    # the copy is used even if the original changes
     file_at(here / "env.py", "raise SystemExit\n")
     assert loaded(after.env.id, into).__name__ == "Mine"
 
 
-def test_a_frozen_experiment_freezes_to_the_same_ids(here, tmp_path_factory):
+def test_copying_a_copy_keeps_the_ids(here, tmp_path_factory):
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     file_at(here / "nets" / "net.py", "import layers\nclass CustomModel: pass\n")
     file_at(here / "nets" / "layers.py", "")
@@ -104,7 +104,7 @@ def test_a_frozen_experiment_freezes_to_the_same_ids(here, tmp_path_factory):
     assert (second / "plugins" / "nets" / "layers.py").is_file()
 
 
-def test_files_outside_and_files_of_one_name(here, tmp_path_factory):
+def test_files_outside_the_project_and_files_with_equal_names_are_copied(here, tmp_path_factory):
     outside, into = tmp_path_factory.mktemp("outside"), tmp_path_factory.mktemp("run")
     file_at(outside / "env.py", "import part\nclass CustomEnv: pass\n")
     file_at(outside / "part.py", "A = 1\n")
@@ -121,14 +121,14 @@ def test_files_outside_and_files_of_one_name(here, tmp_path_factory):
     assert loaded(after.model.encoder.id, into).a == 2
 
 
-def test_nothing_to_freeze_writes_nothing(here, tmp_path_factory):
+def test_nothing_is_written_without_plugins(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     before = load_experiment("CartPole-v1").experiment
     assert freeze(before, [here], into) is before
     assert list(into.iterdir()) == []
 
 
-def test_a_file_that_is_not_python_is_copied_unchanged(here, tmp_path_factory):
+def test_file_with_a_syntax_error_is_copied_unchanged(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(here / "net.py", "class (\n")
     before, base = experiment(here, "env: CartPole-v1\nmodel: net.py\n")
@@ -140,7 +140,7 @@ def test_a_file_that_is_not_python_is_copied_unchanged(here, tmp_path_factory):
 
 
 def write_lab(folder: Path, scale: int = 1) -> None:
-    """A package that imports relatively and absolutely, and a module beside it."""
+    """Write a package with relative and absolute imports, and a module next to it."""
     file_at(folder / "lab" / "__init__.py", "")
     file_at(folder / "lab" / "scale.py", f"SCALE = {scale}\n")
     file_at(folder / "lab" / "envs" / "__init__.py", "from ..scale import SCALE\n")
@@ -156,7 +156,7 @@ def write_lab(folder: Path, scale: int = 1) -> None:
     file_at(folder / "beside.py", f"LENGTH = {5 * scale}\n")
 
 
-def test_modules_of_the_project_are_frozen_and_run_from_the_copy(here, tmp_path_factory, monkeypatch):
+def test_modules_of_the_project_are_copied_and_run_from_the_copy(here, tmp_path_factory, monkeypatch):
     into, again, elsewhere = (tmp_path_factory.mktemp(name) for name in ("run", "again", "elsewhere"))
     write_lab(here)
     file_at(here / "spaces" / "bare.py", "class CustomWrapper: pass\n")  # no __init__.py
@@ -173,7 +173,7 @@ def test_modules_of_the_project_are_frozen_and_run_from_the_copy(here, tmp_path_
         "lab/scale.py",
         "spaces/bare.py",
     ]
-    # The originals are gone, and another package of that name is the one that Python itself would import.
+    # The originals are gone, and a plain `import lab` would find another package.
     shutil.rmtree(here / "lab")
     write_lab(elsewhere, scale=7)
     monkeypatch.chdir(elsewhere)
@@ -187,8 +187,8 @@ def test_modules_of_the_project_are_frozen_and_run_from_the_copy(here, tmp_path_
     assert (push.scales, push().length()) == ((1, 1), 5)
 
 
-def test_two_packages_of_one_name_are_both_kept(here, tmp_path_factory):
-    """As in a fork of a run whose env is a copy, with a model from the project as it is now."""
+def test_two_packages_with_the_same_name_are_both_kept(here, tmp_path_factory):
+    """The case of a forked run with a copied env and a new model from the project."""
     parent, into = tmp_path_factory.mktemp("parent"), tmp_path_factory.mktemp("run")
     write_lab(parent / "plugins", scale=2)
     write_lab(here)
@@ -202,7 +202,7 @@ def test_two_packages_of_one_name_are_both_kept(here, tmp_path_factory):
     assert loaded(after.model.id, into).scale == 1
 
 
-def test_the_owner_of_each_copied_module_is_checked(here):
+def test_owner_of_each_copied_module_is_checked(here):
     if os.getuid() != 0:
         pytest.skip("only root can give files to another user")
     write_lab(here / "plugins")
@@ -218,7 +218,7 @@ def test_the_owner_of_each_copied_module_is_checked(here):
 # ------------------------------------------------------------------------------------------------ data
 
 
-def test_data_files_that_the_text_names_are_copied(here, tmp_path_factory):
+def test_data_files_named_in_strings_are_copied(here, tmp_path_factory):
     into = tmp_path_factory.mktemp("run")
     file_at(
         here / "env.py",
@@ -242,7 +242,7 @@ def test_data_files_that_the_text_names_are_copied(here, tmp_path_factory):
     assert files_below(again / "plugins") == expected
 
 
-def test_a_link_is_copied_with_the_neighbours_of_what_it_points_to(here, tmp_path_factory):
+def test_symlink_is_copied_with_the_neighbours_of_its_target(here, tmp_path_factory):
     shared, into = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("run")
     file_at(shared / "net.py", "import layers\nclass CustomModel: size = layers.SIZE\n")
     file_at(shared / "layers.py", "SIZE = 3\n")

@@ -1,4 +1,4 @@
-"""Real faults for the tests of this folder: a disk that fills up, a process to kill, a run folder to break."""
+"""Fixtures for real faults: a small disk, child processes to kill, an empty run folder."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def bare_run(tmp_path):
-    """A run folder with nothing in it: enough for checkpoints, locks, metrics and events."""
+    """An empty run folder, which is enough for checkpoints, locks, metrics and events."""
     folder = tmp_path / "runs" / "toy" / "0001-brisk-otter"
     folder.mkdir(parents=True)
     return Run(folder)
@@ -22,7 +22,7 @@ def bare_run(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 512 KiB of its own; needs the right to mount."""
+    """A file system of 512 KiB. It requires the permission to mount."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = (
@@ -40,7 +40,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def child():
-    """Start Python code as a process of its own; whatever still runs at the end is killed."""
+    """Function that starts Python code in its own process; remaining processes are killed at the end."""
     started = []
 
     def start(code, *arguments, **environment):

@@ -1,4 +1,4 @@
-"""Checkpoints under real faults: killed processes, full disks, flipped bits, files cut short."""
+"""Checkpoints under real faults: killed processes, full disks, flipped bits, truncated files."""
 
 import json
 import os
@@ -38,10 +38,10 @@ def steps_of(checkpoints):
     return [one.env_steps for one in checkpoints]
 
 
-# ---------------------------------------------------------------------------------------------- the ordinary case
+# ---------------------------------------------------------------------------------------------- normal use
 
 
-def test_a_commit_is_listed_verified_and_read_back(bare_run):
+def test_committed_checkpoint_is_listed_verified_and_read(bare_run):
     made = save(bare_run, 1000, 12.5)
     assert made.folder == bare_run.checkpoints / "000000001000"
     assert checkpoint.list_checkpoints(bare_run) == [made]
@@ -52,14 +52,14 @@ def test_a_commit_is_listed_verified_and_read_back(bare_run):
         "policies/main.safetensors", "policies/main.json", "loop.json", "loop.safetensors"}  # fmt: skip
 
 
-def test_no_checkpoints_is_none_and_select_says_so(bare_run):
+def test_run_without_checkpoints_gives_none_and_select_fails(bare_run):
     assert checkpoint.newest_valid(bare_run) == (None, [])
     assert checkpoint.list_checkpoints(bare_run) == []
     with pytest.raises(UseError, match="no checkpoint yet"):
         checkpoint.select(bare_run)
 
 
-def test_a_second_save_of_the_same_step_replaces_the_first(bare_run):
+def test_second_save_of_a_step_replaces_the_first(bare_run):
     save(bare_run, 500, 1.0)
     for score in (2.0, 3.0):
         made = save(bare_run, 500, score)
@@ -67,12 +67,12 @@ def test_a_second_save_of_the_same_step_replaces_the_first(bare_run):
         assert [one.score for one in checkpoint.list_checkpoints(bare_run)] == [score]
 
 
-def test_a_crash_between_the_renames_of_a_second_save_loses_nothing(bare_run):
+def test_crash_between_the_renames_of_a_second_save_loses_nothing(bare_run):
     save(bare_run, 500, 1.0)
     first = bare_run.checkpoints / "000000000500"
     shutil.copytree(first, bare_run.checkpoints / "kept")
     save(bare_run, 500, 2.0)
-    first.rename(bare_run.checkpoints / "000000000500.1")  # the new one is listed, the old one not yet gone
+    first.rename(bare_run.checkpoints / "000000000500.1")  # the new one is listed, but the old one is not removed yet
     assert checkpoint.newest_valid(bare_run)[0].score == 2.0
     (bare_run.checkpoints / "kept").rename(first)
     found, warnings = checkpoint.newest_valid(bare_run)
@@ -81,16 +81,16 @@ def test_a_crash_between_the_renames_of_a_second_save_loses_nothing(bare_run):
     assert names(bare_run) == ["000000000500"] and made.score == 9.0
 
 
-def test_newest_is_the_last_committed_not_the_most_steps(bare_run):
+def test_newest_is_the_last_committed_not_the_one_with_the_most_steps(bare_run):
     save(bare_run, 3000)
-    save(bare_run, 1000)  # the run went back and went on from there
+    save(bare_run, 1000)  # the run continued from an older checkpoint
     assert checkpoint.newest_valid(bare_run)[0].env_steps == 1000
     assert steps_of(checkpoint.list_checkpoints(bare_run)) == [3000, 1000]
     checkpoint.prune(bare_run, Save(last=1, best=0))
     assert names(bare_run) == ["000000001000"]
 
 
-def test_a_writer_that_fails_leaves_nothing(bare_run):
+def test_failed_writer_leaves_no_files(bare_run):
     save(bare_run, 1)
 
     def write(folder):
@@ -102,7 +102,7 @@ def test_a_writer_that_fails_leaves_nothing(bare_run):
     assert names(bare_run) == ["000000000001"]
 
 
-def test_links_are_not_files_of_a_checkpoint(bare_run, tmp_path):
+def test_symlinks_in_a_checkpoint_are_refused(bare_run, tmp_path):
     (tmp_path / "elsewhere").write_text("x")
     with pytest.raises(TiltyardError, match="not a regular file"):
         checkpoint.commit(
@@ -115,7 +115,7 @@ def test_links_are_not_files_of_a_checkpoint(bare_run, tmp_path):
     assert names(bare_run) == []
 
 
-# ---------------------------------------------------------------------------------------------- choosing
+# ---------------------------------------------------------------------------------------------- select
 
 
 def test_select_by_step_best_and_path(bare_run):
@@ -142,7 +142,7 @@ def test_best_without_scores_is_an_error(bare_run):
         checkpoint.select(bare_run, "best", "max")
 
 
-# ---------------------------------------------------------------------------------------------- keeping
+# ---------------------------------------------------------------------------------------------- prune
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_prune_keeps_last_best_and_milestones(bare_run, settings, kept):
     assert names(bare_run) == [f"{steps:012d}" for steps in kept]
 
 
-def test_of_equal_scores_the_newer_is_best(bare_run):
+def test_newer_checkpoint_is_best_if_scores_are_equal(bare_run):
     for steps in (1, 2, 3):
         save(bare_run, steps, 5.0)
     assert checkpoint.select(bare_run, "best", "max").env_steps == 3
@@ -179,7 +179,7 @@ def test_prune_deletes_leftovers_of_killed_saves(bare_run):
     assert names(bare_run) == ["000000000001"]
 
 
-def test_copy_into_and_set_aside(bare_run, tmp_path):
+def test_checkpoints_can_be_copied_and_set_aside(bare_run, tmp_path):
     made = save(bare_run, 700, 3.0)
     other = Run(tmp_path / "runs" / "toy" / "0002-calm-heron")
     other.folder.mkdir()
@@ -198,7 +198,7 @@ def test_copy_into_and_set_aside(bare_run, tmp_path):
 
 
 def damage(folder, rng):
-    """Flip one bit of one file, cut it short, or delete it; returns what was done."""
+    """Flip a bit of one file, truncate it, fill it with zeros or delete it; return what was done."""
     victim = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     data = bytearray(victim.read_bytes())
     kind = rng.choice(["flip", "cut", "delete", "zeros"])
@@ -214,7 +214,7 @@ def damage(folder, rng):
     return f"{kind} {victim.name}"
 
 
-def test_any_damage_to_the_newest_is_named_and_the_previous_one_used(bare_run):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(bare_run):
     save(bare_run, 100)
     newest = save(bare_run, 200).folder
     pristine = bare_run.folder / "pristine"
@@ -227,7 +227,7 @@ def test_any_damage_to_the_newest_is_named_and_the_previous_one_used(bare_run):
         assert found.env_steps == 100 and len(warnings) == 1 and "000000000200" in warnings[0], (seed, done)
 
 
-def test_all_damaged_is_an_error_and_never_a_fresh_start(bare_run):
+def test_run_with_only_damaged_checkpoints_does_not_start_over(bare_run):
     for steps in (100, 200):
         save(bare_run, steps)
         damage(bare_run.checkpoints / f"{steps:012d}", random.Random(steps))
@@ -236,7 +236,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(bare_run):
     assert "000000000100" in caught.value.details and "000000000200" in caught.value.details and caught.value.hint
 
 
-def test_an_empty_or_renamed_folder_is_invalid(bare_run):
+def test_empty_or_renamed_folder_is_invalid(bare_run):
     save(bare_run, 100)
     (bare_run.checkpoints / "000000000300").mkdir()
     save(bare_run, 200).folder.rename(bare_run.checkpoints / "000000000400")
@@ -245,7 +245,7 @@ def test_an_empty_or_renamed_folder_is_invalid(bare_run):
     assert "manifest.json is missing" in warnings[0] and "belongs to env step 200" in warnings[1]
 
 
-def test_select_skips_a_damaged_newest_only_if_it_can_warn(bare_run):
+def test_select_skips_a_damaged_checkpoint_only_with_a_warn_function(bare_run):
     save(bare_run, 100, 1.0)
     (save(bare_run, 200, 2.0).folder / "loop.json").write_text("{}")
     with pytest.raises(TiltyardError, match=r"000000000200.*loop\.json has 2 bytes"):
@@ -257,7 +257,7 @@ def test_select_skips_a_damaged_newest_only_if_it_can_warn(bare_run):
             checkpoint.select(bare_run, at, "max")
 
 
-def test_a_newer_schema_is_named_and_not_deleted(bare_run):
+def test_checkpoint_with_a_newer_schema_is_reported_and_not_deleted(bare_run):
     save(bare_run, 100)
     made = save(bare_run, 200)
     manifest = json.loads((made.folder / "manifest.json").read_text())
@@ -271,26 +271,26 @@ def test_a_newer_schema_is_named_and_not_deleted(bare_run):
 # ---------------------------------------------------------------------------------------------- full disks
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_disk):
+def test_full_disk_leaves_the_previous_checkpoint_intact(small_disk):
     run = Run(small_disk / "toy" / "0001-brisk-otter")
     run.folder.mkdir(parents=True)
     save(run, 100, size=20_000)
-    for size in (120_000, 1_000_000):  # full while writing, and hopelessly so
+    for size in (120_000, 1_000_000):  # too large for the free space, and larger than the disk
         with pytest.raises(TiltyardError) as caught:
             save(run, 200, size=size)
         assert "No space left on device" in caught.value.message
         assert (
             "000000000100 is intact" in caught.value.message
-            and f"tiltyard resume {run.folder}" in caught.value.hint  # no id: it lies outside the runs folder
+            and f"tiltyard resume {run.folder}" in caught.value.hint  # a path, because it is outside the runs folder
         )
     assert names(run) == ["000000000100"]
     assert checkpoint.newest_valid(run)[0].env_steps == 100
-    save(run, 300)  # there is room again: nothing was left behind
+    save(run, 300)  # there is space, because no files were left behind
     assert checkpoint.newest_valid(run)[0].env_steps == 300
 
 
-def test_a_disk_that_fills_at_any_byte(small_disk):
-    """Fill the disk so that less and less room is left: each save is whole or has changed nothing."""
+def test_save_is_complete_or_undone_for_any_amount_of_free_space(small_disk):
+    """Vary the free space from 0 to 44 KiB: each save is complete or changes nothing."""
     run = Run(small_disk / "toy" / "0001-brisk-otter")
     run.folder.mkdir(parents=True)
     save(run, 1)
@@ -312,7 +312,7 @@ def test_a_disk_that_fills_at_any_byte(small_disk):
     assert outcomes == {"saved", "full"}
 
 
-def test_a_file_size_limit_is_reported_like_a_full_disk(bare_run, child):
+def test_file_size_limit_is_reported_like_a_full_disk(bare_run, child):
     save(bare_run, 100)
     code = """
 import resource, sys
@@ -336,7 +336,7 @@ except TiltyardError as error:
 
 # ---------------------------------------------------------------------------------------------- kill -9
 
-# Imports once and then forks a saver for every line it is sent, so that two hundred kills take seconds.
+# Imports once and forks a saver per line of input, so that 200 kills take seconds.
 FORK_SERVER = """
 import os, sys
 from pathlib import Path
@@ -376,8 +376,8 @@ def confirmations(folder):
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, child, tmp_path):
-    """Every third step is saved twice, so that replacing a checkpoint is interrupted too."""
+def test_sigkill_at_random_times_leaves_a_valid_checkpoint(bare_run, child, tmp_path):
+    """Every third step is saved twice, so that kills also interrupt replacements."""
     rng = random.Random(5)
     fork_server = child(FORK_SERVER, bare_run.folder, tmp_path / "confirmed")
     last = leftovers = 0
@@ -385,7 +385,7 @@ def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, c
         fork_server.stdin.write(f"{last}\n")
         fork_server.stdin.flush()
         pid = int(fork_server.stdout.readline())
-        # A few saves on, however slow the machine is, and then somewhere inside the next one.
+        # Wait for a few saves, then kill it at a random point of the next one.
         enough = len(confirmations(tmp_path)) + rng.randrange(4)
         while len(confirmations(tmp_path)) < enough:
             time.sleep(0.001)
@@ -396,7 +396,7 @@ def test_killed_at_random_moments_there_is_always_a_valid_checkpoint(bare_run, c
         confirmed = max([0, *confirmations(tmp_path)])
         found, warnings = checkpoint.newest_valid(bare_run)
         assert warnings == [], kill
-        # What was confirmed is there, or the next one, which was complete but not yet confirmed.
+        # The newest is the last confirmed one, or the next one, complete but not yet confirmed.
         reached = found.env_steps if found else 0
         assert confirmed <= reached <= max(confirmed, last) + 1
         assert found is None or content(found) == reached

@@ -1,4 +1,4 @@
-"""Run folders are created completely, found by every name, and removed only if that is safe."""
+"""Run folders: they are created completely, found by every name, and removed only if that is safe."""
 
 import contextlib
 import json
@@ -32,10 +32,10 @@ def make(root, name="toy", **settings):
     return create(root, experiment(name, **settings), Source(command=["tiltyard", "train"]))
 
 
-# ---------------------------------------------------------------------------------------------- making
+# ---------------------------------------------------------------------------------------------- create
 
 
-def test_a_new_run_has_everything_and_reads_back(root):
+def test_new_run_has_all_files_and_can_be_read(root):
     text = "# mine\nname: toy\nenv: CartPole-v1\n"
     wanted = experiment(tags=["a", "b"], notes="first try", seed=7)
     run = create(root, wanted, Source(text=text, name="toy.yaml", command=["tiltyard", "train", "toy.yaml"]))
@@ -54,10 +54,10 @@ def test_a_new_run_has_everything_and_reads_back(root):
     assert not [path.name for path in run.folder.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_numbers_grow_and_survive_odd_neighbours(root):
+def test_run_numbers_increase_despite_other_files(root):
     first = make(root)
     (root / "toy" / "notes.txt").write_text("mine")
-    (root / "toy" / ".new-0004").mkdir()  # a maker that was killed: its number is not used again
+    (root / "toy" / ".new-0004").mkdir()  # left by a killed process; its number is not used again
     second = make(root)
     assert first.folder.name.startswith("0001-") and second.folder.name.startswith("0005-")
     (root / "toy" / "9999-calm-heron").mkdir()
@@ -77,7 +77,7 @@ def test_plug_in_files_are_copied_and_recorded(root, tmp_path):
     assert list(facts["plugins"]) == [str(copies[0].relative_to(run.folder))]
 
 
-def test_processes_that_race_never_get_the_same_number(root):
+def test_concurrent_processes_never_get_the_same_number(root):
     code = """
 import sys
 from pathlib import Path
@@ -90,14 +90,14 @@ for _ in range(int(sys.argv[2])):
     each = count(50)
     makers = [subprocess.Popen([sys.executable, "-c", code, str(root), str(each)]) for _ in range(3)]
     while any(maker.poll() is None for maker in makers):
-        for row in list_runs(root):  # a listing in between never sees a half-made run
+        for row in list_runs(root):  # a listing never contains an incomplete run
             assert row["state"] == "created" and find(row["folder"], root).experiment_file.exists()
     assert [maker.returncode for maker in makers] == [0, 0, 0]
     numbers = [int(path.name[:4]) for path in run_folders(root)]
     assert numbers == list(range(1, 3 * each + 1))
 
 
-def test_a_root_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, small_disk):
+def test_unwritable_root_is_an_error_and_leaves_no_files(tmp_path, small_disk):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UseError, match="cannot be written: Not a directory"):
         make(tmp_path / "file" / "runs")
@@ -108,14 +108,14 @@ def test_a_root_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, 
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_half_run(small_disk):
+def test_full_disk_leaves_no_partial_run(small_disk):
     (small_disk / "ballast").write_bytes(bytes(500 * 1024))
     with pytest.raises(TiltyardError, match="No space left on device"):
         create(small_disk, experiment(), Source(text="# long\n" * 10_000, name="x.yaml"))
     assert list((small_disk / "toy").iterdir()) == [] and list_runs(small_disk) == []
 
 
-def test_an_unknown_plug_in_leaves_nothing(root):
+def test_unknown_plug_in_leaves_no_files(root):
     with pytest.raises(UseError):
         make(root, model={"id": "nowhere/missing.py:Net"})
     assert run_folders(root) == [] and list((root / "toy").iterdir()) == []
@@ -124,7 +124,7 @@ def test_an_unknown_plug_in_leaves_nothing(root):
 # ---------------------------------------------------------------------------------------------- status and events
 
 
-def test_status_changes_keep_the_rest_and_move_the_heartbeat(root):
+def test_status_change_keeps_other_fields_and_increments_the_heartbeat(root):
     run = make(root)
     write_status(run, state="finished", progress=Progress(env_steps=42, seconds=1.5), **{"return": float("inf")})
     status = run.status()
@@ -137,7 +137,7 @@ def test_status_changes_keep_the_rest_and_move_the_heartbeat(root):
         write_status(run, state="asleep")
 
 
-def test_readers_of_the_status_never_see_half_of_it(root, child):
+def test_readers_never_see_a_partial_status(root, child):
     run = make(root)
     code = """
 import sys
@@ -160,7 +160,7 @@ while True:
     assert len(run.status()["notes"]) in (0, 20000)
 
 
-def test_events_are_sentences_with_facts_and_survive_a_torn_line(root):
+def test_events_have_fields_and_a_partial_line_is_skipped(root):
     run = make(root)
     log_event(run, "saved", "saved a checkpoint", env_steps=5, score=float("nan"))
     with run.events_file.open("a") as file:
@@ -173,7 +173,7 @@ def test_events_are_sentences_with_facts_and_survive_a_torn_line(root):
         log_event(run, "exploded", "no such kind")
 
 
-def test_a_full_disk_is_an_error_and_the_old_status_stays(small_disk):
+def test_full_disk_is_an_error_and_the_old_status_is_kept(small_disk):
     run = make(small_disk)
     fill = small_disk / "ballast"
     with fill.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ def test_a_full_disk_is_an_error_and_the_old_status_stays(small_disk):
     assert [event["kind"] for event in read_events(run)] == ["created", "warning"]
 
 
-def test_a_running_run_without_a_live_owner_is_lost(root, child):
+def test_running_run_without_a_live_owner_is_lost(root, child):
     run = make(root)
     code = """
 import sys, time
@@ -215,10 +215,10 @@ with Lock(run):
     assert run.state == "lost" and list_runs(root)[0]["state"] == "lost"
 
 
-# ---------------------------------------------------------------------------------------------- finding
+# ---------------------------------------------------------------------------------------------- find
 
 
-def test_a_run_is_found_by_every_name(root, monkeypatch):
+def test_run_is_found_by_every_kind_of_name(root, monkeypatch):
     one, two, other = make(root), make(root), make(root, "other")
     words = two.folder.name.partition("-")[2]
     assert words != one.folder.name.partition("-")[2] or pytest.skip("both runs drew the same words")
@@ -234,7 +234,7 @@ def test_a_run_is_found_by_every_name(root, monkeypatch):
     assert find("other") == other
 
 
-def test_a_name_that_is_unknown_or_not_unique_is_an_error(root, tmp_path):
+def test_unknown_or_ambiguous_name_is_an_error(root, tmp_path):
     with pytest.raises(UseError, match="no run in"):
         find("last", root)
     one, _ = make(root), make(root, "other")
@@ -249,7 +249,7 @@ def test_a_name_that_is_unknown_or_not_unique_is_an_error(root, tmp_path):
             find(text, root)
 
 
-def test_half_deleted_and_newer_runs_are_refused(root):
+def test_incomplete_and_newer_runs_are_refused(root):
     run = make(root)
     whole = (run.folder / "status.json").read_text()
     (run.folder / "status.json").write_text(whole.replace('"schema": 1', '"schema": 2'))
@@ -270,7 +270,7 @@ def test_half_deleted_and_newer_runs_are_refused(root):
     assert find(run.id, root, whole=False) == run
 
 
-# ---------------------------------------------------------------------------------------------- removing
+# ---------------------------------------------------------------------------------------------- remove
 
 
 def test_remove_deletes_the_run_and_nothing_else(root, tmp_path):
@@ -289,7 +289,7 @@ def test_remove_deletes_the_run_and_nothing_else(root, tmp_path):
     assert list(root.iterdir()) == []
 
 
-def test_remove_never_goes_through_links_or_outside(root, tmp_path):
+def test_remove_never_follows_links_or_leaves_the_root(root, tmp_path):
     run = make(root)
     elsewhere = create(tmp_path / "others", experiment())
     (root / "linked").symlink_to(tmp_path / "others" / "toy")
@@ -319,14 +319,14 @@ def test_remove_never_goes_through_links_or_outside(root, tmp_path):
     assert elsewhere.status() and run.status() and nested.status() and (stranger / "thesis.tex").exists()
 
 
-def test_remove_works_where_the_root_itself_is_a_link(root, tmp_path):
+def test_remove_works_if_the_root_is_a_link(root, tmp_path):
     make(root)
     (tmp_path / "link").symlink_to(root)
     remove(find("toy", tmp_path / "link"), tmp_path / "link")
     assert list(root.iterdir()) == []
 
 
-def test_remove_refuses_a_run_held_by_this_very_process(root):
+def test_remove_refuses_a_run_locked_by_this_process(root):
     run = make(root)
     with Lock(run), pytest.raises(UseError, match=f"pid {os.getpid()} on host"):
         remove(run, root)
@@ -334,7 +334,7 @@ def test_remove_refuses_a_run_held_by_this_very_process(root):
     assert run_folders(root) == []
 
 
-def test_half_deleted_runs_can_be_removed(root):
+def test_incomplete_runs_can_be_removed(root):
     run = make(root)
     run.experiment_file.unlink()
     remove(find(run.id, root, whole=False), root)
@@ -344,7 +344,7 @@ def test_half_deleted_runs_can_be_removed(root):
 # ---------------------------------------------------------------------------------------------- imports
 
 
-def test_run_modules_import_nothing_heavy():
+def test_run_modules_do_not_import_large_packages():
     code = (
         "import sys, tiltyard.run.folder, tiltyard.run.metrics, tiltyard.run.provenance, tiltyard.run.checkpoint;"
         "print(*{'numpy', 'torch', 'gymnasium', 'pyarrow', 'pydantic', 'safetensors'} & set(sys.modules))"

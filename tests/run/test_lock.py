@@ -1,4 +1,4 @@
-"""One writer per run: races, dead owners, restarted jobs, other machines."""
+"""One writer per run: races, owners that are gone, restarted jobs, other machines."""
 
 import json
 import os
@@ -25,15 +25,15 @@ print("released", flush=True)
 
 
 def plant(run, **changes):
-    """A lock file as another process would have left it."""
+    """Write the lock file of another process."""
     owner = {**this_process(), "heartbeat": 3, "period": 0.05, "mark": "theirs", **changes}
-    draft = run.folder / f".{threading.get_ident()}"  # whole or not at all, as everybody writes it
+    draft = run.folder / f".{threading.get_ident()}"  # atomic, like in the product
     draft.write_text(json.dumps(owner))
     draft.rename(run.folder / "lock.json")
     return owner
 
 
-def test_acquired_then_released(bare_run):
+def test_lock_is_acquired_and_released(bare_run):
     with Lock(bare_run) as lock:
         owner = read_owner(bare_run.folder)
         assert owner["pid"] == os.getpid() and owner["host"] == socket.gethostname() and lock.held
@@ -41,10 +41,10 @@ def test_acquired_then_released(bare_run):
         lock.check()
     assert read_owner(bare_run.folder) is None and not seems_alive(bare_run.folder)
     lock.release()
-    assert not bare_run.events_file.exists()  # nothing was taken over
+    assert not bare_run.events_file.exists()  # no takeover
 
 
-def test_acquire_gives_a_held_lock_that_is_a_context_manager(bare_run):
+def test_acquire_returns_a_held_lock_that_is_a_context_manager(bare_run):
     with Lock.acquire(bare_run) as lock:
         assert lock.held
         with pytest.raises(UseError, match=f"pid {os.getpid()}"):
@@ -52,7 +52,7 @@ def test_acquire_gives_a_held_lock_that_is_a_context_manager(bare_run):
     assert not lock.held
 
 
-def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
+def test_live_owner_is_reported_and_the_lock_of_a_killed_one_is_taken_over(bare_run, child):
     owner = child(HOLDER, bare_run.folder, 10)
     assert owner.stdout.readline() == "held\n"
     with pytest.raises(UseError) as caught:
@@ -63,7 +63,7 @@ def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
     )
     assert "tiltyard stop" in caught.value.hint and caught.value.exit_code == 2
     owner.kill()
-    # Not reaped yet: a zombie is as dead as it will get.
+    # The owner is not reaped yet: a zombie counts as dead.
     for _ in range(500):
         if liveness(read_owner(bare_run.folder)) == "dead":
             break
@@ -73,28 +73,28 @@ def test_a_live_owner_is_named_and_a_killed_one_taken_over(bare_run, child):
         assert event["kind"] == "recovered" and f"pid {owner.pid}" in event["sentence"]
 
 
-def test_a_reused_process_id_is_not_the_owner(bare_run):
+def test_reused_process_id_is_not_the_owner(bare_run):
     plant(bare_run, started="1")
     with Lock.acquire(bare_run):
         assert read_owner(bare_run.folder)["mark"] != "theirs"
 
 
-def test_an_earlier_boot_is_dead(bare_run):
+def test_owner_of_an_earlier_boot_is_gone(bare_run):
     plant(bare_run, boot="another")
     with Lock.acquire(bare_run):
         assert "is gone" in read_events(bare_run)[0]["sentence"]
 
 
-def test_the_same_job_restarted_takes_over_at_once(bare_run, monkeypatch):
+def test_restarted_job_takes_over_at_once(bare_run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    plant(bare_run, host="node9", job="77", restart=1, period=3600)  # watching it would take three hours
+    plant(bare_run, host="node9", job="77", restart=1, period=3600)  # waiting for its heartbeat would take three hours
     with Lock.acquire(bare_run):
         assert "job 77 was restarted" in read_events(bare_run)[0]["sentence"]
 
 
 @pytest.mark.parametrize("owner", [{"job": "77", "restart": 2}, {"job": "78", "restart": 0}, {"job": "", "restart": 0}])
-def test_other_jobs_and_equal_restarts_are_watched_first(bare_run, monkeypatch, owner):
+def test_other_jobs_and_equal_restarts_take_over_after_the_heartbeat_stopped(bare_run, monkeypatch, owner):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     plant(bare_run, host="node9", **owner)
@@ -102,7 +102,7 @@ def test_other_jobs_and_equal_restarts_are_watched_first(bare_run, monkeypatch, 
         assert "did not change for 3 periods" in read_events(bare_run)[0]["sentence"]
 
 
-def test_an_owner_elsewhere_with_a_heartbeat_is_refused(bare_run):
+def test_lock_of_a_live_owner_on_another_host_is_refused(bare_run):
     plant(bare_run, host="node9", period=0.2)
     stop = threading.Event()
 
@@ -123,34 +123,34 @@ def test_an_owner_elsewhere_with_a_heartbeat_is_refused(bare_run):
     assert read_owner(bare_run.folder)["mark"] == "theirs"
 
 
-def test_an_owner_elsewhere_that_releases_is_not_watched_longer(bare_run):
+def test_waiting_ends_when_the_owner_on_another_host_releases(bare_run):
     plant(bare_run, host="node9", period=3600)
     threading.Timer(0.1, (bare_run.folder / "lock.json").unlink).start()
     with Lock.acquire(bare_run, period=0.05):
         assert read_events(bare_run) == []
 
 
-def test_a_container_with_our_host_name_is_watched_by_its_heartbeat(bare_run):
+def test_liveness_of_a_container_with_our_host_name_is_unknown(bare_run):
     assert liveness(plant(bare_run, pids="pid:[1]")) == "unknown"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\0\0\0", '{"pid": "x"}', '{"host": 3, "pid": -1}'])
-def test_a_broken_lock_file_is_watched_and_then_replaced(bare_run, content, monkeypatch):
+def test_broken_lock_file_is_replaced_if_it_does_not_change(bare_run, content, monkeypatch):
     (bare_run.folder / "lock.json").write_text(content)
-    monkeypatch.setattr("tiltyard.run.lock.STILL_PERIODS", 0.001)  # its period is unknown: ten seconds, three times
+    monkeypatch.setattr("tiltyard.run.lock.STILL_PERIODS", 0.001)  # instead of 3 x 10 s for an unknown period
     with Lock.acquire(bare_run, period=0.02):
         assert read_owner(bare_run.folder)["pid"] == os.getpid()
 
 
-def test_the_heartbeat_moves(bare_run):
+def test_heartbeat_increases(bare_run):
     with Lock(bare_run, period=0.02):
         seen = set()
-        while len(seen) < 4:  # the test's own time limit is the judge
+        while len(seen) < 4:  # limited by the timeout of the test
             seen.add(read_owner(bare_run.folder)["heartbeat"])
     assert seen <= set(range(10_000))
 
 
-def test_an_owner_that_was_taken_over_notices_and_stops_writing(bare_run):
+def test_owner_detects_a_takeover_and_stops_writing(bare_run):
     lock = Lock.acquire(bare_run, period=0.02)
     plant(bare_run, host="node9")
     while lock._successor is None:
@@ -161,7 +161,7 @@ def test_an_owner_that_was_taken_over_notices_and_stops_writing(bare_run):
     assert read_owner(bare_run.folder)["mark"] == "theirs"
 
 
-def test_of_many_that_race_exactly_one_wins(bare_run, child):
+def test_exactly_one_of_many_processes_gets_the_lock(bare_run, child):
     code = """
 import sys
 from pathlib import Path
@@ -185,7 +185,7 @@ for line in sys.stdin:
         assert racer.stdout.readline() == "ready\n", racer.stderr.read()
     for race in range(count(300)):
         if race % 2:
-            plant(bare_run, pid=2**22 + 1)  # there is a dead owner to take over from, too
+            plant(bare_run, pid=2**22 + 1)  # with the lock of a dead owner
         for line in ("go\n", "end\n"):
             for racer in racers:
                 racer.stdin.write(line)
@@ -199,7 +199,7 @@ for line in sys.stdin:
     assert len(taken) == count(300) // 2
 
 
-def test_a_read_only_folder_is_an_error(small_disk):
+def test_read_only_folder_is_an_error(small_disk):
     import subprocess
 
     from tiltyard.run.folder import Run
@@ -212,7 +212,7 @@ def test_a_read_only_folder_is_an_error(small_disk):
     assert "toy/0001-brisk-otter cannot be written" in caught.value.message and "Read-only" in caught.value.message
 
 
-def test_the_period_is_an_environment_variable(bare_run, monkeypatch):
+def test_period_is_read_from_the_environment(bare_run, monkeypatch):
     monkeypatch.setenv("TILTYARD_HEARTBEAT", "0.5")
     assert Lock(bare_run).period == 0.5
     for wrong in ("soon", "nan", "inf", "-1", "0", ""):

@@ -5,7 +5,7 @@ from pathlib import Path
 from tiltyard.run.logs import last_error, last_line
 
 
-def test_the_reason_is_that_of_the_newest_process(tmp_path: Path) -> None:
+def test_last_error_is_that_of_the_newest_process(tmp_path: Path) -> None:
     log = tmp_path / "0001.log"
     assert last_error(log) == "", "the file does not exist yet"
     log.write_text("error: out of luck\nhint: try again\n")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: rewinds, torn lines, numbers that are not finite, full disks, killed writers."""
+"""metrics.jsonl: rewinds, partial lines, non-finite numbers, full disks, killed writers."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def steps_of(records):
     return [one["env_steps"] for one in records]
 
 
-def test_append_and_read(tmp_path):
+def test_appended_records_are_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert metrics.read(path) == []
     metrics.append(path, record(10, **{"train/return": 1.5}))
@@ -45,14 +45,14 @@ def test_append_and_read(tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_run_its_folder_and_the_file_name_the_same_metrics(bare_run):
+def test_run_folder_and_file_refer_to_the_same_metrics(bare_run):
     metrics.append(bare_run, record(1))
     metrics.append(bare_run.folder, record(2))
     metrics.append(bare_run.metrics_file, record(3))
     assert steps_of(metrics.read(bare_run)) == steps_of(metrics.read(bare_run.folder)) == [1, 2, 3]
 
 
-def test_numbers_that_are_not_finite_stay_json_and_read_back(tmp_path):
+def test_non_finite_numbers_are_valid_json_and_round_trip(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics.append(path, record(1, a=math.nan, b=math.inf, c=-math.inf, d=np.float32("nan"), e=1e308))
 
@@ -68,15 +68,15 @@ def timed(steps, speed, **shares):
     return record(steps, **{"speed/env_steps_per_second": speed, **{f"time/{part}": x for part, x in shares.items()}})
 
 
-def test_time_shares_count_every_record_by_its_seconds(tmp_path):
+def test_time_shares_are_weighted_by_seconds(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    metrics.rewind(path, 1000, 1)  # a fork: what came before took no time here
+    metrics.rewind(path, 1000, 1)  # a fork: earlier steps took no time in this run
     metrics.append(path, timed(1010, 10.0, env=1.0))  # 1 s
     metrics.append(path, timed(1020, 10 / 9, learn=0.5, eval=0.5))  # 9 s
-    metrics.append(path, record(1020, **{"eval/return": 1.0}))  # measured at the end: covers no time
+    metrics.append(path, record(1020, **{"eval/return": 1.0}))  # evaluation at the end, which has no time shares
     assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 0.1, "learn": 0.45, "eval": 0.45})
     metrics.rewind(path, 1010, 2)
-    metrics.append(path, timed(1013, 1.0, env=1.0))  # 3 s since env step 1010, where attempt 2 began
+    metrics.append(path, timed(1013, 1.0, env=1.0))  # 3 s since env step 1010, the start of attempt 2
     assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 1.0})
     metrics.append(path, timed(1017, 1.0, learn=1.0))  # 4 s
     assert metrics.time_shares(metrics.read(path)) == pytest.approx({"env": 0.5, "learn": 0.5})
@@ -97,7 +97,7 @@ def test_percents_add_up_to_100(shares, expected):
     assert metrics.percents(shares) == expected and sum(expected.values()) in (0, 100)
 
 
-def test_rewinds_void_later_records_and_nothing_else(tmp_path):
+def test_rewind_removes_only_later_records(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for steps in (10, 20, 30, 40):
         metrics.append(path, record(steps, x=1))
@@ -109,10 +109,10 @@ def test_rewinds_void_later_records_and_nothing_else(tmp_path):
     assert steps_of(metrics.read(path)) == [10, 20, 30]
     metrics.rewind(path, 0, 4)
     assert metrics.read(path) == []
-    assert len(path.read_text().splitlines()) == 9  # nothing is ever taken out of the file
+    assert len(path.read_text().splitlines()) == 9  # the file itself only grows
 
 
-def test_a_torn_last_line_is_left_out_and_the_next_record_is_whole(tmp_path):
+def test_partial_last_line_is_skipped_and_the_next_record_is_complete(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics.append(path, record(10, x=1))
     whole = path.read_bytes()
@@ -120,7 +120,7 @@ def test_a_torn_last_line_is_left_out_and_the_next_record_is_whole(tmp_path):
     second = path.read_bytes()[len(whole) :]
     for cut in range(len(second)):
         path.write_bytes(whole + second[:cut])
-        # All but the line's end had reached the disk: that record is whole.
+        # Only the line break is missing, so that the record is complete.
         expected = [10, 20] if cut == len(second) - 1 else [10]
         assert steps_of(metrics.read(path)) == expected, cut
         metrics.append(path, record(30, x=3))
@@ -129,7 +129,7 @@ def test_a_torn_last_line_is_left_out_and_the_next_record_is_whole(tmp_path):
         assert len(metrics.broken_lines(path)) == (0 if cut == 0 or len(expected) == 2 else 1)
 
 
-def test_damage_anywhere_costs_only_the_damaged_line(tmp_path):
+def test_only_damaged_lines_are_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for steps in range(1, 21):
         metrics.append(path, record(steps, x=steps))
@@ -146,7 +146,7 @@ def test_damage_anywhere_costs_only_the_damaged_line(tmp_path):
         )
 
 
-def test_a_full_disk_is_named_and_the_next_record_is_whole(small_disk):
+def test_full_disk_is_reported_and_the_next_record_is_complete(small_disk):
     path = small_disk / "metrics.jsonl"
     metrics.append(path, record(1))
     (small_disk / "ballast").write_bytes(bytes(512 * 1024 - 8192))
@@ -163,7 +163,7 @@ def test_a_full_disk_is_named_and_the_next_record_is_whole(small_disk):
     assert len(metrics.read(path)) == before + 1
 
 
-def test_a_killed_writer_tears_at_most_one_line(tmp_path, child):
+def test_killed_writer_leaves_at_most_one_partial_line(tmp_path, child):
     code = """
 import sys
 from pathlib import Path
@@ -186,7 +186,7 @@ while True:
         path.unlink(missing_ok=True)
 
 
-def test_every_name_has_one_meaning():
+def test_every_metric_is_documented_once():
     names = [metric.name for metric in metric_names.METRICS]
     assert len(set(names)) == len(names) and all(metric.meaning.endswith(".") for metric in metric_names.METRICS)
     assert metric_names.describe("train/return").unit == "reward"

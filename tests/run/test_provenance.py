@@ -1,4 +1,4 @@
-"""Provenance keeps the facts and none of the secrets, wherever they were planted."""
+"""Provenance: facts are recorded, and secrets are masked everywhere."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tiltyard.run.create import Source, create
 from tiltyard.run.provenance import collect_with_diff
 from tiltyard.run.redact import mask_command, mask_secrets
 
-# Put together at run time, so that scanners do not take this file for a leak.
+# Concatenated at run time, so that secret scanners do not report this file.
 GITHUB = "ghp_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0dF3hJ6"
 HUGGING = "hf_" + "QwErTyUiOpAsDfGhJkLzXcVbNmQwErTyUi"
 OPENAI = "sk-" + "proj-abcDEF123456ghiJKL789012mnoPQR"
@@ -54,7 +54,7 @@ PRIVATE = "-----BEGIN RSA PRIVATE KEY-----\n" + "\n".join(KEY_LINES) + "\n-----E
         ("\n".join(["@@ -1,9 +1,9 @@", *(" " + line for line in KEY_LINES)]), KEY_LINES[1]),
     ],
 )
-def test_what_looks_like_a_secret_is_masked(text, secret):
+def test_secrets_are_masked(text, secret):
     masked = mask_secrets(text, {})
     assert secret not in masked and "***" in masked
 
@@ -74,11 +74,11 @@ def test_what_looks_like_a_secret_is_masked(text, secret):
         "compass: north",
     ],
 )
-def test_other_text_is_kept(text):
+def test_other_text_is_not_masked(text):
     assert mask_secrets(text, {}) == text
 
 
-def test_values_of_secret_variables_are_masked_everywhere():
+def test_values_of_secret_environment_variables_are_masked():
     environment = {
         "WANDB_API_KEY": "plain-looking-value",
         "DB_PASS": "open sesame",
@@ -91,17 +91,17 @@ def test_values_of_secret_variables_are_masked_everywhere():
     assert masked == "a *** b *** c\n-*** 1 /home/me"
 
 
-def test_a_secret_after_its_option_is_masked():
+def test_secret_after_its_option_is_masked():
     assert mask_command(["train", "--token", "abc", "x=1", "--api-key=def", "env.options.password=ghi"], {}) == [
         "train", "--token", "***", "x=1", "--api-key=***", "env.options.password=***"]  # fmt: skip
 
 
 @pytest.mark.timeout(30)
-def test_masking_a_hostile_text_is_fast():
+def test_masking_hostile_text_is_fast():
     for hostile in ("token" * 5_000, "a://" * 5_000, "password=" * 5_000, "-----BEGIN PRIVATE KEY-----" * 2_000, "key " * 5_000,
                     '"' * 20_000, "\\" * 20_000, "password='" + "\\" * 20_000, "sk-" + "a-" * 5_000, "=" * 20_000, "--" + "token" * 5_000,
                     " --token-" * 5_000, "eyJ" + "-eyJ" * 5_000, "password:" + " " * 20_000, "bearer " * 5_000, "pass" * 5_000):  # fmt: skip
-        mask_secrets(hostile, {})  # the test's own time limit is the judge
+        mask_secrets(hostile, {})  # limited by the timeout of the test
 
 
 def git(folder, *words):
@@ -131,7 +131,7 @@ def test_commit_and_changes_are_recorded(repository):
     assert facts["packages"]["numpy"] and facts["python"] and facts["host"] and facts["cpus"] >= 1
 
 
-def test_a_missing_repository_git_or_commit_is_accepted(tmp_path, monkeypatch):
+def test_missing_repository_git_or_commit_is_accepted(tmp_path, monkeypatch):
     assert collect_with_diff([], [tmp_path])[0]["git"] is None
     git(tmp_path, "init", "-q")
     assert collect_with_diff([], [tmp_path])[0]["git"] is None
@@ -139,13 +139,13 @@ def test_a_missing_repository_git_or_commit_is_accepted(tmp_path, monkeypatch):
     assert collect_with_diff([], [tmp_path])[0]["git"] is None
 
 
-def test_a_huge_diff_is_cut(repository, monkeypatch):
+def test_large_diff_is_truncated(repository, monkeypatch):
     (repository / "train.py").write_text("".join(f"line {n} = {'z' * 60}\n" for n in range(30_000)))
     diff = collect_with_diff([], [repository])[1]
     assert provenance.DIFF_LIMIT <= len(diff) < provenance.DIFF_LIMIT + 200 and "cut here" in diff[-100:]
 
 
-def test_a_secret_at_the_cut_is_not_left_in_halves(repository, monkeypatch):
+def test_secret_at_the_truncation_point_is_not_partly_kept(repository, monkeypatch):
     monkeypatch.setattr(provenance, "DIFF_LIMIT", 3000)
     for shift in range(count(300)):
         (repository / "train.py").write_text("y\n" * (1420 + shift) + f"{GITHUB}\n" + "y\n" * 100)
@@ -153,7 +153,7 @@ def test_a_secret_at_the_cut_is_not_left_in_halves(repository, monkeypatch):
         assert GITHUB[:12] not in diff, shift
 
 
-def test_the_diff_runs_no_program_that_the_repository_names(repository, tmp_path):
+def test_diff_runs_no_program_configured_in_the_repository(repository, tmp_path):
     (repository / ".gitattributes").write_text("*.py diff=evil\n")
     script = tmp_path / "evil"
     script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
@@ -161,12 +161,12 @@ def test_the_diff_runs_no_program_that_the_repository_names(repository, tmp_path
     for setting in ("diff.external", "diff.evil.textconv", "diff.evil.command", "core.fsmonitor"):
         git(repository, "config", setting, str(script))
     (repository / "train.py").write_text("x = 3\n")
-    (tmp_path / "ran").unlink(missing_ok=True)  # git's own commands above may have asked the file system monitor
+    (tmp_path / "ran").unlink(missing_ok=True)  # the git commands above may have run the file system monitor
     assert "x = 3" in collect_with_diff([], [repository])[1]
     assert not (tmp_path / "ran").exists()
 
 
-def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_path, monkeypatch):
+def test_no_file_of_a_run_has_a_planted_secret(repository, tmp_path, monkeypatch):
     planted = {
         "WANDB_API_KEY": WANDB, "GITHUB_TOKEN": GITHUB, "MY_PASSWORD": "tr0ub4dor-and-3", "HF_HOME_SECRET": HUGGING,
         "SLURM_JWT": JWT, "TILTYARD_TOKEN": "tilt-secret-value", "UNRELATED": "not-allow-listed-value",
@@ -203,7 +203,7 @@ def test_secrets_planted_everywhere_are_in_no_file_of_the_run(repository, tmp_pa
     assert facts["command"][:2] == ["tiltyard", "train"] and "TOKEN" in found["provenance.diff"]
 
 
-def test_the_working_folder_is_not_masked() -> None:
+def test_working_folder_is_not_masked() -> None:
     shell = {"PWD": "/home/me/project", "OLDPWD": "/home/me/other", "DB_PWD": "hunter2hunter2"}
     assert mask_secrets("in /home/me/project after /home/me/other with hunter2hunter2", shell) == (
         "in /home/me/project after /home/me/other with ***"

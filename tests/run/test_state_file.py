@@ -1,4 +1,4 @@
-"""Trees of arrays and values read back exactly, and types that cannot be saved are named by their path."""
+"""Trees of arrays and values: exact round trips, and error reports for types that cannot be saved."""
 
 import json
 import math
@@ -28,7 +28,7 @@ DTYPES = [
 
 
 def same(a, b):
-    """Equal in type, value, bits and order of keys; a tuple comes back as a list."""
+    """Return whether types, values, bits and the order of keys are equal. A tuple equals a list."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
@@ -75,13 +75,13 @@ def random_tree(rng, depth=0):
             return [random_tree(rng, depth + 1) for _ in range(rng.randint(0, 4))]
 
 
-def test_random_trees_come_back_bit_for_bit(tmp_path):
+def test_random_trees_round_trip_bit_for_bit(tmp_path):
     for seed in range(count(2000)):
         tree = random_tree(random.Random(seed))
         assert same(tree, round_trip(tmp_path, tree)), seed
 
 
-def test_every_dtype_with_its_extremes(tmp_path):
+def test_every_dtype_round_trips_with_its_extreme_values(tmp_path):
     tree = {}
     for name in DTYPES:
         dtype = np.dtype(name)
@@ -97,7 +97,7 @@ def test_every_dtype_with_its_extremes(tmp_path):
     assert same(tree, round_trip(tmp_path, tree))
 
 
-def test_odd_layouts_keep_their_values(tmp_path):
+def test_unusual_memory_layouts_keep_their_values(tmp_path):
     square = np.arange(12, dtype=np.float32).reshape(3, 4)
     tree = {
         "transposed": square.T,
@@ -114,14 +114,14 @@ def test_odd_layouts_keep_their_values(tmp_path):
     assert np.array_equal(back["broadcast"], np.tile(square[0], (5, 1)))
 
 
-def test_arrays_come_back_writable(tmp_path):
+def test_arrays_are_writable_after_reading(tmp_path):
     back = round_trip(tmp_path, {"a": np.zeros(3), "b": np.zeros(())})
     back["a"][0] = 1.0
     back["b"][...] = 2.0
     assert back["a"][0] == 1.0 and back["b"] == 2.0
 
 
-def test_numpy_scalars_become_numbers_and_random_state_survives(tmp_path):
+def test_numpy_scalars_become_numbers_and_random_state_round_trips(tmp_path):
     back = round_trip(tmp_path, {"f": np.float32(0.1), "i": np.int64(-5), "b": np.bool_(True), "d": np.float64(0.1)})
     assert back == {"f": float(np.float32(0.1)), "i": -5, "b": True, "d": 0.1}
     assert [type(value) for value in back.values()] == [float, int, bool, float]
@@ -148,14 +148,14 @@ def test_numpy_scalars_become_numbers_and_random_state_survives(tmp_path):
         ({"f": len}, "/f", "builtin_function"),
     ],
 )
-def test_a_type_that_cannot_be_saved_is_named_by_its_path(tmp_path, tree, place, kind):
+def test_type_that_cannot_be_saved_is_reported_with_its_path(tmp_path, tree, place, kind):
     with pytest.raises(TiltyardError) as caught:
         write_tree(tmp_path, "state", tree)
     assert place in caught.value.message and kind in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torch_tensor_is_refused(tmp_path):
+def test_torch_tensor_is_refused(tmp_path):
     torch = pytest.importorskip("torch")
     with pytest.raises(TiltyardError, match=r"torch\.Tensor at /weights"):
         write_tree(tmp_path, "state", {"weights": torch.zeros(2)})
@@ -174,13 +174,13 @@ def test_damaged_files_are_an_error(tmp_path):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         victim.write_bytes(data)
         try:
-            read_tree(tmp_path, "state")  # a flipped bit inside a number is the checksum's business, not this file's
+            read_tree(tmp_path, "state")  # a flipped bit in a number is only found by the checksum of the checkpoint
         except TiltyardError as error:
             refused.append(error)
     assert len(refused) > count(1000) // 2 and all("state" in error.message and error.hint for error in refused)
 
 
-def test_a_newer_schema_and_a_missing_array_are_named(tmp_path):
+def test_newer_schema_and_missing_array_are_reported(tmp_path):
     write_tree(tmp_path, "state", {"a": np.arange(3)})
     head = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps({**head, "schema": 2}))
@@ -193,7 +193,7 @@ def test_a_newer_schema_and_a_missing_array_are_named(tmp_path):
         read_tree(tmp_path, "nothing")
 
 
-def test_no_pickle_in_what_is_written(tmp_path):
+def test_state_files_contain_no_pickle(tmp_path):
     write_tree(tmp_path, "state", {"a": np.arange(3), "b": 2**200, "c": math.nan})
     for path in tmp_path.iterdir():
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The sentence about what limits the speed: from given shares, then from real runs made slow on purpose."""
+"""The sentence about the bottleneck: for given time shares, and for real runs that are slow on purpose."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class CustomEnv(CartPoleEnv):
         ({"wait": 0.9, "learn": 0.1}, {"env": 0.2, "wait": 0.8}, "starved learner: the learner waits 90 %"),
         ({"eval": 0.5, "learn": 0.5}, {}, "eval-bound: 50 % of the time is evaluations"),
         ({"learn": 0.52, "env": 0.45, "other": 0.03}, {}, "learner-bound: 52 % of the time is gradient steps; 45 % is"),
-        ({"eval": 0.2, "learn": 0.5, "env": 0.3}, {}, "learner-bound: 62 %"),  # of the training itself
+        ({"eval": 0.2, "learn": 0.5, "env": 0.3}, {}, "learner-bound: 62 %"),  # of the time without evaluations
         (
             {"learn": 0.4, "env": 0.25, "inference": 0.2, "other": 0.15},
             {},
@@ -52,7 +52,9 @@ class CustomEnv(CartPoleEnv):
         ({}, {}, ""),
     ],
 )
-def test_the_sentence_names_what_takes_the_time(time: dict[str, float], workers: dict[str, float], begins: str) -> None:
+def test_bottleneck_sentence_matches_the_time_shares(
+    time: dict[str, float], workers: dict[str, float], begins: str
+) -> None:
     output = bottleneck(time, workers)
     assert output.startswith(begins) and bool(output) == bool(begins)
 
@@ -62,7 +64,7 @@ def bound(run: product.Run, tiltyard: Command) -> str:
     return lines[0].split(None, 1)[1] if lines else ""
 
 
-def test_a_slow_env_a_slow_learner_and_a_starved_learner_are_distinguished(
+def test_slow_env_slow_learner_and_starved_learner_are_distinguished(
     runs: Path, tmp_path: Path, tiltyard: Command
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW_ENV)

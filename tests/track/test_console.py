@@ -1,4 +1,4 @@
-"""The console: what is shown live and in plain lines, how often, and that a lost terminal stops nothing."""
+"""The console: the live panel, plain lines and their frequency, and terminals that are closed."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def shown(console, width=100):
     ("seconds", "text"),
     [(0, "0:00:00"), (59.9, "0:00:59"), (3725, "1:02:05"), (90061, "1 d 01:01:01"), (-3, "0:00:00")],
 )
-def test_clock(seconds, text):
+def test_clock_formats_seconds(seconds, text):
     assert clock(seconds) == text
 
 
-def test_the_budget_used_most_is_shown_and_the_one_used_up_first_gives_the_time_left():
+def test_most_used_budget_is_shown_and_the_first_to_end_gives_the_time_left():
     stop = Stop(env_steps=1000, updates=10, seconds=1000.0)
     assert nearest_budget(stop, Progress(env_steps=500, updates=9, seconds=1)) == ("updates", 10.0, 0.9)
     assert nearest_budget(Stop(env_steps=None, train_return=1.0), Progress(env_steps=5)) == ("", 0.0, 0.0)
@@ -56,7 +56,7 @@ def test_the_budget_used_most_is_shown_and_the_one_used_up_first_gives_the_time_
     assert seconds_left(stop, now, now) is None
 
 
-def test_plain_lines_come_per_fiftieth_of_the_budget_and_per_evaluation(tmp_path):
+def test_plain_lines_are_printed_per_2_percent_and_per_evaluation(tmp_path):
     console, stream = plain(tmp_path)
     console.start(["run cartpole/0001-calm-newt"])
     for step in range(1, 1001):
@@ -72,7 +72,7 @@ def test_plain_lines_come_per_fiftieth_of_the_budget_and_per_evaluation(tmp_path
     assert stream.getvalue().isascii()
 
 
-def test_a_plain_line_says_everything_that_matters(tmp_path):
+def test_plain_line_has_all_values(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
     console.update(Progress(10_000, 10_000, 5, 9, 10.0), {"train/return": 21.25, SPEED: 1000.0}, SPLIT)
@@ -82,20 +82,20 @@ def test_a_plain_line_says_everything_that_matters(tmp_path):
     )
 
 
-def test_time_shares_are_of_seconds_and_add_up_to_100(tmp_path):
+def test_time_shares_are_weighted_by_seconds_and_add_up_to_100(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
-    console.progress = Progress(env_steps=9000)  # a resume: what came before took no time here
+    console.progress = Progress(env_steps=9000)  # a resume: earlier steps took no time in this attempt
     console.update(Progress(10_000, 10_000, 1, 9, 1.0), {SPEED: 1000.0}, {"env": 0.666, "learn": 0.334})  # 1 s
     assert stream.getvalue().splitlines()[-1].endswith(" | env 67% learn 33%")
     console.update(Progress(20_000, 20_000, 2, 9, 1.5), {SPEED: 100.0}, {"env": 0.01, "eval": 0.99})  # 100 s
     # seconds: env 0.9 * 0.666 + 1, learn 0.9 * 0.334, eval 99
     assert stream.getvalue().splitlines()[-1].endswith(" | env 2% eval 98%")
-    console.update(Progress(20_000, 20_000, 2, 9, 1.5), {"eval/return": 1.0}, {})  # measured at the end
+    console.update(Progress(20_000, 20_000, 2, 9, 1.5), {"eval/return": 1.0}, {})  # evaluation at the end
     assert stream.getvalue().splitlines()[-1].endswith(" | env 2% eval 98%")
 
 
-def test_nothing_is_left_when_the_budget_is_used_up(tmp_path):
+def test_no_time_left_is_shown_when_the_budget_is_used_up(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
     for steps in (50_000, 100_352):
@@ -104,10 +104,10 @@ def test_nothing_is_left_when_the_budget_is_used_up(tmp_path):
     assert "left" not in shown(console)
 
 
-def test_speed_and_time_left_are_of_this_attempt(tmp_path):
+def test_speed_and_time_left_are_measured_in_this_attempt(tmp_path):
     console, stream = plain(tmp_path)
     console.start([])
-    # Resumed after a day of slow training: only what is seen from here on counts.
+    # Resumed after a day of slow training, which does not count.
     console.update(Progress(50_000, 50_000, 5, 9, 86_400.0), {}, SPLIT)
     console.update(Progress(60_000, 60_000, 6, 9, 86_401.0), {}, SPLIT)
     assert "(0:00:04 left)" in stream.getvalue()
@@ -126,7 +126,7 @@ def test_finish_prints_the_outcome_and_the_given_lines(tmp_path):
     ]
 
 
-def test_the_live_panel_shows_progress_curve_returns_speed_and_time(tmp_path):
+def test_live_panel_shows_progress_curve_returns_speed_and_time(tmp_path):
     console, _ = plain(tmp_path, env_steps=100_000, **{"return": 475.0})
     for update in range(1, 51):
         found = {"train/return": update * 9.0, SPEED: 2000.0}
@@ -141,7 +141,7 @@ def test_the_live_panel_shows_progress_curve_returns_speed_and_time(tmp_path):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_the_live_panel_fits_any_width_before_and_after_the_first_update(tmp_path, width):
+def test_live_panel_fits_any_width_before_and_after_the_first_update(tmp_path, width):
     console, _ = plain(tmp_path)
     console.rich = RichConsole(width=width, height=10, file=io.StringIO())
     before = shown(console, max(width, 34))
@@ -151,13 +151,13 @@ def test_the_live_panel_fits_any_width_before_and_after_the_first_update(tmp_pat
     assert max(len(line) for line in (before + after).splitlines()) <= max(width, 34)
 
 
-def test_a_run_without_a_budget_shows_what_is_known(tmp_path):
+def test_run_without_a_budget_shows_steps_and_time(tmp_path):
     console, _ = plain(tmp_path, env_steps=None, train_return=5.0)
     console.update(Progress(1234, 1234, 1, 1, 61.0), {}, {})
     assert "1,234 env steps · 0:01:01" in shown(console)
 
 
-def test_the_curve_of_earlier_attempts_is_shown_without_what_was_superseded(tmp_path):
+def test_curve_of_earlier_attempts_is_shown_without_superseded_records(tmp_path):
     for steps, value in ((100, 1.0), (200, 2.0), (300, 9999.0)):
         metrics.append(tmp_path, {"env_steps": steps, "metrics": {"train/return": value, "eval/return": value}})
     metrics.rewind(tmp_path, 200, 2)
@@ -176,13 +176,13 @@ def test_long_runs_keep_a_bounded_curve(tmp_path):
 
 
 class Gone(io.StringIO):
-    """A terminal whose window was closed."""
+    """A terminal with a closed window."""
 
     def write(self, text):
         raise OSError(5, "Input/output error")
 
 
-def test_a_terminal_that_is_gone_stops_nothing(tmp_path):
+def test_closed_terminal_does_not_stop_training(tmp_path):
     console = Console(experiment(), "a/b", tmp_path, stream=Gone())
     console.start(["hello"])
     console.update(Progress(50_000, 50_000, 1, 1, 1.0), {"eval/return": 1.0}, SPLIT)
@@ -220,7 +220,7 @@ console.finish("finished", ["bye"])
 
 
 def in_terminal(tmp_path, end=0, **environment):
-    """What a terminal receives from the child above until no process has it open, and its mode at the end."""
+    """Run the child above in a terminal and return its output; check the exit code and the final terminal mode."""
     parent, child = pty.openpty()
     mode = termios.tcgetattr(parent)
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
@@ -241,7 +241,7 @@ def in_terminal(tmp_path, end=0, **environment):
     return received.decode()
 
 
-def test_a_terminal_gets_the_live_panel_and_its_cursor_back(tmp_path):
+def test_terminal_gets_the_live_panel_and_its_cursor_is_restored(tmp_path):
     received = in_terminal(tmp_path)
     assert "╭─" in received and "hello" in received and "a sentence" in received and "bye" in received
     assert received.count("\x1b[?25l") == received.count("\x1b[?25h") == 1
@@ -249,8 +249,8 @@ def test_a_terminal_gets_the_live_panel_and_its_cursor_back(tmp_path):
 
 
 @pytest.mark.parametrize("end", [0, signal.SIGSEGV, signal.SIGKILL])
-def test_the_terminal_is_restored_on_every_exit(tmp_path, end):
-    """The signal of an env's crash and that of the kernel when memory runs out; 0 is none."""
+def test_terminal_is_restored_on_every_exit(tmp_path, end):
+    """SIGSEGV is a crash of an env, SIGKILL an out-of-memory kill; 0 is no signal."""
     received = in_terminal(tmp_path, end, END=str(int(end)))
     assert received.count("\x1b[?25l") == received.count("\x1b[?25h") == 1
 
@@ -261,7 +261,7 @@ def test_no_color_is_respected(tmp_path):
     assert not re.search(r"\x1b\[([0-9]+;)*(3[0-8]|9[0-7]|4[0-8])(;[0-9]+)*m", received)
 
 
-def test_a_dumb_terminal_gets_plain_lines(tmp_path):
+def test_dumb_terminal_gets_plain_lines(tmp_path):
     received = in_terminal(tmp_path, TERM="dumb")
     assert "╭─" not in received and "\x1b" not in received
     assert "env steps" in received

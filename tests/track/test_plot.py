@@ -39,7 +39,7 @@ def fill(run: Run, *, training=True, evaluations=(), until=60_000) -> None:
 
 
 def pixels(path, colour) -> int:
-    """How many pixels are (nearly) of a colour."""
+    """Return the number of pixels with nearly this colour."""
     picture = np.asarray(Image.open(path).convert("RGB")).astype(int)
     return int((np.abs(picture - np.array(colour)).max(axis=2) < 12).sum())
 
@@ -63,14 +63,14 @@ def test_superseded_records_are_not_drawn(run, tmp_path):
 
 
 @pytest.mark.parametrize(("training", "evaluations"), [(True, ()), (False, (10_240,)), (False, (10_240, 20_480))])
-def test_one_curve_alone_is_enough(run, tmp_path, training, evaluations):
+def test_one_curve_is_enough(run, tmp_path, training, evaluations):
     fill(run, training=training, evaluations=evaluations)
     out = learning_curve(run.folder, tmp_path / "curve.png")
     assert (pixels(out, BLUE) > 500) == training
     assert (pixels(out, ORANGE) > 30) == bool(evaluations)
 
 
-def test_numbers_that_are_not_finite_are_left_out(run, tmp_path):
+def test_non_finite_numbers_are_left_out(run, tmp_path):
     fill(run)
     for value in (math.nan, math.inf):
         metrics.append(run.folder, {"env_steps": 70_000, "metrics": {"train/return": value, "eval/return": value}})
@@ -80,12 +80,12 @@ def test_numbers_that_are_not_finite_are_left_out(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "start"), [("curve.svg", b"<?xml"), ("curve.pdf", b"%PDF"), ("CURVE.PNG", b"\x89PNG")]
 )
-def test_the_suffix_selects_the_format(run, tmp_path, name, start):
+def test_suffix_selects_the_format(run, tmp_path, name, start):
     fill(run)
     assert learning_curve(run.folder, tmp_path / name).read_bytes().startswith(start)
 
 
-def test_a_run_without_returns_and_an_unknown_format_are_wrong_use(run, tmp_path):
+def test_run_without_returns_and_unknown_format_are_refused(run, tmp_path):
     with pytest.raises(UseError, match="has no return to plot yet"):
         learning_curve(run.folder, tmp_path / "curve.png")
     fill(run)
@@ -94,7 +94,7 @@ def test_a_run_without_returns_and_an_unknown_format_are_wrong_use(run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
-def test_a_path_that_cannot_be_written_is_an_error(run, tmp_path):
+def test_unwritable_path_is_an_error(run, tmp_path):
     fill(run)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(TiltyardError, match="could not be written"):

@@ -1,4 +1,4 @@
-"""TensorBoard events, read back by TensorBoard itself."""
+"""TensorBoard events, read by TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_every_metric_is_read_back_at_its_env_step(tmp_path):
+def test_every_metric_is_recorded_at_its_env_step(tmp_path):
     tracker = TensorBoardTracker(tmp_path / "tb", None)
     for step in range(0, 1000, 100):
         tracker.record(record(step, train__return=step / 2, loss__kl=0.25))
@@ -36,7 +36,7 @@ def test_every_metric_is_read_back_at_its_env_step(tmp_path):
     }
 
 
-def test_numbers_that_are_not_finite_and_huge_steps_survive(tmp_path):
+def test_non_finite_numbers_and_large_steps_are_recorded(tmp_path):
     tracker = TensorBoardTracker(tmp_path, None)
     tracker.record(record(10**15, a=math.nan, b=math.inf, c="-inf", d=7))
     tracker.close()
@@ -45,7 +45,7 @@ def test_numbers_that_are_not_finite_and_huge_steps_survive(tmp_path):
     assert (found["b"], found["c"], found["d"]) == ([(10**15, math.inf)], [(10**15, -math.inf)], [(10**15, 7.0)])
 
 
-def test_a_resume_supersedes_what_lies_beyond_its_checkpoint(tmp_path):
+def test_resume_supersedes_events_after_its_checkpoint(tmp_path):
     for purge, steps, value in (
         (1, range(100, 1000, 100), 1.0),
         (601, range(700, 1200, 100), 2.0),
@@ -72,7 +72,7 @@ def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_record_survives_kill_9(tmp_path):
+def test_every_record_is_kept_after_sigkill(tmp_path):
     ended = child(
         """
         tracker = TensorBoardTracker(Path(sys.argv[1]), None)
@@ -86,7 +86,7 @@ def test_every_record_survives_kill_9(tmp_path):
     assert [step for step, _ in scalars(tmp_path)["x"]] == list(range(50))
 
 
-def test_a_full_disk_raises_instead_of_waiting_and_what_was_written_stays_readable(tmp_path):
+def test_full_disk_raises_an_error_and_older_events_stay_readable(tmp_path):
     ended = child(
         """
         import resource
@@ -107,7 +107,7 @@ def test_a_full_disk_raises_instead_of_waiting_and_what_was_written_stays_readab
     assert [step for step, _ in scalars(tmp_path)["x"]] == list(range(written))
 
 
-def test_no_thread_and_no_handle_is_left(tmp_path):
+def test_close_leaves_no_threads_or_file_handles(tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
     for _ in range(5):
         tracker = TensorBoardTracker(tmp_path, 0)

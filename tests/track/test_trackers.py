@@ -66,7 +66,7 @@ def test_both_trackers_match_the_metrics_across_a_resume(tmp_path):
     assert [row["env_steps"] for row in history(file)] == truth
 
 
-def test_a_run_that_starts_over_supersedes_everything(tmp_path):
+def test_run_that_starts_over_supersedes_all_records(tmp_path):
     trackers = Trackers(tmp_path, experiment(), 0)
     record_all(tmp_path, trackers, [100, 200])
     trackers.close()
@@ -76,7 +76,7 @@ def test_a_run_that_starts_over_supersedes_everything(tmp_path):
     assert tensorboard_steps(tmp_path) == [50, 150]
 
 
-def test_a_tracker_that_cannot_open_is_reported_once_and_the_other_continues(tmp_path):
+def test_tracker_that_cannot_open_is_reported_once_and_the_other_continues(tmp_path):
     (tmp_path / "wandb").write_text("in the way")
     trackers = Trackers(tmp_path, experiment(wandb="offline"), 0)
     output = record_all(tmp_path, trackers, [1, 2, 3]) + trackers.close()
@@ -85,17 +85,17 @@ def test_a_tracker_that_cannot_open_is_reported_once_and_the_other_continues(tmp
     assert tensorboard_steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_tracker_that_fails_is_reported_once_and_training_continues(tmp_path):
+def test_tracker_that_fails_is_reported_once_and_training_continues(tmp_path):
     trackers = Trackers(tmp_path, experiment(), 0)
     assert record_all(tmp_path, trackers, [1]) == []
-    trackers._open["TensorBoard"]._file.close()  # as a file system that was unmounted
+    trackers._open["TensorBoard"]._file.close()  # like an unmounted file system
     output = record_all(tmp_path, trackers, [2, 3]) + trackers.close()
     assert len(output) == 1
     assert "TensorBoard is off" in output[0] and "training continues" in output[0]
     assert len(metrics.read(tmp_path)) == 3
 
 
-def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch):
+def test_server_without_answer_only_disables_wandb_after_a_timeout(tmp_path, monkeypatch):
     server = socket.create_server(("127.0.0.1", 0))
     held = []
 
@@ -118,7 +118,7 @@ def test_a_server_that_never_answers_costs_a_bounded_time(tmp_path, monkeypatch)
     assert tensorboard_steps(tmp_path) == [1, 2]
 
 
-def test_check_refuses_before_a_folder_exists(monkeypatch, tmp_path):
+def test_check_refuses_online_mode_without_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     check(experiment(wandb="offline").track)

@@ -1,4 +1,4 @@
-"""W&B, the real package in offline mode: one run id for all attempts, and every valid record in the file it syncs."""
+"""W&B in offline mode, with the real package: one run id for all attempts, and all valid records in its file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiltyard.track.wandb import WandbTracker, check
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A run folder, with nothing of this machine's W&B settings and a home that must stay empty."""
+    """A run folder, without W&B settings of this machine and with a home folder that must stay empty."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     home = tmp_path / "home"
@@ -41,7 +41,7 @@ def experiment(**wandb):
 
 
 def attempt(folder: Path, steps: range, **wandb) -> str:
-    """What training does: append to the truth, then to the tracker."""
+    """Append to metrics.jsonl and then to the tracker, like training; return the W&B id."""
     described = experiment(**wandb)
     tracker = WandbTracker(folder, described, described.track.wandb)
     for env_steps in steps:
@@ -57,7 +57,7 @@ def segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_settings_reach_the_run_and_nothing_is_written_elsewhere(folder):
+def test_settings_are_recorded_and_no_other_files_are_written(folder):
     attempt(folder, range(100, 400, 100), entity="team", project="proj", job_type="kind", tags=["more"])
     (file,) = segments(folder)
     run = next(record.run for record in records(file) if record.WhichOneof("record_type") == "run")
@@ -69,19 +69,19 @@ def test_settings_reach_the_run_and_nothing_is_written_elsewhere(folder):
     assert list((folder.parents[2] / "home").rglob("*")) == []
 
 
-def test_the_group_can_be_named(folder):
+def test_group_can_be_set(folder):
     attempt(folder, range(1, 2), group="mine")
     run = next(record.run for record in records(segments(folder)[0]) if record.WhichOneof("record_type") == "run")
     assert run.run_group == "mine"
 
 
-def test_everything_is_drawn_over_env_steps(folder):
+def test_env_steps_are_the_x_axis_of_all_metrics(folder):
     attempt(folder, range(1, 2))
     defined = [record.metric for record in records(segments(folder)[0]) if record.WhichOneof("record_type") == "metric"]
     assert ("*", "env_steps") in [(metric.glob_name, metric.step_metric) for metric in defined]
 
 
-def test_a_resumed_run_has_the_same_id_and_lost_no_step(folder):
+def test_resumed_run_has_the_same_id_and_all_steps(folder):
     first = attempt(folder, range(100, 1000, 100))
     metrics.rewind(folder, 600, 2)  # killed at 900; the newest checkpoint was at 600
     second = attempt(folder, range(700, 1300, 100))
@@ -100,10 +100,10 @@ def test_a_resumed_run_has_the_same_id_and_lost_no_step(folder):
     assert numbers == sorted(set(numbers)), "W&B drops a step that is not above the last"
 
 
-def test_segments_that_were_synced_are_continued_with_higher_steps(folder):
+def test_attempt_after_a_sync_continues_with_higher_steps(folder):
     attempt(folder, range(100, 1000, 100))
     (older,) = segments(folder)
-    older.with_name(older.name + ".synced").touch()  # what `wandb sync` leaves behind
+    older.with_name(older.name + ".synced").touch()  # written by `wandb sync`
     metrics.rewind(folder, 600, 2)
     attempt(folder, range(700, 900, 100))
     both = segments(folder)
@@ -129,7 +129,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_next_attempt_completes_a_killed_one(folder):
+def test_next_attempt_adds_the_records_of_a_killed_one(folder):
     child = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD), str(folder)], cwd=Path(__file__).parents[2])
     assert child.returncode == -signal.SIGKILL
     before = json.loads((folder / "track.json").read_text())["wandb_id"]
@@ -139,7 +139,7 @@ def test_the_next_attempt_completes_a_killed_one(folder):
     assert [row["env_steps"] for row in rows] == [100, 200, 300, 400, 500, 600]
 
 
-def test_no_process_is_left_behind(folder):
+def test_no_process_remains(folder):
     attempt(folder, range(1, 3))
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -151,8 +151,8 @@ def test_no_process_is_left_behind(folder):
     assert [c for parent, state, c in commands if parent == os.getpid() and state != "Z" and b"wandb" in c] == []
 
 
-def test_a_missing_package_is_wrong_use_with_the_command_that_installs_it(tmp_path):
-    # An interpreter that sees this project and everything installed except wandb.
+def test_missing_package_is_reported(tmp_path):
+    # An interpreter with this project and all installed packages except wandb.
     site = Path(pytest.__file__).parents[1]
     hidden = tmp_path / "site"
     hidden.mkdir()
@@ -167,12 +167,12 @@ def test_a_missing_package_is_wrong_use_with_the_command_that_installs_it(tmp_pa
     assert "UseError: track.wandb.mode = offline needs the package wandb, which is not installed" in child.stderr
 
 
-def test_online_without_a_login_is_wrong_use(folder):
+def test_online_mode_without_a_login_is_refused(folder):
     with pytest.raises(UseError, match="needs a W&B login"):
         check(Wandb(mode="online"))
 
 
 @pytest.mark.parametrize("mode", ["off", "offline"])
-def test_modes_that_need_no_login_pass(folder, mode):
+def test_other_modes_need_no_login(folder, mode):
     check(Wandb(mode=mode))
     assert list(folder.iterdir()) == []

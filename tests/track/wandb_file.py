@@ -1,7 +1,8 @@
-"""Reads W&B's own run files: a log of protobuf records in 32 KiB blocks, as LevelDB frames them.
+"""Reader for W&B run files: a log of protobuf records in 32 KiB blocks, in the LevelDB log format.
 
 file     7 bytes of header, then blocks of 32768 bytes
-record   crc (4), length (2), type (1: whole, 2: first, 3: middle, 4: last), data; a block's tail under 7 bytes is padding
+record   crc (4), length (2), type (1: full, 2: first, 3: middle, 4: last), data; fewer than 7 bytes at the end of a
+         block are padding
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def frames(file: Path) -> Iterator[bytes]:
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if kind == 0:  # preallocated and never written
+        if kind == 0:  # preallocated but not written
             return
         piece = data[at + 7 : at + 7 + length]
         at += 7 + length
@@ -46,7 +47,7 @@ def records(file: Path) -> list[Record]:
 
 
 def history(file: Path) -> list[dict[str, Any]]:
-    """What was logged, oldest first, `_step` included."""
+    """Return the logged rows including `_step`, oldest first."""
     rows = []
     for record in records(file):
         if record.WhichOneof("record_type") == "history":

@@ -1,4 +1,4 @@
-"""The sampler's stepper: every env is stepped and reset when its episode ends, in each way of stepping."""
+"""The stepper of the sampler: with every kind of stepping, each env is stepped and reset at the end of an episode."""
 
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,11 @@ def counted(group: EnvGroup) -> list[int]:
 @pytest.mark.parametrize(
     ("more", "resets", "frames"),
     [
-        ({}, 4, 60),  # 20 steps of 5 each
+        ({}, 4, 60),  # 20 steps, episodes of 5 steps
         ({"time_limit": 4}, 5, 60),
-        ({"frameskip": 2}, 6, 102),  # two calls, two, and one that ends it: six times five frames, and four
-        ({"isolate": "thread"}, 4, 60),  # as in training
+        # An episode has 3 env steps of 2 + 2 + 1 frames. 20 env steps are 6 episodes and 4 frames, in 3 envs.
+        ({"frameskip": 2}, 6, 102),
+        ({"isolate": "thread"}, 4, 60),  # like in training
     ],
 )
 def test_single_envs_are_stepped_and_reset(more: dict[str, Any], resets: int, frames: int) -> None:
@@ -76,7 +77,7 @@ def test_native_rows_are_stepped_in_one_call(limit: int | None, resets: int) -> 
     group.close()
 
 
-def test_agents_count_as_in_training() -> None:
+def test_agents_are_counted_like_in_training() -> None:
     stepper, group = stepper_of(Env(id="tiltyard.envs.toys.games:Pennies"), rows=4)
     for _ in range(3):
         stepper.step()
@@ -84,7 +85,7 @@ def test_agents_count_as_in_training() -> None:
     group.close()
 
 
-def test_errors_of_an_env_name_row_and_step() -> None:
+def test_env_errors_are_reported_with_row_and_step() -> None:
     stepper, group = stepper_of(Env(id=PAUSES, options={"fails_at": 200}))
     for _ in range(199):
         stepper.step()
