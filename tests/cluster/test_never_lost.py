@@ -197,7 +197,7 @@ def test_script_is_resubmitted_where_requeue_is_forbidden(tiltyard: Command, clu
     profile(slurm="{extra: ['--no-requeue']}")
     run, job = submitted(tiltyard)
     running(run)
-    cluster.run("scancel", "--signal=USR2", job)  # as at the time limit
+    cluster.run("scancel", "--signal=USR2", job)  # as before the time limit
     finish(tiltyard, run)
     again = run.status()["job"]["id"]
     assert int(again) > int(job) and run.status()["attempt"] == 2

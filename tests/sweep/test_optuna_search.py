@@ -124,7 +124,7 @@ def test_search_of_trainings_continues_from_its_folder(tiltyard: Command, runs: 
 
 
 def test_gp_keeps_searching_near_an_optimum_on_a_bound() -> None:
-    """If the model proposes the same bound again, the search takes points near it instead of random ones."""
+    """If gp proposes the same bound again, tpe chooses a point near it instead of a random one."""
     made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})[0]
     found: list[Group] = []
     for number in range(1, 17):
