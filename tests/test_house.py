@@ -358,7 +358,7 @@ def metaphors(path: Path) -> Iterator[tuple[int, str]]:
             yield line, name
 
 
-def test_names_are_words_of_the_field():
+def test_names_contain_no_metaphors():
     assert everywhere(metaphors) == {}
 
 

@@ -53,7 +53,7 @@ def test_members_are_ranked_by_score_and_those_without_one_are_left_out():
         ((None, None, None, None), True, {}),
     ],
 )
-def test_the_worst_copies_the_best(scores, maximise, found):
+def test_worst_member_copies_the_best(scores, maximise, found):
     rules = Rules(period=100, start=100, replace=0.25, gap=1e-6, relative_gap=0.1, maximise=maximise)
     assert replacements(rules, members(*scores), rng()) == found
 
@@ -179,7 +179,7 @@ def test_perturbation_factors_match_a_calculation_by_hand():
     assert results(Number("x", 1, 8, log=True, whole=True), 1) == [1, 2]
     assert results(Number("x", 0.1, 0.9), 0.4) == [0.2, 0.8]
     assert results(LEAN, 0.25) == [-0.75, 1.0]  # an added step, because a factor never changes the sign
-    assert results(Number("x", 0.0, 0.4), 0.0) == [0.0, 0.2]  # or the value 0
+    assert results(Number("x", 0.0, 0.4), 0.0) == [0.0, 0.2]  # likewise, because a factor never changes 0
     assert results(Number("x", 0, 4, whole=True), 0) == [0, 2]
     assert results(Number("x"), -3.0) == [-6.0, -1.5]
     assert results(Number("x"), 0.0) == [0.0]

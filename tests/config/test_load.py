@@ -27,7 +27,7 @@ def write(tmp_path, monkeypatch):
 
 
 def test_layer_settings_of_presets_are_ignored_for_a_users_own_model(write):
-    """Presets' settings for the built-in model's layers are ignored with a user's own model; the user's own are kept."""
+    """Presets configure the layers of the built-in model only. The layer settings of the user are kept."""
     write("", "net.py")
     write("model: {critic: shared}\n", "own.yaml")
     plain = Experiment(env={"id": "x"}).model
@@ -215,7 +215,7 @@ def test_plugin_files_are_found_next_to_the_file_or_in_the_current_folder(write)
     assert "did you mean 'net.py'?" in caught.value.details
 
 
-def test_python_file_is_an_env_but_a_folder_is_refused(write):
+def test_python_file_is_an_env_but_a_path_of_a_folder_is_refused(write):
     write("class CustomEnv: pass", "my.py")
     assert load("my.py").experiment.env.id == "my.py"
     assert load("my.py:Other").experiment.env.id == "my.py:Other"

@@ -89,7 +89,7 @@ def beginning(line: str) -> str:
 
 
 class PageRunner:
-    """Runs the commands of a page in an empty folder with the examples."""
+    """Runner for the commands of a page, in a folder that has only the examples at first."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self.capfd = folder, capfd
@@ -323,7 +323,7 @@ def string_templates() -> list[str]:
 
 
 def quoted_messages() -> Iterator[tuple[str, str]]:
-    """(page, message): the first column of the tables of errors.md, the last column of the last table of style.md."""
+    """Yield (page, message) from the first columns in errors.md and the last column of the last table in style.md."""
     errors = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\| (.*?) \|", errors, re.MULTILINE):
         for message in re.findall(r"`([^`]* [^`]*)`", row):

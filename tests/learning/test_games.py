@@ -19,7 +19,7 @@ def equilibrium(entropy: float) -> tuple[float, float]:
         return 1 / (1 + math.exp((won[1] - won[0]) / entropy))
 
     low, high = 0.0, 1.0
-    while high - low > 1e-9:  # bisection: if even shows heads more often, odd does less often, and then even should too
+    while high - low > 1e-9:  # bisection: the best response of even falls if even shows heads more often
         even = (low + high) / 2
         odd = best(-([even, 1 - even] @ Pennies.PAYOFF))
         low, high = (even, high) if best(Pennies.PAYOFF @ [odd, 1 - odd]) > even else (low, even)

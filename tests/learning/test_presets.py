@@ -37,7 +37,7 @@ def test_preset_applies_all_settings_of_its_file(name: str) -> None:
 
 
 def test_first_example_equals_classic_efficient_with_a_target_return() -> None:
-    """The example spells out the preset for readers, so that results of one are also those of the other."""
+    """The example lists the settings of the preset, so that measured results hold for both."""
     example = load(ROOT / "examples" / "cartpole.yaml").experiment
     preset = load("CartPole-v1", ["use=[classic-efficient]", "stop.return=475"]).experiment
     for section in ("env", "model", "algo", "engine", "stop", "eval"):

@@ -114,7 +114,8 @@ def test_equal_generators_give_equal_samples():
 
 def test_masked_options_are_never_sampled_and_have_no_gradient():
     spec = action(CATEGORICAL, CATEGORICAL)
-    params = np.random.default_rng(0).normal([30.0, 0, 0, 0, 30.0, 0], size=(100_000, 6))  # largest logits: masked
+    # Masked options have the largest logits.
+    params = np.random.default_rng(0).normal([30.0, 0, 0, 0, 30.0, 0], size=(100_000, 6))
     mask = np.tile([False, True, True, True, False, False], (100_000, 1))
     dist = ActionDist(spec, params.astype(np.float32), LOG_STD[:0], mask)
     drawn = dist.sample(torch.Generator().manual_seed(3))

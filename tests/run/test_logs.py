@@ -1,4 +1,4 @@
-"""Errors found in log files."""
+"""Errors and last lines in log files."""
 
 from pathlib import Path
 

@@ -110,7 +110,7 @@ class Doubling(gymnasium.Env[Any, Any]):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-def test_an_env_may_modify_its_action() -> None:
+def test_env_may_modify_its_action() -> None:
     stepper, group = stepper_of(Env(id=f"{__name__}:Doubling", time_limit=10))
     for _ in range(2 * ACTION_SETS):
         stepper.step()
