@@ -23,7 +23,7 @@ QUICK = (
     "tests/envs/test_probe.py",
     "tests/plugins",
     "tests/slurm/test_script.py",
-    "-knot memory and not hang and not good_envs",
+    "-knot memory and not hang and not hung and not valid_envs",
 )
 ALL = ("tests",)
 

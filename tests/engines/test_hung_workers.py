@@ -284,7 +284,7 @@ def test_envs_in_workers_can_end_processes_they_started(env: str, tmp_path: Path
     engine.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 def test_daemons_of_a_worker_survive_the_death_of_another_worker(env: str, tmp_path: Path) -> None:
     (tmp_path / "daemons").touch()
     engine = build(env, *TWO)

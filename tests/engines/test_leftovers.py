@@ -68,7 +68,7 @@ def test_envs_in_workers_are_closed(runs: Path, tmp_path: Path, mode: str) -> No
     assert not running(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 def test_processes_left_by_envs_in_workers_are_ended(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENV)
     product.train("env.py", [*WORDS, "stop.updates=3"], live=False)
@@ -102,7 +102,7 @@ def train(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=folder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 @pytest.mark.parametrize("isolate", ["none", "process"])
 def test_processes_left_by_envs_of_the_driver_end_with_it(runs: Path, tmp_path: Path, isolate: str) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
@@ -113,7 +113,7 @@ def test_processes_left_by_envs_of_the_driver_end_with_it(runs: Path, tmp_path: 
     assert ended(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 def test_processes_left_by_a_probed_env_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "env.py").write_text(ENV)
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ def test_processes_left_by_a_probed_env_are_ended(tmp_path: Path, monkeypatch: p
     assert simulators("started", tmp_path) and not running(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 @pytest.mark.parametrize("words", [[], HERE])
 def test_processes_left_by_envs_are_ended_if_the_driver_is_killed(runs: Path, tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "env.py").write_text(ENV + FORKS)
@@ -139,7 +139,7 @@ def test_processes_left_by_envs_are_ended_if_the_driver_is_killed(runs: Path, tm
     assert not any(map(read, below)), "nor does a guard stay"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody can know what an env has started")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 def test_processes_not_started_by_envs_keep_running() -> None:
     """Trackers' helpers and processes started after the envs were closed have their own work to finish."""
     code = (
