@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,17 @@ def test_busy_cores_and_low_memory_are_reported(monkeypatch: pytest.MonkeyPatch)
         assert system.memory_finding(free).state == state
 
 
+def low_port() -> socket.socket:
+    """Listen on a port below those that the system hands out, so that no other process gets it after this."""
+    for number in range(21000, 22000):
+        with suppress(OSError):
+            return socket.create_server(("", number))
+    raise AssertionError("no free port from 21000 to 22000")
+
+
 def test_port_in_use_and_unknown_host_name_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.check_ports(()).state == "ok"
-    with socket.create_server(("", 0)) as taken:
+    with low_port() as taken:
         number = taken.getsockname()[1]
         found = system.check_ports((number,))
         assert found.state == "note" and f"in use: {number}" in found.found

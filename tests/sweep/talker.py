@@ -20,15 +20,17 @@ def say(what):
             "argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)),
             "threads": os.environ.get("OMP_NUM_THREADS"), "odd": os.environ.get("ODD"),
             "hidden": os.environ.get("ODD_TOKEN"), "job": os.environ.get("SLURM_JOB_ID")}) + "\\n")
-def alive(pid):
+def fields(pid):
+    return pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+def alive(pid, start):  # a pid may be reused, by a process that started later
     try:
-        return pathlib.Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return fields(pid)[0] not in "ZX" and fields(pid)[19] == start
     except OSError:
         return False
 mine = place / "mine"
-if mine.exists() and alive(mine.read_text()):
+if mine.exists() and alive(*mine.read_text().split()):
     say("overlap")
-mine.write_text(str(os.getpid()))
+mine.write_text(f"{os.getpid()} {fields('self')[19]}")
 say("began")
 while pathlib.Path("wait").exists():
     time.sleep(0.05)
