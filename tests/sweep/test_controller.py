@@ -239,7 +239,7 @@ def test_program_ends_when_its_trial_process_is_killed(runs: Path) -> None:
     child = controller("start", "plan.yaml")
     wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
     (mine,) = runs.glob("toy/sweep-0001/0*/mine")
-    program = int(mine.read_text())
+    program = int(mine.read_text().split()[0])
     child.kill()
     child.wait()
     os.kill(json.loads((runs / "toy" / "sweep-0001" / AT_WORK / "0001").read_text())["pid"], signal.SIGKILL)
@@ -254,7 +254,7 @@ def test_child_of_a_shell_script_ends_with_the_trial(way: str, runs: Path) -> No
     child = controller("start", "plan.yaml")
     wait_until(lambda: [path for path in runs.glob("toy/sweep-0001/0*/mine") if path.read_text()])
     (mine,) = runs.glob("toy/sweep-0001/0*/mine")
-    inner = int(mine.read_text())
+    inner = int(mine.read_text().split()[0])
     if way == "stopped":
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=100)
