@@ -28,7 +28,8 @@ def alive(pid, start):  # a pid may be reused, by a process that started later
     except OSError:
         return False
 mine = place / "mine"
-if mine.exists() and alive(*mine.read_text().split()):
+known = mine.read_text().split() if mine.exists() else []
+if len(known) == 2 and alive(*known):  # empty if it was killed while it wrote
     say("overlap")
 mine.write_text(f"{os.getpid()} {fields('self')[19]}")
 say("began")
