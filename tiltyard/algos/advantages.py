@@ -12,12 +12,11 @@ Nothing flows back across an end of either kind. Each estimate returns (advantag
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from tiltyard.types import Array
 
 
 class Steps(NamedTuple):

@@ -17,12 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as distributed
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiltyard.errors import TiltyardError
-
-Array = NDArray[Any]
+from tiltyard.types import Array
 
 TIMEOUT = timedelta(minutes=5)  # between the first and the last learner to reach a sum
 

@@ -14,15 +14,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiltyard.algos.pbt import Rules, Settings
 from tiltyard.algos.tunables import Tunable, random_settings, require_bounded, settings_at
-
-Array = NDArray[Any]
+from tiltyard.types import Array
 
 _LENGTHS, _FORGETTING, _NOISES = (0.1, 0.2, 0.4, 0.8), (0.01, 0.05, 0.2), (0.02, 0.3)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -45,18 +45,9 @@ class Rules:
 
 def rules_of(settings: PopulationRules, maximise: bool) -> Rules:
     """The rules of a population's settings."""
+    shared = settings.model_dump(include={field.name for field in fields(Rules)})
     low, high = sorted(settings.factors)
-    return Rules(
-        period=settings.period,
-        start=settings.start,
-        maximise=maximise,
-        replace=settings.replace,
-        gap=settings.gap,
-        relative_gap=settings.relative_gap,
-        rate=settings.rate,
-        factors=(low, high),
-        resample=settings.resample,
-    )
+    return Rules(**{**shared, "maximise": maximise, "factors": (low, high)})
 
 
 @dataclass(frozen=True)

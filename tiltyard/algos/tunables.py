@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiltyard.algos.pbt import Rules, Settings
 from tiltyard.config.search_space import Choices, Dimension, dimension
 from tiltyard.errors import UseError
-
-Array = NDArray[Any]
+from tiltyard.types import Array
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,8 @@ class Number:
         if not self.low < self.high:
             raise UseError(f"{self.key} has the bounds {self.low:g} and {self.high:g}", "give the smaller bound first")
         if self.from_one and self.high >= 1:
-            raise UseError(
-                f"{self.key} is changed by its distance from 1 and must stay below 1", "use a bound such as 0.9999"
-            )
+            hint = "use a bound such as 0.9999"
+            raise UseError(f"{self.key} is changed by its distance from 1 and must stay below 1", hint)
         if self.log and self.low <= 0:
             raise UseError(f"{self.key} has a log scale but starts at {self.low:g}", "use a lower bound above 0")
 

@@ -7,22 +7,20 @@
     squashed      n              2 n       normal, then tanh (`SquashedDist`); only for bounded numbers
 
 A bounded mean keeps its tanh, and its noise is at most half the box (`max_log_std`): otherwise samples are clipped to
-the edges and exploration stops. All is numpy with explicit gradients, three times as fast as torch on small batches.
+the edges and exploration stops. All is numpy, for acting: three times as fast as torch on small batches. Losses use
+`torch_distributions`; the names without an underscore below are also for `algos.fast_mlp`.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tiltyard.types import ActionPart, ActionSpec
-
-Array = NDArray[Any]
+from tiltyard.types import ActionPart, ActionSpec, Array
 
 FORBIDDEN = np.float32(-1e9)  # a finite logit whose probability is exactly 0 in float32
 TINY = np.float32(1e-30)  # keeps a probability divided by an exponential sample finite
@@ -129,9 +127,9 @@ class ActionDist:
         for part, at, params, probs_or_std, log_std in self.parts:
             actions = action[..., at : at + part.columns]
             if part.kind == "categorical":
-                term = params.reshape(-1).take(_flat_index(actions, part.options)).reshape(params.shape[:-1])
+                term = params.reshape(-1).take(flat_index(actions, part.options)).reshape(params.shape[:-1])
             elif part.kind == "binary":
-                term = _sum_last(actions * params - np.logaddexp(np.float32(0), params))
+                term = sum_last(actions * params - np.logaddexp(np.float32(0), params))
             else:
                 scaled = (actions - params) / probs_or_std
                 term = _dot_last(scaled, scaled) * -0.5 - (float(log_std.sum()) + HALF_LOG_TAU * part.columns)
@@ -146,51 +144,13 @@ class ActionDist:
             if part.kind == "categorical":
                 term = -_dot_last(probs_or_std, params)
             elif part.kind == "binary":
-                term = _sum_last(np.logaddexp(np.float32(0), params) - params * probs_or_std)
+                term = sum_last(np.logaddexp(np.float32(0), params) - params * probs_or_std)
             else:
                 most = float(log_std.sum()) + (0.5 + HALF_LOG_TAU) * part.columns
                 term = np.full(params.shape[:-1], most, np.float32)
             total = term if total is None else total + term
         assert total is not None
         return total
-
-    def gradient(self, action: Array, by_log_prob: Array, by_entropy: Array | None) -> tuple[Array, Array]:
-        """Gradients of a loss by the parameters [..., outputs] and by log_std, given those by each log probability and
-        each entropy (None: zero), both [...].
-
-        categorical   d log p(a) = [a] - p          dH = -p (log p + H)
-        binary        d log p(a) = a - p            dH = -p (1 - p) logit
-        continuous    d log p(a) = (a - m) / s^2    dH = 0           and by log_std: ((a - m) / s)^2 - 1, and 1
-        """
-        by_params, by_log_std = [], []
-        log_prob_grad = by_log_prob[..., None]
-        entropy_grad = None if by_entropy is None else by_entropy[..., None]
-        for part, at, params, probs_or_std, _ in self.parts:
-            actions = action[..., at : at + part.columns]
-            if part.kind == "categorical":
-                by = probs_or_std * -log_prob_grad
-                by.reshape(-1)[_flat_index(actions, part.options)] += by_log_prob.reshape(-1)
-                if entropy_grad is not None:
-                    surprise = probs_or_std * params
-                    by -= (surprise - probs_or_std * _sum_last(surprise)[..., None]) * entropy_grad
-            elif part.kind == "binary":
-                by = (actions - probs_or_std) * log_prob_grad
-                if entropy_grad is not None:
-                    by -= probs_or_std * (1 - probs_or_std) * params * entropy_grad
-            else:
-                scaled = (actions - params) / probs_or_std
-                by = scaled / probs_or_std * log_prob_grad
-                inside = np.array(bounded(part))
-                if inside.any():
-                    by *= np.where(inside, 1 - np.square(params), np.float32(1))  # through the tanh
-                rows = ((np.square(scaled) - 1) * log_prob_grad).reshape(-1, part.columns)
-                by_log_std.append(rows.sum(0) + (0.0 if by_entropy is None else by_entropy.sum()))
-            by_params.append(by)
-        none = np.zeros(0, np.float32)
-        return (
-            by_params[0] if len(by_params) == 1 else np.concatenate(by_params, -1),
-            np.concatenate(by_log_std) if by_log_std else none,
-        )
 
 
 class SquashedDist:
@@ -215,7 +175,7 @@ class SquashedDist:
         raw = np.arctanh(np.clip(action, -1 + BOUND_MARGIN, 1 - BOUND_MARGIN))
         scaled = (raw - self.mean) / np.exp(self.log_std)
         squash = np.log1p(-np.square(np.tanh(raw)))
-        return _sum_last(-0.5 * np.square(scaled) - self.log_std - np.float32(HALF_LOG_TAU) - squash)
+        return sum_last(-0.5 * np.square(scaled) - self.log_std - np.float32(HALF_LOG_TAU) - squash)
 
 
 def can_squash(action: ActionSpec) -> bool:
@@ -227,13 +187,13 @@ def _log_softmax(logits: Array) -> tuple[Array, Array]:
     """Log probabilities and probabilities over the last axis."""
     logits = logits - _max_last(logits)[..., None]
     probs = np.exp(logits)
-    total = _sum_last(probs)[..., None]
+    total = sum_last(probs)[..., None]
     logits -= np.log(total)
     probs /= total
     return logits, probs
 
 
-def _sum_last(x: Array) -> Array:
+def sum_last(x: Array) -> Array:
     """Sum over the last axis, by einsum: np.sum is slow for many short rows."""
     return np.asarray(np.einsum("...i->...", x))
 
@@ -263,7 +223,7 @@ def _bounded_means(part: ActionPart, piece: Array) -> Array:
     return np.where(np.array(inside), np.tanh(piece), piece) if any(inside) else piece
 
 
-def _flat_index(actions: Array, options: int) -> Array:
+def flat_index(actions: Array, options: int) -> Array:
     """Flat index of the chosen options [..., 1] in an array [..., options]."""
     chosen = actions.reshape(-1).astype(np.int64)
     chosen += np.arange(0, chosen.size * options, options)

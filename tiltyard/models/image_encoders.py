@@ -24,10 +24,9 @@ IMPALA_MIN_SIDE = 20
 def image_shape(spec: ArraySpec, name: str, min_side: int = 1) -> tuple[int, int, int, bool]:
     """Channels, height, width, and whether channels come first. Raises UseError if it is not an image or too small."""
     if not spec.image or len(spec.shape) != 3:
-        raise UseError(
-            f"the {name} encoder needs an image, but the observation is a {spec.kind} of shape {spec.shape}",
-            "use encoder: auto, or name the image under model.encoders",
-        )
+        message = f"the {name} encoder needs an image, but the observation is a {spec.kind} of shape {spec.shape}"
+        hint = "use encoder: auto, or name the image under model.encoders"
+        raise UseError(message, hint)
     first = spec.shape[0] < spec.shape[2]
     channels, height, width = spec.shape if first else (spec.shape[2], spec.shape[0], spec.shape[1])
     if min(height, width) < min_side:

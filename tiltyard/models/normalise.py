@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tiltyard.config.experiment import Normalise
+from tiltyard.config.sections import Normalise
 from tiltyard.models.layers import bytes_to_float
-from tiltyard.types import ArraySpec, EnvSpec
+from tiltyard.types import Array, ArraySpec, EnvSpec
 
 OBS_CLIP = np.float32(10)  # standard deviations
 TINY = 1e-8
 IMAGES_EVERY = 8  # steps: neighbouring frames are nearly equal, and counting every pixel is slow
 
-Array = NDArray[Any]
 Obs = Mapping[str, Tensor | Array]
 
 
@@ -41,28 +39,35 @@ class RunningStats(nn.Module):
         self.register_buffer("squares", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("shift", torch.zeros(shape), persistent=False)
         self.register_buffer("scale", torch.ones(shape), persistent=False)
+        # The same numbers on the CPU, wherever the buffers are: an update must not wait for an accelerator.
+        self._sums: tuple[Any, ...] = (0.0, np.zeros(shape), np.zeros(shape))
+        self.on_cpu: tuple[Any, Any] = (np.zeros(shape, np.float32), np.ones(shape, np.float32))  # shift and scale
 
     def observe(self, x: Array) -> None:
         """Add [N, *shape] (Chan et al. 1979: exact merge of the moments of two sets)."""
         if len(x) == 0:
             return
         x = x.astype(np.float64)
-        mean, count = x.mean(0), float(self.count)
-        moved = mean - self.mean.cpu().numpy()
-        total = count + len(x)
-        squares = np.square(x - mean).sum(0) + np.square(moved) * (count * len(x) / total)
-        self.squares += torch.as_tensor(squares, device=self.squares.device)
-        self.mean += torch.as_tensor(moved * (len(x) / total), device=self.mean.device)
-        self.count.fill_(total)
-        self.refresh()
+        count, mean, squares = self._sums
+        own = x.mean(0)
+        moved, total = own - mean, count + len(x)
+        squares = squares + np.square(x - own).sum(0) + np.square(moved) * (count * len(x) / total)
+        self._sums = total, mean + moved * (len(x) / total), squares
+        for buffer, number in zip((self.count, self.mean, self.squares), self._sums, strict=True):
+            buffer.copy_(torch.as_tensor(number))
+        self._derive()
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Derive shift and scale; needed after the buffers were loaded, too."""
-        if float(self.count) == 0:
-            return
-        self.shift.copy_(self.mean)
-        self.scale.copy_((self.squares / self.count + TINY).sqrt())
+        """Read the buffers after they were loaded."""
+        self._sums = tuple(buffer.cpu().numpy().copy() for buffer in (self.count, self.mean, self.squares))
+        self._derive()
+
+    def _derive(self) -> None:
+        count, mean, squares = self._sums
+        spread = np.sqrt(squares / count + TINY) if count else np.ones_like(mean)
+        self.on_cpu = np.float32(mean), np.float32(spread)  # float32() keeps arrays arrays
+        self.shift.copy_(torch.as_tensor(self.on_cpu[0]))
+        self.scale.copy_(torch.as_tensor(self.on_cpu[1]))
 
 
 class Normaliser:
@@ -95,8 +100,9 @@ class Normaliser:
     def normalise_array(self, x: Array) -> Array:
         """Normalise the only float32 observation in numpy: `prepare` for the hot path of acting."""
         (stats,) = self.obs_stats
-        x = x - stats.shift.numpy()
-        x /= stats.scale.numpy()
+        shift, scale = stats.on_cpu
+        x = x - shift
+        x /= scale
         clipped: Array = np.minimum(np.maximum(x, -OBS_CLIP, out=x), OBS_CLIP, out=x)
         return clipped
 
@@ -114,12 +120,12 @@ class Normaliser:
     def normalise_value(self, value: Array) -> Array:
         """Convert values from units of reward to those of the model's output."""
         stats = self.return_stats
-        return value if stats is None else (value - float(stats.shift)) / float(stats.scale)
+        return value if stats is None else (value - stats.on_cpu[0]) / stats.on_cpu[1]
 
     def denormalise_value(self, value: Array) -> Array:
         """Convert values from the model's output to units of reward."""
         stats = self.return_stats
-        return value if stats is None else value * float(stats.scale) + float(stats.shift)
+        return value if stats is None else value * stats.on_cpu[1] + stats.on_cpu[0]
 
     def refresh(self) -> None:
         """Derive shifts and scales after statistics were loaded."""

@@ -12,24 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from tiltyard.config.experiment import Model
+from tiltyard.config.sections import Model
+from tiltyard.envs import spaces
 from tiltyard.envs.actions import ActionCodec, flat_mask
-from tiltyard.envs.spaces import (
-    BARE,
-    MASK,
-    PREVIOUS_ACTION,
-    PREVIOUS_REWARD,
-    ObsEncoder,
-    fill_stack,
-    hash_words,
-    spec_from_json,
-)
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy_files import POLICY_SCHEMA, saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
-from tiltyard.run.checkpoint import read_tree, select
+from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find
+from tiltyard.run.state_file import read_tree
 from tiltyard.types import Array, Arrays, ArraySpec, EnvSpec
 
 if TYPE_CHECKING:
@@ -63,11 +55,10 @@ def load_policy(
     name = name or known[0]
     tree = read_tree(folder / "policies", name)
     if tree.get("schema") != POLICY_SCHEMA:
-        raise UseError(
-            f"{folder}: the policy has schema {tree.get('schema')}, this Tiltyard reads schema {POLICY_SCHEMA}",
-            "load it with the Tiltyard version that wrote it, or a newer one",
-        )
-    spec = spec_from_json(tree["spec"])
+        message = f"{folder}: the policy has schema {tree.get('schema')}, this Tiltyard reads schema {POLICY_SCHEMA}"
+        hint = "load it with the Tiltyard version that wrote it, or a newer one"
+        raise UseError(message, hint)
+    spec = spaces.spec_from_json(tree["spec"])
     model = Model.model_validate(tree["model"])
     places = tuple(base) if base is not None else (folder.absolute().parent.parent,)
     if not trust_code:
@@ -99,7 +90,7 @@ class Policy:
         self.spec = spec
         self._stack = frame_stack
         self._scale, self._clip = reward_settings  # as in training, for model.previous
-        self._encoder = None if space is None else ObsEncoder(space)
+        self._leaves = None if space is None else spaces.observation_leaves(space)
         self._codec = ActionCodec(spec.action)
         self._generator = torch.Generator().manual_seed(seed)
         self.reset()
@@ -117,7 +108,7 @@ class Policy:
         The mask is taken from `mask`, or from "action_mask" in a Dict observation.
         """
         if mask is None and isinstance(obs, Mapping):
-            mask = obs.get(MASK)
+            mask = obs.get(spaces.MASK)
         rows = {name: array[None] for name, array in self._arrays(obs, reward).items()}
         acted = self.net.act(
             rows,
@@ -141,18 +132,16 @@ class Policy:
                 own, other = _describe(here), _describe(there)
                 if own == other:  # the difference is in bounds or categories
                     own, other = str(here), str(there)
-                raise UseError(
-                    f"the policy was trained with {what} {own}, but the env has {other}",
-                    "use the env settings of the policy's run",
-                )
+                hint = "use the env settings of the policy's run"
+                raise UseError(f"the policy was trained with {what} {own}, but the env has {other}", hint)
 
     def _arrays(self, obs: Any, reward: float) -> Arrays:
         """The observation as in training: named, converted, stacked, with the previous action."""
-        frames = self._encoder.encode(obs) if self._encoder is not None else self._frames_of(obs)
+        frames = self._frames_of(obs) if self._leaves is None else spaces.encode(self._leaves, obs)
         for name in self.spec.obs:
-            if name == PREVIOUS_ACTION and name not in frames:
+            if name == spaces.PREVIOUS_ACTION and name not in frames:
                 self._frames[name] = self._previous
-            elif name == PREVIOUS_REWARD and name not in frames:
+            elif name == spaces.PREVIOUS_REWARD and name not in frames:
                 self._frames[name] = np.array([0.0 if self._first else self._scaled_reward(reward)], np.float32)
             elif name not in frames:
                 raise UseError(f"the observation has no {name!r}", f"the policy needs {', '.join(self.spec.obs)}")
@@ -181,12 +170,11 @@ class Policy:
             rest = np.take(old, range(newest.shape[axis], shape[axis]), axis)
             stacked = np.concatenate([rest, newest], axis)
         else:
-            stacked = fill_stack(frame, shape) if frame.ndim in (0, len(shape)) else frame
+            stacked = spaces.fill_stack(frame, shape) if frame.ndim in (0, len(shape)) else frame
         if stacked.shape != shape:
-            raise UseError(
-                f"observation {name!r} has shape {frame.shape}, but the policy was trained with {shape}",
-                "use the env settings of the policy's run",
-            )
+            message = f"observation {name!r} has shape {frame.shape}, but the policy was trained with {shape}"
+            hint = "use the env settings of the policy's run"
+            raise UseError(message, hint)
         self._frames[name] = np.ascontiguousarray(stacked)
 
 
@@ -199,21 +187,19 @@ def _flatten(obs: Any, path: str, found: dict[str, Any]) -> None:
         for index, inner in enumerate(obs):
             _flatten(inner, f"{path}.{index}" if path else str(index), found)
     else:
-        found[path or BARE] = obs
+        found[path or spaces.BARE] = obs
 
 
 def _frame(name: str, value: Any, spec: ArraySpec) -> Array:
     """Convert one frame without its space; categories are assumed to start at 0."""
     if spec.kind == "text":
-        return hash_words(value)
+        return spaces.hash_words(value)
     array = np.asarray(value)
     if spec.kind in ("discrete", "multi_discrete"):
         array = array.reshape(-1) if array.ndim else array
         if (array < 0).any() or (array >= np.resize(spec.options, array.shape or (1,))).any():
-            raise UseError(
-                f"observation {name!r} is {value}, outside 0..{max(spec.options) - 1}",
-                "if its categories do not start at 0, pass space=env.observation_space to load_policy",
-            )
+            hint = "if its categories do not start at 0, pass space=env.observation_space to load_policy"
+            raise UseError(f"observation {name!r} is {value}, outside 0..{max(spec.options) - 1}", hint)
     elif spec.kind == "multi_binary":
         array = array.reshape(-1)
     elif array.ndim == 2 and len(spec.shape) == 3:  # a grey image

@@ -17,7 +17,7 @@ from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import UseError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run import atomic
-from tiltyard.run.checkpoint import write_tree
+from tiltyard.run.state_file import write_tree
 from tiltyard.types import EnvSpec
 
 POLICY_SCHEMA = 1

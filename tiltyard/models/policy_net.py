@@ -3,35 +3,32 @@
     obs -> float32 -> running mean and variance -> model -> parameters -> ActionDist
                                                         \\-> normalised value -> value in units of reward
 
-The layers belong to the model. Where the model is a plain MLP, acting goes through `fast_mlp` instead of torch.
+The layers belong to the model. Where the model is a plain MLP, acting goes through `dense` instead of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tiltyard.algos.fast_mlp import Dense, Layers, is_plain
-from tiltyard.config.experiment import Model
-from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
+from tiltyard.config.sections import Model
+from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError, raised
 from tiltyard.models import distributions
-from tiltyard.models.actor_critic import ActorCritic
+from tiltyard.models.actor_critic import ActorCritic, build_module
+from tiltyard.models.dense import Dense, Layers, is_plain
 from tiltyard.models.normalise import Normaliser, scale_images
 from tiltyard.models.recurrent import State
-from tiltyard.models.user_model import build_module, check_model, model_error
 from tiltyard.plugins import resolve
-from tiltyard.types import EnvSpec
+from tiltyard.types import Array, EnvSpec
 
 BUILTIN_MODELS = {"actor_critic": "tiltyard.models.actor_critic:ActorCritic"}
 EMPTY = np.zeros(0, np.float32)
 
-Array = NDArray[Any]
 ObsIn = Mapping[str, Tensor | Array]
 Dist = distributions.ActionDist | distributions.SquashedDist
 
@@ -56,6 +53,8 @@ def choose_action(
 class PolicyNet(nn.Module):
     """Build it, move it to a device, then give it to the learner, which lays the parameters out in one vector."""
 
+    _max_log_std: Tensor
+
     def __init__(self, spec: EnvSpec, model: Model, base: Sequence[Path], seed: int, *, squashed: bool = False) -> None:
         super().__init__()
         if squashed:  # the critics of such a policy take actions too and are not part of it
@@ -70,7 +69,8 @@ class PolicyNet(nn.Module):
             self.recurrent: bool = getattr(self.model, "recurrent", hasattr(self.model, "initial_state"))
             stds = 0 if squashed else distributions.continuous_columns(spec.action)
             self.log_std = nn.Parameter(torch.full((stds,), model.log_std))
-            self._max_log_std = torch.tensor([] if squashed else distributions.max_log_std(spec.action))
+            limits = torch.tensor([] if squashed else distributions.max_log_std(spec.action))
+            self.register_buffer("_max_log_std", limits, persistent=False)
             self.clamp_log_std()
             self.normaliser = Normaliser(spec, model.normalise)
             self.obs_stats = nn.ModuleList(self.normaliser.obs_stats)
@@ -178,7 +178,7 @@ class PolicyNet(nn.Module):
 
     def _reset_rows(self, state: State, first: Tensor) -> State:
         """Give rows that start an episode their initial state, so that user models need not do it."""
-        if not bool(first.any()):
+        if first.device.type == "cpu" and not bool(first.any()):  # elsewhere the answer takes longer than the reset
             return state
         fresh = self.initial_state(first.shape[0])
         return {
@@ -188,26 +188,34 @@ class PolicyNet(nn.Module):
 
     # ------------------------------------------------------------------------------------------ learning
 
-    def unroll(self, obs: ObsIn, state0: State, first: Tensor, *, prepared: bool = False) -> tuple[Tensor, Tensor]:
+    def unroll(
+        self, obs: ObsIn, state0: State, first: Tensor, *, prepared: bool = False, starts: Collection[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """T steps of B rows with gradients: parameters [T, B, outputs] and normalised value [T, B].
 
         Without memory T and B are any split of the rows. `prepared` observations come from `Normaliser.prepare`, which
-        does not depend on parameters and is done once for all gradient steps.
+        does not depend on parameters and is done once for all gradient steps. `starts` are the steps at which any row
+        has `first`, for callers that know them without waiting for an accelerator.
         """
         inputs = cast(dict[str, Tensor], obs) if prepared else self.normaliser.prepare(obs, self.log_std.device)
         steps, rows = first.shape
         if not self.recurrent:
             params, value, _ = self._step({name: x.flatten(0, 1) for name, x in inputs.items()}, state0, first)
             return params.view(steps, rows, -1), value.view(steps, rows)
+        return self._unroll_recurrent(inputs, state0, first, starts)
+
+    def _unroll_recurrent(
+        self, inputs: dict[str, Tensor], state0: State, first: Tensor, starts: Collection[int] | None
+    ) -> tuple[Tensor, Tensor]:
         if isinstance(self.model, ActorCritic):
             try:
-                return self.model.unroll(inputs, state0, first)
+                return self.model.unroll(inputs, state0, first, starts)
             except (TiltyardError, KeyboardInterrupt):
                 raise
             except BaseException as error:
                 raise model_error(self.settings, error) from error
         state, outs, values = state0, [], []
-        for t in range(steps):
+        for t in range(len(first)):
             params, value, state = self._step({name: x[t] for name, x in inputs.items()}, state, first[t])
             outs.append(params)
             values.append(value)
@@ -217,7 +225,7 @@ class PolicyNet(nn.Module):
     def clamp_log_std(self) -> None:
         """Limit log_std after a gradient step; free without continuous actions."""
         if self.log_std.numel():
-            torch.minimum(self.log_std, self._max_log_std.to(self.log_std.device), out=self.log_std.data)
+            torch.minimum(self.log_std, self._max_log_std, out=self.log_std.data)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -225,9 +233,8 @@ class PolicyNet(nn.Module):
         """A copy of all parameters and statistics, by name."""
         return {name: item.detach().cpu().numpy().copy() for name, item in self.state_dict().items()}
 
-    @torch.no_grad()
-    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Load the result of `arrays` in place; missing, extra or differently shaped arrays raise a UseError."""
+    def require_fit(self, arrays: Mapping[str, Array]) -> None:
+        """UseError for missing, extra or differently shaped arrays."""
         own = self.state_dict()
         wrong = [
             f"{name}: {_shape(arrays.get(name))} there, {_shape(own.get(name))} here"
@@ -236,11 +243,14 @@ class PolicyNet(nn.Module):
         ]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise UseError(
-                f"the weights belong to another model or env ({'; '.join(wrong[:3])}{more})",
-                "use the env and model settings that they were trained with, or model.init to take what fits",
-            )
-        for name, item in own.items():
+            hint = "use the env and model settings that they were trained with, or model.init to take what fits"
+            raise UseError(f"the weights belong to another model or env ({'; '.join(wrong[:3])}{more})", hint)
+
+    @torch.no_grad()
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Load the result of `arrays` in place; UseError if they do not fit."""
+        self.require_fit(arrays)
+        for name, item in self.state_dict().items():
             item.copy_(torch.as_tensor(arrays[name]))
         self.normaliser.refresh()
 
@@ -268,3 +278,36 @@ def _build_model(spec: EnvSpec, settings: Model, base: Sequence[Path], outputs: 
 
 def _shape(array: Any) -> tuple[int, ...] | None:
     return None if array is None else tuple(np.shape(array))
+
+
+def check_model(net: PolicyNet, outputs: int) -> None:
+    """Run one step of two rows through a user's model and check the shapes of its outputs."""
+    name, rows = type(net.model).__name__, 2
+    obs = {key: torch.zeros(rows, *item.shape, dtype=getattr(torch, item.dtype)) for key, item in net.spec.obs.items()}
+    try:
+        with torch.no_grad():
+            state = net.initial_state(rows)
+            inputs = scale_images(net.normaliser.prepare(obs))
+            returned = net.model(inputs, *((state, torch.ones(rows, dtype=torch.bool)) if net.recurrent else ()))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a plug-in may raise anything
+        message = "forward gets {name: [N, ...]}; shapes are in the spec given to the constructor"
+        hint = resolve.user_traceback(error)
+        raise UseError(f"model.id = {net.settings.id}: a test call of {name} {raised(error)}", message, hint) from None
+    expected = [(rows, outputs), (rows,)]
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts[:2]]
+    if found != expected or len(parts) != (3 if net.recurrent else 2):
+        raise UseError(
+            f"model.id = {net.settings.id}: {name} must return parameters {expected[0]} and value {expected[1]} "
+            f"{'and state ' if net.recurrent else ''}for {rows} rows; it returned {len(parts)} values: {found}",
+            "return (params [N, outputs], value [N])" + (", state" if net.recurrent else "") + " from forward",
+        )
+
+
+def model_error(settings: Model, error: BaseException) -> TiltyardError:
+    """The error of a model that raised while acting or learning."""
+    own = [text for _, _, text in resolve.model_plugins(settings) if resolve.kind_of(text)]
+    hint = "the traceback points into the model" if own else "the model is built in; the usual cause is device memory"
+    return TiltyardError(f"model {', '.join(own) or settings.id} {raised(error)}", hint, resolve.user_traceback(error))

@@ -8,6 +8,7 @@ One step is one cell. A chunk of T steps is cut where any row starts an episode;
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal
 
@@ -43,14 +44,18 @@ class Core(nn.Module):
 
     def forward(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
         """One step: x [B, inputs], first [B] bool -> [B, size] and the next state."""
-        return self._cell(x, _reset_rows(state, first))
+        return self._cell(x, _reset_rows(state, first) if first.any() else state)
 
-    def unroll(self, x: Tensor, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the next state."""
-        steps = x.shape[0]
-        starts = set(torch.nonzero(first.any(1)).flatten().tolist())
+    def unroll(
+        self, x: Tensor, state: State, first: Tensor, starts: Collection[int] | None = None
+    ) -> tuple[Tensor, State]:
+        """A chunk: x [T, B, inputs], first [T, B] bool -> [T, B, size] and the next state.
+
+        `starts` are the steps at which any row has `first`; without them an accelerator must be waited for.
+        """
+        starts = torch.nonzero(first.any(1)).flatten().tolist() if starts is None else starts
         outs = []
-        for begin, end in pairwise(sorted({0, steps} | starts)):
+        for begin, end in pairwise(sorted({0, x.shape[0], *starts})):
             if begin in starts:
                 state = _reset_rows(state, first[begin])
             if end - begin == 1:
@@ -82,8 +87,6 @@ class Core(nn.Module):
 
 
 def _reset_rows(state: State, first: Tensor) -> State:
-    """Zero the state of rows that start an episode; at most steps there are none."""
-    if not first.any():
-        return state
+    """Zero the state of rows that start an episode."""
     keep = (~first).to(torch.float32).unsqueeze(-1)
     return {name: memory * keep for name, memory in state.items()}
