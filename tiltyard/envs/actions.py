@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.errors import UseError
-from tiltyard.types import ActionPart, ActionSpec
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import ActionPart, ActionSpec, Array
 
 
 def action_spec(space: gym_spaces.Space[Any]) -> ActionSpec:
@@ -59,10 +56,8 @@ def _action_tree(space: gym_spaces.Space[Any], parts: list[ActionPart]) -> dict[
     if isinstance(space, gym_spaces.Dict):
         # Pairs, not an object: the order of keys is the order of columns and survives any JSON writer.
         return {"kind": "dict", "items": [[key, _action_tree(inner, parts)] for key, inner in space.spaces.items()]}
-    raise UseError(
-        f"the action space has a part that Tiltyard cannot act in: {type(space).__name__}",
-        "use Discrete, MultiDiscrete, MultiBinary, Box, or Tuple and Dict of them; a wrapper can convert it",
-    )
+    hint = "use Discrete, MultiDiscrete, MultiBinary, Box, or Tuple and Dict of them; a wrapper can convert it"
+    raise UseError(f"the action space has a part that Tiltyard cannot act in: {type(space).__name__}", hint)
 
 
 class ActionCodec:

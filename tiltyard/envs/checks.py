@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.envs.spaces import MASK, Leaf
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 _SHOWN = 200  # characters of a value in a message
 

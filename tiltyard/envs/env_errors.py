@@ -5,17 +5,17 @@ Only called when something went wrong; the rules themselves are in checks.py.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from tiltyard.config.load import is_folder
 from tiltyard.errors import DivergedError, EnvError, TiltyardError, UseError, did_you_mean, raised
 from tiltyard.plugins import resolve
+from tiltyard.plugins.namespaces import import_hint
 
 # Modules that call an env and unpack what it returns.
 _UNPACKING = (
@@ -63,7 +63,9 @@ class InvalidEnvData(Exception):
 
 
 def env_error(error: BaseException, where: str, method: str) -> TiltyardError:
-    """Explain an exception that came out of an env's `method` to the user."""
+    """Explain an exception that came out of an env's `method` to the user. Raises an interrupt, which is the user's."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     if isinstance(error, TiltyardError):
         return error
     if isinstance(error, InvalidEnvData):
@@ -74,9 +76,8 @@ def env_error(error: BaseException, where: str, method: str) -> TiltyardError:
     if _raised_here(error):  # while unpacking or storing what the env returned
         hint = "reset() returns (obs, info) and step() (obs, reward, terminated, truncated, info)"
         return EnvError(f"{where}: {method}() returned a value of the wrong form: {error}", hint)
-    return EnvError(
-        f"{where}: {method}() {raised(error)}", "the traceback is the env's own", resolve.user_traceback(error)
-    )
+    hint = import_hint(error) or "the traceback is the env's own"
+    return EnvError(f"{where}: {method}() {raised(error)}", hint, resolve.user_traceback(error))
 
 
 def diverged(what: str, where: str, batch: dict[str, object]) -> DivergedError:
@@ -104,14 +105,12 @@ def construction_error(error: BaseException, what: str) -> UseError:
         return UseError(f"{what} needs a package that is not installed: {_first_line(error)}", hint)
     if isinstance(error, ModuleNotFoundError):
         known = _PACKAGES.get((error.name or "").partition(".")[0])
-        hint = f"pip install {known}" if known else "it is neither next to your code nor among the installed packages"
+        absent = "it is neither next to your code nor among the installed packages"
+        hint = import_hint(error) or (f"pip install {known}" if known else absent)
         return UseError(f"{what} needs the package {error.name!r}, which is not installed", hint)
     reason = f"{type(error).__name__}: {_first_line(error)}"
-    return UseError(
-        f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}",
-        "the traceback is the env's own; check env.options",
-        resolve.user_traceback(error),
-    )
+    message = f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}"
+    return UseError(message, "the traceback is the env's own; check env.options", resolve.user_traceback(error))
 
 
 def _first_line(error: BaseException) -> str:
@@ -127,7 +126,7 @@ def unknown_env(name: str, builtin: Iterable[str]) -> UseError:
     hint = f"did you mean {versions[-1]!r}?" if versions else did_you_mean(name, known)
     fallback = "give a Gymnasium id, a built-in name, package.module:Class or path/file.py:Class"
     shown = name if name.isprintable() else repr(name)
-    if is_folder(Path(name)):
+    if os.path.isdir(name):  # noqa: PTH112 -- Path.is_dir raises for a name that is too long
         message = f"{shown} is a folder, and there is no env of that name"
         return UseError(message, hint or "give a YAML file or path/file.py:Class inside it")
     return UseError(f"env.id = {shown} is not a known env", hint or fallback)

@@ -17,13 +17,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec as Registered
 from gymnasium.envs.registration import load_env_creator
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
 from tiltyard.envs.env_errors import construction_error, unknown_env
 from tiltyard.envs.pettingzoo import Parallel, is_parallel
@@ -32,9 +32,7 @@ from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
 from tiltyard.plugins import resolve
 from tiltyard.plugins.namespaces import is_own
 from tiltyard.processes import reaper
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 RENDER_MODE = "rgb_array"
 # Images are arrays here: SDL needs no sound or screen for that, and MuJoCo aborts the process without a screen.
@@ -43,23 +41,11 @@ _WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJO
 _project_envs: dict[tuple[str, str], Registered] = {}  # by registering module and id: two projects may use one id
 
 
-def make_env(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any]:
-    """Make an env with one agent and its wrappers; with `render` it can draw itself as RGB arrays."""
-    made = make_any(env, base, render)
-    require_agents(env, made, several=False)
-    assert not isinstance(made, Parallel)
-    return made
-
-
-def require_agents(env: Env, made: Any, *, several: bool) -> None:
-    """Raise UseError if the env has several agents and had one when it was probed, or the reverse."""
-    if isinstance(made, Parallel) != several:
-        now, before = ("one agent", "several") if several else ("several agents", "one")
-        raise UseError(f"env.id = {env.id} has {now} now and had {before} before", "the env itself changed")
-
-
 def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.Env[Any, Any] | Parallel:
-    """Make an env and its wrappers. A wrapper of an env with several agents takes and returns such an env."""
+    """Make an env and its wrappers; with `render` it can draw itself as RGB arrays.
+
+    A wrapper of an env with several agents takes and returns such an env.
+    """
     if render and not os.environ.get("DISPLAY"):
         for name, value in _WITHOUT_SCREEN.items():
             os.environ.setdefault(name, value)
@@ -71,20 +57,13 @@ def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
         _refuse(resolve.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
         made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
         if not isinstance(made, gymnasium.Env) and not is_parallel(made):
-            raise UseError(
-                f"{setting}.id = {plugin.id} returned a {type(made).__name__}, not an env", "return a gymnasium.Wrapper"
-            )
+            hint = "return a gymnasium.Wrapper"
+            raise UseError(f"{setting}.id = {plugin.id} returned a {type(made).__name__}, not an env", hint)
     return made if isinstance(made, gymnasium.Env) else Parallel(made, env.id)
 
 
 def make_copies(
-    env: Env,
-    base: Sequence[Path],
-    copies: int,
-    *,
-    render: bool = False,
-    seed: int = 0,
-    heartbeat: Array | None = None,
+    env: Env, base: Sequence[Path], copies: int, *, render: bool = False, seed: int = 0, heartbeat: Array | None = None
 ) -> list[Any]:
     """Make `copies` of an env as `env.isolate` says, the first of which can draw itself with `render`.
 
@@ -129,7 +108,7 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
 
 def _is_registered(env_id: str) -> bool:
     """Whether an id is one of Gymnasium's registry, not the name of a class."""
-    return resolve.family_of(env_id) is None and resolve.kind_of(env_id, BUILTIN_ENVS) is None
+    return not (resolve.family_of(env_id) or resolve.kind_of(env_id) or env_id in BUILTIN_ENVS)
 
 
 def _creator(env: Env, base: Sequence[Path]) -> tuple[Callable[..., Any], tuple[str, ...]]:
@@ -183,14 +162,14 @@ def _registered(name: str, base: Sequence[Path]) -> Registered:
 
 def _registered_by_own(ref: resolve.Ref, folder: Path) -> Registered:
     """The entry of an id that a module of the project registers, with the class as that project imports it."""
-    module = resolve.load_own(folder, str(ref.module), ref.text)
+    module = resolve.load_module(ref)
     key = (module.__name__, ref.attribute)
     if key not in _project_envs:
         entry = copy.deepcopy(gymnasium.spec(ref.attribute))
         if isinstance(entry.entry_point, str):
             place, _, name = entry.entry_point.partition(":")
             if is_own(folder, place):
-                entry.entry_point = resolve.load(resolve.Ref(entry.entry_point, "module", folder, place, name))
+                entry.entry_point = resolve.load(resolve.Ref(entry.entry_point, folder, place, name))
         _project_envs[key] = entry
     return _project_envs[key]
 

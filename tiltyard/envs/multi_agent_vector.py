@@ -14,7 +14,7 @@ All rows of a copy have the same episode number, seed and length (calls of the e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +26,7 @@ from tiltyard.envs.single_agent_vector import close_envs
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
 from tiltyard.envs.watchdog import RESETTING
 from tiltyard.errors import TiltyardError
-from tiltyard.types import EpisodeEnd, Tree
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array, Arrays
+from tiltyard.types import Array, Arrays, EpisodeEnd
 
 
 class MultiAgentStepping:
@@ -42,7 +39,6 @@ class MultiAgentStepping:
         self._frameskip, self._isolated = config.env.frameskip, config.env.isolate != "none"
         self._done = np.zeros(rows, bool)  # agents that are done for the running episode
         self._decisions = np.zeros(rows, np.int64)  # of each agent in the running episode
-        self._last_infos: list[dict[str, float]] = [{} for _ in range(rows)]  # scalars of each agent's last info
         self._answers: list[tuple[Any, Any]] = [({}, {})] * len(envs)  # obs and infos as the env last returned them
         self.counters: Arrays = {"acting": data.acting, "over": self._done, "decisions": self._decisions}
 
@@ -61,8 +57,6 @@ class MultiAgentStepping:
             for copy in range(len(self.envs)):
                 data.heartbeat[0] += 1
                 self._step_copy(copy, actions[data.stats.span(copy)])
-        except KeyboardInterrupt:  # from the user
-            raise
         except BaseException as error:
             raise self._copy_error(error, copy, "step") from error
 
@@ -145,15 +139,13 @@ class MultiAgentStepping:
             row = at + place
             if data.raw_terminated[row] or data.raw_truncated[row]:
                 data.keep_final(row)
-                self._last_infos[row] = info_scalars(data.infos[row])
+                data.last_infos[row] = info_scalars(data.infos[row])
                 self._clear(row)
         try:
             for place in env.present():
                 row = at + place
                 if not data.acting[row] and not self._done[row]:
                     self._join(copy, place)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             raise self._copy_error(error, copy, "step") from error
         return bool(data.acting[data.stats.span(copy)].any())
@@ -189,7 +181,7 @@ class MultiAgentStepping:
     def _metrics(self, rows: slice) -> dict[str, float]:
         """The agents' last info scalars, averaged by name, and the return of each agent that acted."""
         found: dict[str, list[float]] = {}
-        for info in self._last_infos[rows]:
+        for info in self._data.last_infos[rows]:
             for name, value in info.items():
                 found.setdefault(name, []).append(value)
         means = {name: sum(values) / len(values) for name, values in found.items()}
@@ -205,10 +197,11 @@ class MultiAgentStepping:
         rows = data.stats.span(copy)
         self._done[rows], self._decisions[rows] = False, 0
         data.raw_terminated[rows] = data.raw_truncated[rows] = [False] * self._agents
-        self._last_infos[rows] = [{} for _ in range(self._agents)]
+        data.last_infos[rows] = [{} for _ in range(self._agents)]
         for row in range(rows.start, rows.stop):
             self._clear(row)
         try:
+            data.options.before_reset(copy, self.envs[copy])
             answer = self.envs[copy].reset(seed=seed)
             beat[1] = before
             fault = self.envs[copy].reset_fault(answer)
@@ -217,8 +210,6 @@ class MultiAgentStepping:
             self._answers[copy] = answer
             for place in self.envs[copy].present():
                 self._join(copy, place)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             raise self._copy_error(error, copy, "reset") from error
 
@@ -238,14 +229,6 @@ class MultiAgentStepping:
             if not self._update_agents(copy):
                 return None
         return [float(total) for total in totals]
-
-    def save(self) -> dict[str, Tree]:
-        return {"last_words": [dict(info) for info in self._last_infos]}
-
-    def load(self, tree: Tree) -> None:
-        for row, info in enumerate(tree.get("last_words", [])[: len(self._done)]):
-            if self._data.stats.length[row] > 0:  # else a new episode has begun
-                self._last_infos[row] = dict(info)
 
     def _copy_error(self, error: BaseException, copy: int, method: str) -> TiltyardError:
         """An error that belongs to no single agent."""

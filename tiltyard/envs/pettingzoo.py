@@ -28,10 +28,8 @@ def is_parallel(made: Any) -> bool:
     if isinstance(made, gymnasium.Env) or not all(callable(getattr(made, name, None)) for name in _METHODS):
         return False
     if callable(getattr(made, "agent_iter", None)):
-        raise UseError(
-            f"{type(made).__name__} is an env whose agents take turns (PettingZoo's AEC)",
-            "use its parallel_env, or convert it with pettingzoo.utils.conversions.aec_to_parallel",
-        )
+        hint = "use its parallel_env, or convert it with pettingzoo.utils.conversions.aec_to_parallel"
+        raise UseError(f"{type(made).__name__} is an env whose agents take turns (PettingZoo's AEC)", hint)
     return hasattr(made, "possible_agents")
 
 

@@ -1,97 +1,72 @@
 """Find out what an env is in a child process: a simulator that crashes or hangs cannot take the parent down.
 
-The rules are in checks.py and their test in env_check.py. Job and answer are JSON files in a temporary folder; output
-of the env goes to other files. The child does not import torch.
+The rules are in checks.py and their test in env_check.py. Output of the env goes to files in a temporary folder. The
+child does not import torch.
 
-    parent: probe() ── job.json ──> child: make, reset, act at random, reset and act again ── answer.json ──> EnvSpec
+    parent: probe() ── task ──> child: make, reset, act at random, reset and act again ── spec or error ──> parent
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tiltyard.config.experiment import Env
-from tiltyard.errors import ConfigError, Problem, UseError, raised
+from tiltyard.config.sections import Env
+from tiltyard.errors import UseError, raised
 from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes import reaper
-from tiltyard.processes.exit_reason import killed_by
+from tiltyard.processes.child import Child, ChildGone, Parent
+from tiltyard.processes.exit_reason import exit_text
 from tiltyard.processes.resources import rss_bytes
 from tiltyard.types import EnvSpec
 
 STEPS = 16
 _SEED = 20_011
 _TAIL = 2_000  # characters of the env's output in an error
-_START = "import sys; sys.path.append({root!r}); from tiltyard.envs.probe import main; main({folder!r})"
 
 
 def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
     """The spec of an env; UseError if something is wrong with it."""
     from tiltyard.envs.spaces import spec_from_json
 
+    places = [str(Path(place).absolute()) for place in base]
+    task = {"env": env.model_dump(mode="json"), "base": places, "previous": previous}
     with tempfile.TemporaryDirectory(prefix="tiltyard-probe-") as name:
         folder = Path(name)
-        job = {
-            "env": env.model_dump(mode="json"),
-            "base": [str(Path(p).absolute()) for p in base],
-            "previous": previous,
-        }
-        (folder / "job.json").write_text(json.dumps(job))
-        code = _run_child(env, folder)
-        stdout, stderr = _tail(folder / "stdout"), _tail(folder / "stderr")
-        try:
-            answer = json.loads((folder / "answer.json").read_text())
-        except (OSError, ValueError):
-            raise _crashed(env, code, "\n".join(text for text in (stdout, stderr) if text)) from None
-    if "obs" not in answer:
-        raise _error_from(answer)
+        answer = _ask_child(env, task, folder)
+        stdout = _tail(folder / "stdout")
     if stdout:
         first = stdout.splitlines()[0]
         answer["notes"].append(f"env {env.id} prints to stdout, which is for data: {first[:80]!r} goes to stderr")
     return spec_from_json(answer)
 
 
-def _run_child(env: Env, folder: Path) -> int:
-    """Run the child until it ends or times out, then end every process that it has left behind."""
-    root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-P", "-c", _START.format(root=root, folder=str(folder))]
+def _ask_child(env: Env, task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the child answers, after it and every process that it has left behind are gone."""
     mark = f"{reaper.own_mark()}.{folder.name}"
+    environment = {**os.environ, reaper.MARK: mark}
     with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("wb") as err:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env={**os.environ, reaper.MARK: mark},
-            start_new_session=True,
-        )
+        child = Child("tiltyard.envs.probe:answer", task, "", "", environment=environment, output=(out, err))
         try:
-            return child.wait(env.start_timeout)
-        except subprocess.TimeoutExpired:
-            raise UseError(
-                f"env {env.id} did not start and step within {env.start_timeout:g} s (env.start_timeout)",
-                "raise env.start_timeout if the env is that slow; otherwise it hangs in its constructor, reset or step",
-                _tail(folder / "stderr"),
-            ) from None
+            return child.recv(env.start_timeout)
+        except TimeoutError:
+            message = f"env {env.id} did not start and step within {env.start_timeout:g} s (env.start_timeout)"
+            hint = (
+                "raise env.start_timeout if the env is that slow; otherwise it hangs in its constructor, reset or step"
+            )
+            raise UseError(message, hint, _tail(folder / "stderr")) from None
+        except ChildGone as error:
+            output = "\n".join(filter(None, (_tail(folder / name) for name in ("stdout", "stderr"))))
+            hint = "the simulator crashed, not Tiltyard; its last output is below"
+            hint = hint if output else "run it by itself to see why"
+            raise UseError(f"env {env.id} {exit_text(error.status)} while it was probed", hint, output) from None
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child.close()
             reaper.end_marked(mark)
-
-
-def _crashed(env: Env, code: int, output: str) -> UseError:
-    cause = killed_by(-code) if code < 0 else f"exited with code {code}"
-    hint = "the simulator crashed, not Tiltyard; its last output is below" if output else "run it by itself to see why"
-    return UseError(f"env {env.id} {cause} while it was probed", hint, output)
 
 
 def _tail(path: Path) -> str:
@@ -106,45 +81,22 @@ def _tail(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------- in the child
 
 
-def main(folder: str) -> None:
-    """Run the child: read job.json, examine the env, write answer.json."""
-    job = json.loads((Path(folder) / "job.json").read_text())
-    env = Env.model_validate(job["env"])
+def answer(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
+    """Examine the env; what it raises is reported as its error."""
+    env = Env.model_validate(task["env"])
     try:
-        answer = examine(env, [Path(p) for p in job["base"]], job["previous"])
-    except (UseError, KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-        answer = _error_answer(env, error)
-    temporary = Path(folder) / "answer.tmp"
-    temporary.write_text(json.dumps(answer))
-    temporary.replace(Path(folder) / "answer.json")
-    sys.stdout.flush()
-    os._exit(0)  # skip threads and exit handlers of the simulator
-
-
-def _error_answer(env: Env, error: BaseException) -> dict[str, Any]:
-    """What answer.json holds instead of a spec."""
-    if isinstance(error, ConfigError):
-        problems = [problem.__dict__ for problem in error.problems]
-        return {"problems": problems, "source": error.message.partition(" in ")[2]}
-    if isinstance(error, UseError):
-        return {"message": error.message, "hint": error.hint, "details": error.details}
-    # KeyboardInterrupt and the like come from the env: this process gets no signals.
-    message = f"env {env.id} {raised(error)} while it was probed"
-    return {"message": message, "hint": "the traceback is the env's own", "details": user_traceback(error)}
-
-
-def _error_from(answer: dict[str, Any]) -> UseError:
-    """The inverse of _error_answer, in the parent."""
-    if "problems" in answer:
-        return ConfigError([Problem(**problem) for problem in answer["problems"]], answer["source"])
-    return UseError(answer["message"], answer["hint"], answer["details"])
+        return examine(env, [Path(place) for place in task["base"]], task["previous"])
+    except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # from the env: this process gets no signals
+        message = f"env {env.id} {raised(error)} while it was probed"
+        raise UseError(message, "the traceback is the env's own", user_traceback(error)) from None
 
 
 def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     """Make the env in this process, test it and return its spec as JSON."""
     from tiltyard.envs.actions import action_spec
     from tiltyard.envs.env_check import EnvCheck
-    from tiltyard.envs.episode_state import state_keeper
+    from tiltyard.envs.env_options import options_layer
+    from tiltyard.envs.episodes import state_keeper
     from tiltyard.envs.make import can_render, frames_per_step, make_copies, registered_limit
     from tiltyard.envs.pettingzoo import Parallel
     from tiltyard.envs.spaces import observation_specs, previous_specs, spec_to_json
@@ -163,10 +115,8 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
     restore_mode = env.restore_mode
     keeper = state_keeper(made, anywhere=restore_mode == "state")
     if restore_mode == "state" and keeper is None:
-        raise UseError(
-            f"env.restore_mode = state and env {env.id} has no get_state() and set_state()",
-            "set env.restore_mode=rerun",
-        )
+        hint = "set env.restore_mode=rerun"
+        raise UseError(f"env.restore_mode = state and env {env.id} has no get_state() and set_state()", hint)
     if restore_mode == "auto":
         restore_mode = "state" if keeper is not None else "rerun" if repeats else "fresh"
     if not repeats and restore_mode != "state":
@@ -192,6 +142,7 @@ def examine(env: Env, base: Sequence[Path], previous: bool) -> dict[str, Any]:
         episode_limit=limit,
         restore_mode=restore_mode,
         renders=can_render(env, made, base),
+        takes_options=options_layer(made) is not None,
         env_bytes=_measure_memory(env, base),
         step_seconds=median(found.step_times) * env.frameskip,
         notes=tuple(notes),

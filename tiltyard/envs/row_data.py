@@ -1,37 +1,33 @@
 """The rows of a group of envs as arrays [B, ...], shared by the group (vector.py) and the code that steps its envs.
 
-Owns the memory that a `Step` shows, the masks, and the errors that name a row; calls no env.
+Owns the memory that a `Step` shows, the masks, and the errors that name a row; calls no env. episodes.py counts, saves
+and restores episodes, watchdog.py explains the heartbeat.
 
-    obs_buffer.py     observations and their stacks        episode_stats.py  seeds, lengths, returns, time limits
-    episode_state.py  saving and restoring episodes        watchdog.py       what the heartbeat means
+    frame stack of 3, oldest first:   reset a -> a a a    step b -> a a b    step c -> a b c
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from gymnasium import spaces as gym_spaces
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
+from tiltyard.envs import spaces
 from tiltyard.envs.actions import flat_mask
-from tiltyard.envs.checks import mask_fault, mask_in
+from tiltyard.envs.checks import mask_fault, mask_in, obs_fault, structure_fault
 from tiltyard.envs.env_errors import InvalidEnvData, diverged, env_error
-from tiltyard.envs.episode_state import History
-from tiltyard.envs.episode_stats import EpisodeStats, Seeds, episode_seed, first_limits
-from tiltyard.envs.obs_buffer import ObsBuffer
-from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD, previous_specs
+from tiltyard.envs.env_options import EnvOptions
+from tiltyard.envs.episodes import EpisodeStats, History, Seeds, episode_seed, first_limits
 from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.types import EnvSpec, EpisodeEnd
-
-if TYPE_CHECKING:
-    from gymnasium import Space
-
-    from tiltyard.types import Array, Arrays
+from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,131 @@ class GroupConfig:
         return EpisodeStats(self.rows, self.agents, self.first_row, seeds, self.spec.frameskip, limit, first)
 
 
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite. Summing first takes half the time of isfinite."""
+    return math.isfinite(np.add.reduce(array, axis=None)) or bool(np.isfinite(array).all())
+
+
+class _Slot:
+    """The arrays of one leaf, and views of them for writing frames."""
+
+    def __init__(self, leaf: spaces.Leaf, rows: int, stack: int) -> None:
+        self.leaf = leaf
+        spec = spaces.stacked(leaf.spec, stack)
+        self.now = np.zeros((rows, *spec.shape), spec.dtype)
+        self.final = np.zeros((rows, *spec.shape), spec.dtype)
+        self.stack = stack
+        self.floats = self.now.dtype.kind == "f"
+        self.newest = self.now  # [B, *frame]: where the latest frame of each row goes
+        space = leaf.space
+        copied = isinstance(space, gym_spaces.Box) and space.shape == leaf.spec.shape
+        self.plain = (space.shape, space.dtype) if copied else None  # of a value that needs no encoding
+        self.categories = (int(space.start), int(space.n)) if isinstance(space, gym_spaces.Discrete) else None
+        if stack > 1:
+            axis = 1 + (spaces.stack_axis(leaf.spec) if leaf.spec.shape else 0)
+            width = leaf.spec.shape[axis - 1] if leaf.spec.shape else 1
+            before: list[slice] = [slice(None)] * axis
+            self.newest = self.now[(*before, slice(-width, None))]
+            self.older = self.now[(*before, slice(None, -width))]
+            self.younger = self.now[(*before, slice(width, None))]
+            if not leaf.spec.shape:
+                self.newest = self.newest[:, 0]
+
+    def write_plain(self, row: int, value: Any) -> bool:
+        """Store a frame that is exactly what the space declares; False if it needs checks or encoding."""
+        if self.plain is not None:
+            if type(value) is np.ndarray and (value.shape, value.dtype) == self.plain:
+                self.newest[row] = value
+                return True
+        elif self.categories is not None and type(value) in (int, np.int64):
+            index = value - self.categories[0]
+            if 0 <= index < self.categories[1]:
+                self.newest[row] = index
+                return True
+        return False
+
+
+class ObsBuffer:
+    """Arrays of all rows. The hot loop (single_agent_vector.py) copies plain frames itself, see `plain`."""
+
+    def __init__(self, space: gym_spaces.Space[Any], rows: int, stack: int, strict: bool) -> None:
+        self._slots = [_Slot(leaf, rows, stack) for leaf in spaces.observation_leaves(space)]
+        self._leaves = [slot.leaf for slot in self._slots]
+        self._strict = strict
+        self._stack = stack
+        self.now: Arrays = {slot.leaf.name: slot.now for slot in self._slots}
+        self.final: Arrays = {slot.leaf.name: slot.final for slot in self._slots}
+        # For a single Box that needs no encoding, comparing shape and dtype is enough.
+        only = self._slots[0]
+        alone = len(self._slots) == 1 and not only.leaf.path and only.plain is not None
+        self.plain = (only.newest, *(only.plain if alone and only.plain else (None, None)))
+        """the array for plain frames, and the shape and dtype they must have; None: use `write`"""
+
+    def shift(self) -> None:
+        """Shift the stacks of all rows for the next frame. Numpy handles the overlap."""
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.older[...] = slot.younger
+
+    def shift_row(self, row: int) -> None:
+        """Shift the stack of one row."""
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.older[row] = slot.younger[row]
+
+    def write(self, row: int, obs: Any) -> None:
+        """Check and store a row's latest frame. `check_finite` looks for NaN in plain frames."""
+        for slot in self._slots:
+            try:
+                value = spaces.pick(obs, slot.leaf.path)
+            except (KeyError, IndexError, TypeError):
+                fault = structure_fault(self._leaves, obs) or f"observation {slot.leaf.name!r} is missing"
+                raise InvalidEnvData(fault, slot.leaf.name, obs) from None
+            if not slot.write_plain(row, value):
+                broken = obs_fault(slot.leaf, value, self._strict)
+                if broken:
+                    raise InvalidEnvData(broken, slot.leaf.name, value)
+                slot.newest[row] = spaces.encode_leaf(slot.leaf, value)
+
+    def write_all(self, obs: Any) -> None:
+        """Store the latest frames of all rows unchecked, [B, ...] per leaf, for envs that step them in one call."""
+        if self.plain[1] is not None:
+            self.plain[0][...] = obs
+            return
+        for slot in self._slots:
+            slot.newest[...] = spaces.encode_leaves(slot.leaf, spaces.pick(obs, slot.leaf.path))
+
+    def restart(self, row: int, obs: Any) -> None:
+        """Store the first frame of an episode, repeated over the stack."""
+        self.write(row, obs)
+        if self._stack > 1:
+            for slot in self._slots:
+                slot.now[row] = spaces.fill_stack(slot.newest[row].copy(), slot.now.shape[1:])
+
+    def clear(self, row: int) -> None:
+        """Set a row's observation to zeros."""
+        for slot in self._slots:
+            slot.now[row] = 0
+
+    def keep_final(self, row: int) -> None:
+        """Copy a row's observation to `final` before a new episode overwrites it."""
+        for slot in self._slots:
+            slot.final[row] = slot.now[row]
+
+    def check_finite(self) -> tuple[int, str, Array] | None:
+        """(row, name, values) of the first observation with NaN or infinity."""
+        for slot in self._slots:
+            if slot.floats and not all_finite(slot.newest):
+                bad = ~np.isfinite(slot.newest).reshape(len(slot.newest), -1).all(axis=1)
+                row = int(np.flatnonzero(bad)[0])
+                return row, slot.leaf.name, slot.newest[row].copy()
+        return None
+
+
 class RowData:
     """Arrays and lists with one entry per row. Arrays are changed in place, never replaced."""
 
-    def __init__(self, config: GroupConfig, space: Space[Any], restore_mode: str) -> None:
+    def __init__(self, config: GroupConfig, space: gym_spaces.Space[Any], restore_mode: str) -> None:
         rows, action = config.rows, config.spec.action
         self.config, self.restore_mode = config, restore_mode
         self.heartbeat = (PROCESS_HEARTBEAT if config.heartbeat is None else config.heartbeat).data
@@ -85,7 +202,7 @@ class RowData:
         self.obs: Arrays = dict(self.buffer.now)
         self.final_obs: Arrays = dict(self.buffer.final)
         if config.previous:
-            for name, spec in previous_specs(action).items():
+            for name, spec in spaces.previous_specs(action).items():
                 self.obs[name] = np.zeros((rows, *spec.shape), np.float32)
                 self.final_obs[name] = np.zeros((rows, *spec.shape), np.float32)
         self.mask = np.ones((rows, action.mask_size), bool) if config.spec.masked else None
@@ -96,7 +213,9 @@ class RowData:
         self.acting = np.ones(rows, bool)  # rows whose next action takes effect
         self.any_first = True
         self.history = History(rows, action.columns) if restore_mode == "rerun" else None
+        self.options = EnvOptions(config.env.options, config.copies)
         self.infos: list[Any] = [{}] * rows  # of the last step: of the ended episode where one ended
+        self.last_infos: list[dict[str, float]] = [{} for _ in range(rows)]  # of several agents: scalars of each one's
         # As the envs returned them in the last step.
         self.raw_reward: list[float] = [0.0] * rows
         self.raw_terminated: list[bool] = [False] * rows
@@ -109,9 +228,8 @@ class RowData:
         probed = {name: (spec.shape, spec.dtype) for name, spec in self.config.spec.obs.items()}
         if found != probed:
             changed = "model.previous, env.frame_stack or the env itself" if self.config.previous else "the env itself"
-            raise UseError(
-                f"env {self.config.env.id} observes {found}; expected {probed} from its probe", f"{changed} changed"
-            )
+            hint = f"{changed} changed"
+            raise UseError(f"env {self.config.env.id} observes {found}; expected {probed} from its probe", hint)
 
     def begin_episode(self, copy: int) -> int:
         """Reset the counters of a copy for its next episode and return that episode's seed."""
@@ -119,14 +237,14 @@ class RowData:
         if self.history is not None:
             self.history.restart(rows)
         if self.config.previous:
-            self.obs[PREVIOUS_ACTION][rows] = self.obs[PREVIOUS_REWARD][rows] = 0
+            self.obs[spaces.PREVIOUS_ACTION][rows] = self.obs[spaces.PREVIOUS_REWARD][rows] = 0
         return seed
 
     def keep_final(self, row: int) -> None:
         """Copy a row's observation to `final_obs` before its next episode overwrites it."""
         self.buffer.keep_final(row)
         if self.config.previous:
-            for name in (PREVIOUS_ACTION, PREVIOUS_REWARD):
+            for name in (spaces.PREVIOUS_ACTION, spaces.PREVIOUS_REWARD):
                 self.final_obs[name][row] = self.obs[name][row]
 
     def store_mask(self, row: int, obs: Any, info: Any) -> None:

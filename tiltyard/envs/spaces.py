@@ -1,6 +1,6 @@
 """Observation spaces as named arrays: how each space is stored, and how an observation is encoded.
 
-Owns names, shapes and dtypes. The arrays are in obs_buffer.py, action spaces in actions.py.
+Owns names, shapes and dtypes. The arrays are in row_data.py, action spaces in actions.py.
 
     Box float64, float16 -> float32   bool -> uint8      Discrete      -> int64 [], counted from 0
     Box integers         -> the same, unsigned widened   MultiDiscrete -> int64 [n], counted from 0
@@ -10,21 +10,18 @@ Owns names, shapes and dtypes. The arrays are in obs_buffer.py, action spaces in
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from tiltyard.errors import UseError
-from tiltyard.types import ActionPart, ActionSpec, ArraySpec, EnvSpec
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array, Arrays
+from tiltyard.run.atomic import plain
+from tiltyard.types import ActionPart, ActionSpec, Array, Arrays, ArraySpec, EnvSpec
 
 MASK = "action_mask"
 BARE = "obs"
@@ -55,9 +52,8 @@ def observation_leaves(space: gym_spaces.Space[Any]) -> list[Leaf]:
     found: list[Leaf] = []
     _add_leaves(space, (), found)
     if not found:
-        raise UseError(
-            f"the observation space {space} contains no observations", "give it at least one Box or Discrete"
-        )
+        hint = "give it at least one Box or Discrete"
+        raise UseError(f"the observation space {space} contains no observations", hint)
     names = [leaf.name for leaf in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -100,10 +96,8 @@ def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
         return ArraySpec("multi_binary", (int(np.prod(space.shape)),), "uint8")
     if isinstance(space, gym_spaces.Text):
         return ArraySpec("text", (TEXT_WORDS,), "int32", (TEXT_HASHES + 1,))
-    raise UseError(
-        f"observation {name!r} has a space that Tiltyard cannot store: {type(space).__name__}",
-        "use Box, Discrete, MultiDiscrete, MultiBinary, Text, or Dict and Tuple of them; a wrapper can convert it",
-    )
+    hint = "use Box, Discrete, MultiDiscrete, MultiBinary, Text, or Dict and Tuple of them; a wrapper can convert it"
+    raise UseError(f"observation {name!r} has a space that Tiltyard cannot store: {type(space).__name__}", hint)
 
 
 def stack_axis(spec: ArraySpec) -> int:
@@ -174,14 +168,9 @@ def pick(obs: Any, path: tuple[str | int, ...]) -> Any:
     return obs
 
 
-class ObsEncoder:
-    """Single observations of one space -> named arrays, without stacking."""
-
-    def __init__(self, space: gym_spaces.Space[Any]) -> None:
-        self.leaves = observation_leaves(space)
-
-    def encode(self, obs: Any) -> Arrays:
-        return {leaf.name: encode_leaf(leaf, pick(obs, leaf.path)) for leaf in self.leaves}
+def encode(leaves: list[Leaf], obs: Any) -> Arrays:
+    """A single observation as named arrays, without stacking."""
+    return {leaf.name: encode_leaf(leaf, pick(obs, leaf.path)) for leaf in leaves}
 
 
 def fill_stack(frame: Array, shape: tuple[int, ...]) -> Array:
@@ -199,32 +188,23 @@ def fill_stack(frame: Array, shape: tuple[int, ...]) -> Array:
 
 def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
     """An EnvSpec as JSON values; infinite bounds as the strings "inf" and "-inf"."""
-    data: dict[str, Any] = _json_values(asdict(spec))
+    data: dict[str, Any] = plain(asdict(spec))
     return data
-
-
-def _json_values(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json_values(inner) for key, inner in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_json_values(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spec_from_json(data: Mapping[str, Any]) -> EnvSpec:
     """The inverse of spec_to_json; older data may lack the newer fields."""
-    obs = {
-        name: ArraySpec(a["kind"], tuple(a["shape"]), a["dtype"], tuple(a["options"]), a["image"])
-        for name, a in data["obs"].items()
-    }
-    bounds = [tuple(tuple(map(float, part[end])) for end in ("low", "high")) for part in data["action"]["parts"]]
-    parts = [
-        ActionPart(part["kind"], part["columns"], part["options"], low, high)
-        for part, (low, high) in zip(data["action"]["parts"], bounds, strict=True)
-    ]
     known = {item.name: data[item.name] for item in fields(EnvSpec) if item.name in data}
     known |= {"agents": tuple(data["agents"]), "notes": tuple(data["notes"]), "restore_mode": restore_mode_in(data)}
-    return EnvSpec(**{**known, "obs": obs, "action": ActionSpec(tuple(parts), data["action"]["tree"])})
+    known["obs"] = {
+        name: ArraySpec(**{**item, "shape": tuple(item["shape"]), "options": tuple(item["options"])})
+        for name, item in data["obs"].items()
+    }
+    parts = [
+        ActionPart(**{**part, "low": tuple(map(float, part["low"])), "high": tuple(map(float, part["high"]))})
+        for part in data["action"]["parts"]
+    ]
+    return EnvSpec(**{**known, "action": ActionSpec(tuple(parts), data["action"]["tree"])})
 
 
 def restore_mode_in(data: Mapping[str, Any]) -> Any:

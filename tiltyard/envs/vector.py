@@ -12,35 +12,30 @@ MultiAgentStepping.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from tiltyard.envs import episode_state
+from tiltyard.envs import episodes
 from tiltyard.envs.actions import ActionCodec
 from tiltyard.envs.checks import shown
-from tiltyard.envs.episode_stats import episode_seed
-from tiltyard.envs.make import make_copies, require_agents
+from tiltyard.envs.episodes import episode_seed
+from tiltyard.envs.make import make_copies
 from tiltyard.envs.multi_agent_vector import MultiAgentStepping
-from tiltyard.envs.native_vector import EXACT, NativeStepping, make_native
-from tiltyard.envs.obs_buffer import all_finite
-from tiltyard.envs.row_data import GroupConfig, RowData
-from tiltyard.envs.single_agent_vector import SingleAgentStepping
+from tiltyard.envs.pettingzoo import Parallel
+from tiltyard.envs.row_data import GroupConfig, RowData, all_finite
+from tiltyard.envs.single_agent_vector import EXACT, NativeStepping, SingleAgentStepping, make_native
 from tiltyard.envs.spaces import PREVIOUS_ACTION, PREVIOUS_REWARD
-from tiltyard.types import EpisodeEnd, Step, Tree
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array, Arrays
+from tiltyard.errors import UseError
+from tiltyard.types import Array, Arrays, EpisodeEnd, Step, Tree
 
 
 class Stepping(Protocol):
     """How the envs of a group are stepped and reset. Works on the group's RowData."""
 
-    envs: list[Any]
-    """one per copy"""
-    counters: Arrays
-    """arrays [B] of its own that a checkpoint keeps"""
+    envs: list[Any]  # one per copy
+    counters: Arrays  # arrays [B] of its own that a checkpoint keeps
 
     def step(self, actions: list[Any]) -> None:
         """Step every row: write its observation, mask, info, reward and ends."""
@@ -53,11 +48,6 @@ class Stepping(Protocol):
 
     def rerun(self, copy: int, actions: list[Array]) -> list[float] | None:
         """Repeat the actions of each row of a copy; the returns, or None if the episode ends on the way."""
-
-    def save(self) -> dict[str, Tree]:
-        """What a checkpoint keeps beyond the counters."""
-
-    def load(self, tree: Tree) -> None: ...
 
     def close(self) -> None: ...
 
@@ -134,37 +124,27 @@ class EnvGroup:
         ends = {"terminated": data.terminated, "truncated": data.truncated, "first": data.first}
         return {**self.stats.counters, "reward": data.reward, **ends, **self.stepping.counters}
 
-    @property
-    def restore_mode(self) -> str:
-        return self.data.restore_mode
-
     def save(self) -> Tree:
         """Everything needed to continue exactly here; running episodes are not disturbed."""
-        return {**episode_state.save(self), **self.stepping.save()}
+        return episodes.save(self)
 
     def load(self, tree: Tree) -> list[str]:
         """Continue where `save` was called; returns warnings about episodes that could not be restored."""
-        warnings = episode_state.load(self, tree)
+        warnings = episodes.load(self, tree)
         self.data.any_first = True
         self.stats.set_countdown()
-        self.stepping.load(tree)
         return warnings
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Give every env these options before its next reset."""
+        self.env = self.env.model_copy(update={"options": dict(options)})
+        self.data.options.change(options)
 
     def skip_episodes(self, count: int) -> None:
         """Skip the next episodes of every row, because their seeds were used elsewhere."""
         self.stats.number += count
 
     # ------------------------------------------------------------------------------------------ rendering and the rest
-
-    @property
-    def frames_taken(self) -> int:
-        """Simulator frames of all copies, see EpisodeStats."""
-        return self.stats.frames_taken
-
-    @property
-    def raw_reward(self) -> list[float]:
-        """The rewards of the last step as the envs returned them."""
-        return self.data.raw_reward
 
     @property
     def fps(self) -> float:
@@ -178,8 +158,6 @@ class EnvGroup:
         """A row's current image, as its env draws it."""
         try:
             frame: Any = self.envs[row // self.agents].render()
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             raise self.data.env_error(error, row, "render") from error
         if isinstance(frame, list):
@@ -203,6 +181,10 @@ def make_group(
         if vector is not None:
             data = RowData(config, vector.observation_space, vector.restore_mode)
             return EnvGroup(data, NativeStepping(data, vector))
+    return _make_group_of_copies(config)
+
+
+def _make_group_of_copies(config: GroupConfig) -> EnvGroup:
     envs = make_copies(
         config.env,
         config.base,
@@ -211,7 +193,9 @@ def make_group(
         seed=episode_seed(config.seed, f"{config.role}/make", config.first_copy, 0),
         heartbeat=config.heartbeat,
     )
-    require_agents(config.env, envs[0], several=config.spec.parallel)
+    if isinstance(envs[0], Parallel) != config.spec.parallel:
+        now, before = ("one agent", "several") if config.spec.parallel else ("several agents", "one")
+        raise UseError(f"env.id = {config.env.id} has {now} now and had {before} before", "the env itself changed")
     data = RowData(config, envs[0].observation_space, config.spec.restore_mode)
     if config.spec.parallel:
         return EnvGroup(data, MultiAgentStepping(data, envs))

@@ -8,16 +8,14 @@ resize_image             uint8 images to `height` x `width`, averaging areas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
 from tiltyard.errors import UseError
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 
 class FlattenMultiDiscrete(gymnasium.ActionWrapper[Any, Any, Any]):
@@ -27,9 +25,8 @@ class FlattenMultiDiscrete(gymnasium.ActionWrapper[Any, Any, Any]):
         super().__init__(env)
         inner = env.action_space
         if not isinstance(inner, spaces.MultiDiscrete):
-            raise UseError(
-                f"flatten_multi_discrete needs a MultiDiscrete action space, not {inner}", "remove the wrapper"
-            )
+            hint = "remove the wrapper"
+            raise UseError(f"flatten_multi_discrete needs a MultiDiscrete action space, not {inner}", hint)
         self._inner, self._options = inner, np.asarray(inner.nvec).reshape(-1)
         self.action_space = spaces.Discrete(int(np.prod(self._options)))
 
@@ -46,9 +43,8 @@ class DiscreteSteps(gymnasium.ActionWrapper[Any, Any, Any]):
         super().__init__(env)
         inner = env.action_space
         if not isinstance(inner, spaces.Box) or not (np.isfinite(inner.low) & np.isfinite(inner.high)).all():
-            raise UseError(
-                f"discrete_steps needs a Box action space with finite bounds, not {inner}", "remove the wrapper"
-            )
+            hint = "remove the wrapper"
+            raise UseError(f"discrete_steps needs a Box action space with finite bounds, not {inner}", hint)
         if not 2 <= steps <= 1000:
             raise UseError(f"steps of discrete_steps must be from 2 to 1000, not {steps}", "11 is a good start")
         low, high = inner.low.astype(np.float64).reshape(-1), inner.high.astype(np.float64).reshape(-1)
@@ -84,9 +80,8 @@ class ResizeImage(gymnasium.ObservationWrapper[Any, Any, Any]):
         super().__init__(env)
         shape = _image_shape(env.observation_space, "resize_image")
         if height < 1 or width < 1:
-            raise UseError(
-                f"height and width of resize_image must be at least 1, not {height} and {width}", "84 is usual"
-            )
+            hint = "84 is usual"
+            raise UseError(f"height and width of resize_image must be at least 1, not {height} and {width}", hint)
         self._first = shape[0] < shape[2]
         self._size = (width, height)
         out = (shape[0], height, width) if self._first else (height, width, shape[2])

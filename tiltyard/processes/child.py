@@ -1,150 +1,174 @@
-"""Child processes that perform one task: JSON lines both ways, nothing pickled, none outlives its parent.
+"""Python processes of ours that perform one task and talk through a channel; none outlives its parent.
 
-    parent                                   child: python -m MODULE PARENT, which calls `serve`
-      task as one line  -> stdin  ------------> performs it
-      more messages     -> stdin  ------------> recv(); it exits at the end of stdin, because the parent is gone
-                        <- stdout ------------- send(), and finally the result; what an env prints goes to stderr
+    parent: Child("module:function", task)        child: function(task, parent) in a session of its own
+      task, then further messages  ────────────>    parent.recv(); it exits when the parent is gone
+                                   <────────────    parent.send(), and finally the result, or the error it raised
 
 On Linux the kernel kills a child whose parent dies, even one that is stuck in an env's native code.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
+import importlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
-from tiltyard.errors import EXIT_FAILED, TiltyardError, UseError
+from tiltyard.errors import EXIT_FAILED, TiltyardError
+from tiltyard.processes.channel import Channel, error_from, error_message
+from tiltyard.processes.exit_reason import exit_text
+from tiltyard.processes.lifetime import die_with, take_no_action_on
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+POLL_SECONDS = 0.05  # between two checks whether a silent child is alive: a fork of it may hold its channel
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 Message = dict[str, Any]
 
 
-class Child:
-    """The parent's end. `name` and `hint` are for the error when the child dies."""
+def start_python(
+    function: str,
+    *arguments: Any,
+    fds: Sequence[int],
+    environment: Mapping[str, str],
+    stdout: int | IO[bytes] = 2,  # ours is for data
+    stderr: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Call a "module:function" in a new Python process. It has no terminal: an env that reads a password there would
+    stop the whole job."""
+    root = str(Path(__file__).resolve().parents[2])
+    module, _, name = function.partition(":")
+    code = f"import sys; sys.path.append({root!r}); from {module} import {name}; {name}(*{list(arguments)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        pass_fds=fds,
+        start_new_session=True,
+    )
 
-    def __init__(self, module: str, task: Message, name: str, hint: str) -> None:
+
+class ChildGone(TiltyardError):
+    """A child that has exited, or was killed, without a result."""
+
+    def __init__(self, name: str, status: int, hint: str) -> None:
+        super().__init__(f"{name} {exit_text(status)}", hint)
+        self.status = status
+
+
+class Child:
+    """The parent's end. `name` and `hint` are for the error when the child dies; `output` takes what it prints."""
+
+    def __init__(
+        self,
+        function: str,
+        task: Message,
+        name: str,
+        hint: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        output: tuple[IO[bytes] | int, IO[bytes] | None] = (2, None),
+    ) -> None:
         self._name, self._hint = name, hint
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-            start_new_session=True,  # no terminal: an env that reads a password there would stop the whole job
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self.process = start_python(
+            "tiltyard.processes.child:serve",
+            *(os.getpid(), theirs.fileno(), function),
+            fds=[theirs.fileno()],
+            environment={**os.environ, **ONE_THREAD} if environment is None else environment,
+            stdout=output[0],
+            stderr=output[1],
         )
+        theirs.close()
         self.send(task)
 
     def send(self, message: Message) -> None:
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # `recv` reports that it is dead
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
+            self._channel.send(message)
 
-    def recv(self) -> Message:
-        """The child's next message; raises the error that it failed with."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.endswith("\n"):  # the child is gone; the last line may be cut
-            code = self.process.wait()
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            raise TiltyardError(f"{self._name} {how}", self._hint)
-        message: Message = json.loads(line)
+    def recv(self, timeout: float = float("inf")) -> Message:
+        """The child's next message; raises the error that it failed with or died of, or TimeoutError."""
+        until = time.monotonic() + timeout
+        while not self._channel.is_ready(POLL_SECONDS) and self.process.poll() is None:
+            if time.monotonic() > until:
+                raise TimeoutError
+        try:
+            if not self._channel.is_ready():
+                raise EOFError
+            message: Message = self._channel.recv()
+        except EOFError as error:
+            raise ChildGone(self._name, self.process.wait(), self._hint) from error
         if "error" in message:
-            kind = UseError if message["wrong_use"] else TiltyardError
-            raise kind(message["error"], message["hint"], message["details"])
+            raise error_from(message)
         return message
+
+    def close(self) -> None:
+        """End it if it runs, with its process group."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._channel.close()
 
 
 @contextmanager
-def children(module: str, tasks: Sequence[Message], name: str, hint: str) -> Iterator[list[Child]]:
+def children(function: str, tasks: Sequence[Message], name: str, hint: str) -> Iterator[list[Child]]:
     """Start one child per task, called `name` and its number; all of them are gone when the context is left."""
     started: list[Child] = []
     try:
         for number, task in enumerate(tasks):
-            started.append(Child(module, task, f"{name} {number}", hint))
+            started.append(Child(function, task, f"{name} {number}", hint))
         yield started
     finally:
         for child in started:
-            if child.process.poll() is None:
-                child.process.kill()
-            child.process.communicate()
+            child.close()
 
 
 # ---------------------------------------------------------------------------------------------- in the child
 
 
 class Parent:
-    """The child's end."""
+    """The child's end. A thread reads what the parent sends, and ends this process when the parent is gone."""
 
-    def __init__(self, answers: TextIO, messages: queue.SimpleQueue[Message]) -> None:
-        self._answers, self._messages = answers, messages
+    def __init__(self, channel: Channel) -> None:
+        self.send, self._channel = channel.send, channel
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Message) -> None:
-        self._answers.write(json.dumps(message) + "\n")
-        self._answers.flush()
+    def _read(self) -> None:
+        with suppress(EOFError):
+            while True:
+                self._messages.put(self._channel.recv())
+        os._exit(EXIT_FAILED)
 
     def recv(self) -> Message:
-        """Wait for the next message; the first one is the task."""
+        """Wait for the next message."""
         return self._messages.get()
 
 
-def serve(parent: int, perform: Callable[[Message, Parent], Message]) -> None:
-    """Perform the task read from stdin; the result or the error of `perform` is the last line of stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C may reach all processes of a job; the parent ends this one
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    stdin = os.dup(0)
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # an env that reads stdin would take our messages
-    channel = Parent(answers, _read_messages(parent, stdin))
-    task = channel.recv()
-    try:
-        result = perform(task, channel)
-    except TiltyardError as error:
-        wrong_use = isinstance(error, UseError)
-        result = {"error": error.message, "hint": error.hint, "details": error.details, "wrong_use": wrong_use}
-    channel.send(result)
-
-
-def take_no_action_on(*numbers: int) -> None:
-    """Handle signals by doing nothing; another process decides what follows. SIG_IGN would be inherited by simulators,
-    which could then not be terminated."""
-    for number in numbers:
-        signal.signal(number, lambda number, frame: None)
-        signal.siginterrupt(number, False)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere, closed pipes end it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(EXIT_FAILED)
-
-
-def _read_messages(parent: int, pipe: int) -> queue.SimpleQueue[Message]:
-    """Read the parent's messages in a thread, and exit when the parent is gone."""
+def serve(parent: int, fd: int, function: str) -> None:
+    """Call the function with the task that the parent sends; its result or error is the last message."""
     die_with(parent)
-    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def read() -> None:
-        text = b""
-        while got := os.read(pipe, 1 << 16):  # no file object: Python would wait for its lock at exit
-            *lines, text = (text + got).split(b"\n")
-            for each in lines:
-                messages.put(json.loads(each))
-        os._exit(EXIT_FAILED)
-
-    threading.Thread(target=read, daemon=True).start()
-    return messages
+    take_no_action_on(signal.SIGINT)  # ^C may reach all processes of a job; the parent ends this one
+    channel = Parent(Channel(fd))
+    task = channel.recv()
+    module, _, name = function.partition(":")
+    try:
+        result = getattr(importlib.import_module(module), name)(task, channel)
+    except TiltyardError as error:
+        result = error_message(error)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    channel.send(result)
+    os._exit(0)  # skip threads and exit handlers of simulators

@@ -8,9 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def killed_by(number: int, *, explained: bool = False) -> str:
-    """Describe a death by signal; with `explained`, a SIGKILL is attributed to the kernel or to another process."""
-    more = f" ({_memory.explain()})" if explained and number == signal.SIGKILL else ""
+def exit_text(status: int) -> str:
+    """Describe an exit code, negative for a death by signal."""
+    return killed_by(-status) if status < 0 else f"exited with code {status}"
+
+
+def killed_by(number: int) -> str:
+    """Describe a death by signal; a SIGKILL is attributed to the kernel or to another process."""
+    more = f" ({_memory.explain()})" if number == signal.SIGKILL else ""
     with suppress(ValueError):  # real-time signals have no name
         return f"was killed by {signal.Signals(number).name}{more}"
     return f"was killed by signal {number}"

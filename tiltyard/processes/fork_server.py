@@ -1,18 +1,19 @@
 """A fork server: a process that has torch imported already and forks others on request, in milliseconds each.
 
-    driver ── {"run": "module:function", "name": ..., "number": 3, ...} + file descriptors ──> fork server ── fork
-    driver <── {"started": pid, "number": 3} / {"exited": pid, "status": code} ── fork server
+    driver ── {"run": "module:function", "name": ..., "number": 3} + file descriptors ──> fork server ── fork
+    driver <── {"number": 3, "started": pid} / {"number": 3, "exited": code} ── fork server
+    driver <── channel ──> function(task, channel, fds) in the forked process
 
-Messages are JSON, one per datagram of a socket pair; nothing is pickled. When the driver ends, the socket closes and
-the fork server ends its children and itself; when the fork server is killed, the kernel kills its children. Processes
-that an env leaves behind, such as a simulator, become children of the fork server and are ended too (on Linux).
+When the driver ends, the socket closes and the fork server ends its children and itself; when the fork server is
+killed, the kernel kills its children. Processes that an env leaves behind, such as a simulator, become children of the
+fork server and are ended too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
+import itertools
 import json
 import os
 import select
@@ -21,100 +22,159 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
+
+import psutil
 
 from tiltyard.errors import TiltyardError
 from tiltyard.processes import reaper
-from tiltyard.processes.child import die_with, take_no_action_on
+from tiltyard.processes.channel import Channel
+from tiltyard.processes.child import ONE_THREAD, start_python
+from tiltyard.processes.exit_reason import exit_text
+from tiltyard.processes.lifetime import adopt_orphans, die_with, name_process, take_no_action_on
 from tiltyard.processes.platforms import require_linux
 
-MAX_BYTES = 1 << 20  # of a message: an experiment with its spec
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+MAX_BYTES = 1 << 16  # of a message
 TIMEOUT = 10.0  # seconds that a fork server may take to exit
 _COPY = "copy"  # as `run`: a copy of the fork server itself
-_START = "import sys; sys.path.append({root!r}); from tiltyard.processes.fork_server import main; main({fd}, {preload})"
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(eq=False)
+class Forked:
+    """A process that a fork server has forked, and the channel to it."""
+
+    channel: Channel
+    pid: int | None = None
+    """once the fork server has reported it"""
+    status: int | None = None
+    """once it has exited: its code, negative for a signal"""
+
+    def how(self) -> str:
+        """How it has exited."""
+        assert self.status is not None
+        return exit_text(self.status)
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its exit is reported
+            self.channel.send(message)
 
 
 class ForkServer:
-    """The driver's end. `preload` are modules to import before the first fork; `hint` is for errors. With a `parent` it
-    is a copy of that one, which is ready at once."""
+    """The driver's end, as a context: `close` ends the fork server and its children. Its process starts with `start`,
+    or with the first fork or copy, in the folder and with the environment variables of that moment.
+
+    `preload` are modules to import before the first fork; `hint` is for errors. With `mark`, what a child leaves behind
+    is ended soon after it; otherwise, with the fork server.
+    """
 
     def __init__(
         self,
         preload: Sequence[str] = (),
         hint: str = "engine.workers=0 needs no worker processes",
         *,
-        parent: ForkServer | None = None,
+        mark: bool = True,
     ) -> None:
-        self._hint = f"see the messages above; {hint}"
-        require_linux("the fork server, which starts workers and learners,", hint)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
-        self._process = self._start(theirs, preload) if parent is None else None
-        if parent is not None:
-            while parent.poll_events() is not None:  # events of other copies would fill the socket in the end
-                pass
-            parent.fork({"run": _COPY, "number": 0}, [theirs.fileno()])
-        theirs.close()
-        self._socket = ours
+        self._preload, self._hint, self._mark = preload, hint, mark
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._numbers = itertools.count()
+        self._forked: dict[int, Forked] = {}
+        self._exited: list[Forked] = []
 
-    @staticmethod
-    def _start(theirs: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).resolve().parents[2])
-        start = _START.format(root=root, fd=theirs.fileno(), preload=list(preload))
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", start],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # stdout is the driver's, for data
-            env={**_environment(), **_ONE_THREAD},  # a thread pool does not survive a fork
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> socket.socket:
+        """Start the process if there is none; it imports `preload` meanwhile. Returns the socket."""
+        if self._socket is None:
+            require_linux("the fork server, which starts workers and learners,", self._hint)
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = start_python(
+                "tiltyard.processes.fork_server:main",
+                *(theirs.fileno(), list(self._preload)),
+                fds=[theirs.fileno()],
+                environment={**_environment(), **ONE_THREAD},  # a thread pool does not survive a fork
+            )
+            theirs.close()
+        return self._socket
+
+    def copy(self) -> ForkServer:
+        """A fork of this fork server: ready at once, with children of its own. It ends with this one at the latest."""
+        made = ForkServer(self._preload, self._hint)
+        made._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._request(_COPY, "", [theirs.fileno()])
+        self._read_events(0.0)  # of many copies, they would fill the socket in the end
+        theirs.close()
+        return made
+
+    def fork(self, function: str, task: Mapping[str, Any], fds: Sequence[int] = (), *, name: str) -> Forked:
+        """Call a "module:function" with (task, channel, fds) in a new process, shown as `name` by `ps`."""
+        ours, theirs = socket.socketpair()
+        number = self._request(function, name, [theirs.fileno(), *fds])
+        theirs.close()
+        forked = self._forked[number] = Forked(Channel(ours))
+        forked.send(task)
+        return forked
+
+    def _request(self, function: str, name: str, fds: Sequence[int]) -> int:
+        number = next(self._numbers)
+        message = json.dumps({"run": function, "name": name, "number": number, "mark": self._mark}).encode()
+        try:
+            socket.send_fds(self.start(), [message], fds)
+        except OSError as error:
+            raise TiltyardError(f"cannot start processes: {error.strerror}", self._advice) from error
+        return number
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.start().fileno()
 
-    def fork(self, task: dict[str, Any], fds: list[int]) -> None:
-        """Call `task["run"]`, a "module:function", with (task, fds) in a new process, shown as `task["name"]` by `ps`.
-        Its pid is reported by `poll_events`, with `task["number"]`."""
-        try:
-            socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
-        except OSError as error:
-            raise TiltyardError(f"cannot start processes: {error.strerror}", self._hint) from error
+    def exits(self, seconds: float = 0.0) -> list[Forked]:
+        """Those that have exited since the last call; if none has, wait for an event for at most so many seconds.
+        An error if the fork server is gone."""
+        self._read_events(0.0 if self._exited else seconds)
+        found, self._exited = self._exited, []
+        return found
 
-    def poll_events(self) -> dict[str, Any] | None:
-        """The next event, if there is one; an error if the fork server is gone."""
-        if not select.select([self._socket], [], [], 0)[0]:
-            return None
-        try:
-            message = self._socket.recv(MAX_BYTES)
-        except ConnectionError:  # it exited before it read our last message
-            message = b""
-        if not message:
-            code = "" if self._process is None else f" with code {self._process.wait()}"
-            raise TiltyardError(f"the fork server exited{code}", self._hint)
-        event: dict[str, Any] = json.loads(message)
-        return event
+    def _read_events(self, seconds: float) -> None:
+        while select.select([self], [], [], seconds)[0]:
+            seconds = 0.0
+            try:
+                message = self.start().recv(MAX_BYTES)
+            except ConnectionError:  # it exited before it read our last message
+                message = b""
+            if not message:
+                code = "" if self._process is None else f" with code {self._process.wait()}"
+                raise TiltyardError(f"the fork server exited{code}", self._advice)
+            event = json.loads(message)
+            forked = self._forked.get(event["number"])
+            if forked is not None and "started" in event:
+                forked.pid = event["started"]
+            elif forked is not None:
+                forked.status = event["exited"]
+                self._exited.append(self._forked.pop(event["number"]))
 
-    def discard(self) -> None:
-        """End one that has not forked anything yet, without waiting for its imports."""
-        if self._process is not None:
-            self._process.kill()
-        self.close()
+    @property
+    def _advice(self) -> str:
+        return f"see the messages above; {self._hint}"
 
     def close(self) -> None:
         """End the fork server and its children, and wait until they are gone."""
+        if self._socket is None:
+            return
+        if self._process is not None and next(self._numbers) == 0:  # it has forked nothing
+            self._process.kill()  # without waiting for its imports
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(TIMEOUT)
             while self._socket.recv(MAX_BYTES):  # exits of children, then the end of the socket
                 pass
         self._socket.close()
+        self._socket = None
         if self._process is None:
             return
         try:
@@ -122,58 +182,6 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-@dataclass
-class _Standby:
-    """At most one fork server, started early to import torch while the driver still probes the env. It fits only the
-    folder and environment variables that it was started with."""
-
-    _ready: tuple[ForkServer, tuple[object, ...]] | None = None
-    _parent: tuple[ForkServer, tuple[object, ...]] | None = None
-    _shared: bool = False
-
-    def start(self, preload: Sequence[str]) -> ForkServer:
-        self.end()
-        self._ready = (ForkServer(preload), self._place(preload))
-        return self._ready[0]
-
-    def take(self, preload: Sequence[str]) -> ForkServer:
-        """The one in standby if it fits, else a new one; within `shared`, a copy of the first."""
-        place = self._place(preload)
-        if self._parent is not None and self._parent[1] == place:
-            return ForkServer(parent=self._parent[0])
-        if self._ready is None or self._ready[1] != place:
-            self.start(preload)
-        assert self._ready is not None
-        taken, self._ready = self._ready, None
-        if self._shared and self._parent is None:
-            self._parent = taken
-            return ForkServer(parent=taken[0])
-        return taken[0]
-
-    def end(self) -> None:
-        if self._ready is not None:
-            self._ready[0].discard()
-            self._ready = None
-
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        """Within this, every fork server taken is a copy of the first: for callers that build many engines."""
-        self._shared = True
-        try:
-            yield
-        finally:
-            parent, self._parent, self._shared = self._parent, None, False
-            if parent is not None:
-                parent[0].close()
-
-    @staticmethod
-    def _place(preload: Sequence[str]) -> tuple[object, ...]:
-        return os.getpid(), Path.cwd(), _environment(), tuple(preload)
-
-
-standby = _Standby()
 
 
 def _environment() -> dict[str, str]:
@@ -189,7 +197,7 @@ def main(fd: int, preload: Sequence[str]) -> None:
 
     The kernel is not asked to end this process with the driver: it must first end what envs have left behind.
     """
-    take_no_action_on(signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)  # the driver decides what follows
+    take_no_action_on(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
     for module in preload:
         importlib.import_module(module)
     _serve(fd)
@@ -197,10 +205,9 @@ def main(fd: int, preload: Sequence[str]) -> None:
 
 def _serve(fd: int) -> NoReturn:
     """Fork on request, report exits, and end all children when the driver is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     channel = socket.socket(fileno=fd)
-    alive: set[int] = set()
+    alive: dict[int, int] = {}  # pid -> number
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -233,8 +240,8 @@ def _serve(fd: int) -> NoReturn:
                 _run_child(server, task, fds)
             for each in fds:
                 os.close(each)
-            alive.add(pid)
-            _send(channel, {"started": pid, "number": task["number"]})
+            alive[pid] = task["number"]
+            _send(channel, {"number": task["number"], "started": pid})
     _end_all(alive)
     os._exit(0)
 
@@ -255,17 +262,16 @@ def _orphans(alive: Collection[int]) -> dict[int, int]:
     """Children of this process that it has not forked itself -> the child that each comes from, 0 if unknown. Dead ones
     are reaped."""
     found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # exited meanwhile
-            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            pid = int(stat.parent.name)
-            if int(parent) == os.getpid() and pid not in alive:
-                if state == "Z":
-                    os.waitpid(pid, os.WNOHANG)
-                else:
-                    # The worker that started a program; for a plain fork, whose environment is older, the session.
-                    mark = reaper.mark_of(pid, reaper.WORKER)
-                    found[pid] = int(mark if mark.isdecimal() else session)
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):  # exited meanwhile
+            if child.pid in alive:
+                continue
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+            else:
+                # The worker that started a program; for a plain fork, whose environment is older, the session.
+                mark = reaper.mark_of(child.pid, reaper.WORKER)
+                found[child.pid] = int(mark) if mark.isdecimal() else os.getsid(child.pid)
     return found
 
 
@@ -287,11 +293,13 @@ def _run_child(server: int, task: dict[str, Any], fds: list[int]) -> NoReturn:
         if task["run"] == _COPY:
             die_with(server)
             _serve(fds[0])
-        os.environ[reaper.WORKER] = str(os.getpid())
+        if task["mark"]:
+            os.environ[reaper.WORKER] = str(os.getpid())
         die_with(server)
         name_process(task["name"])
         module, _, function = task["run"].partition(":")
-        getattr(importlib.import_module(module), function)(task, fds)
+        channel = Channel(fds[0])
+        getattr(importlib.import_module(module), function)(channel.recv(), channel, fds[1:])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -304,7 +312,7 @@ def _run_child(server: int, task: dict[str, Any], fds: list[int]) -> NoReturn:
         os._exit(code)
 
 
-def _reap(channel: socket.socket, alive: set[int]) -> list[int]:
+def _reap(channel: socket.socket, alive: dict[int, int]) -> list[int]:
     """Report every child that has exited; returns their pids."""
     reaped = []
     while alive:
@@ -312,18 +320,11 @@ def _reap(channel: socket.socket, alive: set[int]) -> list[int]:
         if pid == 0:
             break
         if pid in alive:
-            alive.remove(pid)
             reaped.append(pid)
-            _send(channel, {"exited": pid, "status": os.waitstatus_to_exitcode(status)})
+            _send(channel, {"number": alive.pop(pid), "exited": os.waitstatus_to_exitcode(status)})
     return reaped
 
 
 def _send(channel: socket.socket, event: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the driver is gone, which the loop will see
         channel.send(json.dumps(event).encode())
-
-
-def name_process(name: str) -> None:
-    """Set what `ps` and `top` show."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])

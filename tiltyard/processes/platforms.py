@@ -25,10 +25,8 @@ def system_name() -> str:
 def refuse_windows() -> None:
     """UseError on Windows itself; WSL is Linux."""
     if _SYSTEM in ("win32", "cygwin"):
-        raise UseError(
-            f"Tiltyard does not run on {system_name()}",
-            "install it inside WSL 2, the Windows Subsystem for Linux; docs/platforms.md explains how",
-        )
+        hint = "install it inside WSL 2, the Windows Subsystem for Linux; docs/platforms.md explains how"
+        raise UseError(f"Tiltyard does not run on {system_name()}", hint)
 
 
 def require_linux(what: str, hint: str) -> None:

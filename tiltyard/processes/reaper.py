@@ -2,6 +2,7 @@
 
     this process ── starts ──> reaper: python -I -S reaper.py     waits until this process has ended
                                ends the processes that envs have started and left behind (Linux, through /proc)
+                               removes their folders and shared memory, as announced by `Reaper.announce`
                                shows the terminal's cursor again and restores the terminal's mode
 
 Programs started by envs carry a mark in their environment; plain forks of this process hold the pipe to the reaper.
@@ -14,12 +15,13 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ class Reaper:
         self._process.kill()
         self._process.communicate()
 
+    def announce(self, folder: Path, option: str, files: Sequence[str], value: str = "") -> None:
+        """Clean up after a program if `folder` is still there after this process: kill it, which has the folder in its
+        command line, remove `files` + the value of its command line's `option`, and the folder. The program may exit
+        before this process: announce it again with the `value` once that is known."""
+        assert self._process.stdin is not None
+        line = json.dumps({"folder": str(folder), "option": option, "files": list(files), "value": value})
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the reaper
+            os.write(self._process.stdin.fileno(), line.encode() + b"\n")
+
     def release(self) -> None:
         """In a fork of this process: do not count it among what the reaper ends."""
         assert self._process.stdin is not None
@@ -65,12 +76,17 @@ _own: Reaper | None = None
 _open = 0
 
 
-def own_mark() -> str:
-    """The mark of this process: what carries it, alone or followed by a dot and more, is ended after this process."""
+def own() -> Reaper:
+    """The reaper of this process; a fork has its own."""
     global _own
     if _own is None or _own.owner != os.getpid():
         _own = Reaper(mark=f"{os.getpid()}-{os.urandom(8).hex()}")
-    return _own.mark
+    return _own
+
+
+def own_mark() -> str:
+    """The mark of this process: what carries it, alone or followed by a dot and more, is ended after this process."""
+    return own().mark
 
 
 def begin() -> None:
@@ -187,20 +203,47 @@ def main(task: dict[str, Any]) -> None:
     """Wait for the owner's end, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a signal to the whole job ends the owner first
         signal.signal(number, signal.SIG_IGN)
-    _wait_for(task["owner"])
+    announced = _wait_for(task["owner"])
     if task["mode"] is not None:
         _restore_terminal(1, task["mode"], task["session"], task["group"])
+    for folder in {each["folder"] for each in announced}:
+        if Path(folder).is_dir():
+            _remove(Path(folder), [each for each in announced if each["folder"] == folder])
     end_marked(task["mark"], str(Path("/proc/self/fd/0").readlink()) if sys.platform == "linux" else "")
 
 
-def _wait_for(owner: int) -> None:
-    """Wait until a process has ended. Its pipe alone does not show that: forks may hold it, an exec closes it."""
+def _wait_for(owner: int) -> list[dict[str, Any]]:
+    """Wait until a process has ended; returns what it has announced. Its pipe alone does not show the end: forks may
+    hold it, an exec closes it."""
+    pipe, text = {0}, b""
     try:
-        ended = os.pidfd_open(owner)
-    except (AttributeError, OSError):  # not Linux, an old kernel, or already ended: wait on the pipe
-        ended = 0
-    if os.getppid() == owner:
-        select.select([ended], [], [])
+        ended = {os.pidfd_open(owner)}
+    except (AttributeError, OSError):  # not Linux, an old kernel, or already ended: the pipe must do
+        ended = set[int]()
+    over = os.getppid() != owner
+    while True:
+        ready = select.select(pipe | ended, [], [], 0 if over else None)[0] if pipe | ended else []
+        if 0 in ready:
+            got = os.read(0, 1 << 16)
+            text, pipe = text + got, pipe if got else set()
+        over = over or bool(ended & set(ready)) or not (pipe or ended)
+        if over and 0 not in ready:  # nothing is left in the pipe
+            return [json.loads(line) for line in text.split(b"\n")[:-1]]
+
+
+def _remove(folder: Path, announced: Sequence[dict[str, Any]]) -> None:
+    """Kill the program of a folder, and remove the folder and the files named after it."""
+    option, values = announced[0]["option"].encode(), {each["value"] for each in announced} - {""}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # exited meanwhile, or another user's
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if any(word.startswith(os.fsencode(folder) + b"/") for word in words):
+                values.add(os.fsdecode(words[words.index(option) + 1]))
+                os.kill(int(process.name), signal.SIGKILL)
+    for name in announced[0]["files"]:
+        for value in values:
+            Path(f"{name}{value}").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

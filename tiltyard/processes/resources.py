@@ -1,4 +1,4 @@
-"""Cores, memory and address of this machine, or of the part given to us. None where the system does not report them."""
+"""Cores, memory and address of this machine, or of the part given to us."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import socket
 import time
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 CACHE_LINE = 64  # bytes
 SAMPLE_SECONDS = 0.2  # how long core usage is measured
@@ -31,19 +33,17 @@ def free_cores() -> float:
     """Idle cores among the usable ones, at least 1. Measured once, before our own processes use them;
     `free_cores.cache_clear()` makes the next call measure again."""
     usable = usable_cores()
-    try:
-        before, start = _idle_seconds(), time.monotonic()
-        time.sleep(SAMPLE_SECONDS)  # so that the core of this process counts as free
-        return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - start)))
-    except (OSError, ValueError, LookupError):
+    if not hasattr(os, "sched_getaffinity"):
         return float(usable)
+    before, start = _idle_seconds(), time.monotonic()
+    time.sleep(SAMPLE_SECONDS)  # so that the core of this process counts as free
+    return max(1.0, min(usable, (_idle_seconds() - before) / (time.monotonic() - start)))
 
 
 def _idle_seconds() -> float:
     """Idle seconds of all cores that this process may run on, since boot."""
-    fields = {line.split()[0]: line.split()[1:] for line in Path("/proc/stat").read_text().splitlines()}
-    idle = [int(ticks) for number in os.sched_getaffinity(0) for ticks in fields[f"cpu{number}"][3:5]]
-    return sum(idle) / os.sysconf("SC_CLK_TCK")
+    cores = psutil.cpu_times(percpu=True)
+    return sum(cores[number].idle + cores[number].iowait for number in os.sched_getaffinity(0))
 
 
 def own_address() -> str:
@@ -59,32 +59,15 @@ def own_address() -> str:
 
 
 def rss_bytes() -> int:
-    """Resident bytes of this process; 0 if unknown."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Resident bytes of this process."""
+    return psutil.Process().memory_info().rss
 
 
-def free_memory() -> int | None:
+def free_memory() -> int:
     """Bytes still available: the system's, or what the control group's limit leaves if that is less."""
-    available = _meminfo_available()
+    available = psutil.virtual_memory().available
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        left = max(0, limit - used)
-        return left if available is None else min(left, available)
-    return available
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-    return None
+    return available if limit is None or used is None else min(max(0, limit - used), available)
 
 
 def _number(path: str) -> int | None:

@@ -1,6 +1,6 @@
 """The group's side of an isolated env: an object that looks like the env and forwards its methods.
 
-Owns the order of requests; a `Channel` (pool.py) carries them and EnvServer (server.py) executes them. Steps can be
+Owns the order of requests; an `EnvChannel` (pool.py) carries them and EnvServer (server.py) executes them. Steps can be
 requested ahead, so that many envs step at the same time:
 
     send_step(action, frames) -> the env takes up to that many frames, fewer when an episode ends or agents change
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from tiltyard.envs.isolation.wire import space_from_parts
+from tiltyard.envs.isolation.space_parts import space_from_parts
 
 
-class Channel(Protocol):
+class EnvChannel(Protocol):
     """The way to one isolated env. Every `send` is followed by one `recv`."""
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -31,7 +31,7 @@ class Channel(Protocol):
 class EnvProxy:
     """An isolated env; `Parallel` wraps it if it has several agents."""
 
-    def __init__(self, channel: Channel, about: dict[str, Any]) -> None:
+    def __init__(self, channel: EnvChannel, about: dict[str, Any]) -> None:
         self._channel, self._requested = channel, False
         self._frames: deque[Any] = deque()  # received, not yet returned by `step`
         observation, action = space_from_parts(about["observation_space"]), space_from_parts(about["action_space"])
@@ -41,6 +41,7 @@ class EnvProxy:
         self.possible_agents, self.agents = about["agents"], about["agents"]
         self.metadata, self.frames_per_step = about["metadata"], about["frames_per_step"]
         self.keeps_state: bool = about["keeps_state"]
+        self.takes_options: bool = about["takes_options"]
 
     def reset(self, *, seed: int) -> Any:
         answer, self.agents = self._call("reset", seed)
@@ -69,6 +70,9 @@ class EnvProxy:
 
     def set_state(self, state: Any) -> None:
         self._call("set_state", state)
+
+    def set_options(self, **options: Any) -> None:
+        self._call("set_options", options)
 
     def memory(self) -> int:
         """Bytes that the env takes in a process of its own."""

@@ -12,7 +12,7 @@ the game and takes 0.1 s, as long as 200 env steps; a reset without a seed takes
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ale_py  # noqa: F401 - first, so that an error names it if it is missing
 import gymnasium
@@ -21,12 +21,10 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium import spaces
 
-from tiltyard.envs.episode_stats import row_seeds
+from tiltyard.envs.episodes import row_seeds
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.processes.resources import usable_cores
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 SCREEN = (210, 160)  # pixels of the console, height and width
 _NO_SEED = -1  # what ALE takes for none

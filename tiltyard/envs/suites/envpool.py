@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import envpool
 import gymnasium
@@ -22,13 +22,11 @@ import numpy as np
 from envpool.registration import registry
 from gymnasium import spaces
 
-from tiltyard.envs.episode_stats import row_seeds
+from tiltyard.envs.episodes import row_seeds
 from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import short
 from tiltyard.processes.resources import usable_cores
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 _ATARI = "envpool.atari"
 # EnvPool's packages whose time limit only truncates. In others it may be a rule: MiniGrid rewards the time left.
@@ -38,7 +36,7 @@ _LIMIT_TRUNCATES = {f"envpool.{name}" for name in ("classic_control", "box2d", "
 # Packages that draw without a screen. MuJoCo's need OpenGL and end the process if there is none.
 _DRAWS = {f"envpool.{name}" for name in ("atari", "classic_control", "box2d", "minigrid", "highway", "jumanji", "pgx")}
 _UNSUPPORTED = {
-    "envpool.vizdoom": "it writes files into the current folder; use doom:basic, ..., which are ViZDoom's scenarios",
+    "envpool.vizdoom": "it writes files into the current folder; use doom:basic, ..., which are ViZDoom's scenarios"
 }
 _TILTYARD_SETTINGS = {
     "num_envs": "set engine.envs",

@@ -1,7 +1,7 @@
 """The Doom scenarios of ViZDoom, `doom:NAME`, directly on its engine: one player, rendered small, resized once.
 
 Needs vizdoom (`pip install 'tiltyard[vizdoom]'`). Each env has its own engine process with shared memory and a
-temporary folder; if this process is killed, doom_reaper.py removes them.
+temporary folder; if this process is killed, its reaper removes them.
 
     actions "one"      Discrete: nothing, or one of the scenario's buttons             (doom:basic: 4 choices)
             "any"      MultiBinary: any set of buttons
@@ -16,8 +16,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +28,8 @@ import vizdoom
 from gymnasium import spaces
 from PIL import Image
 
-from tiltyard.envs.suites.doom_reaper import CONFIG
 from tiltyard.errors import UseError, did_you_mean
+from tiltyard.processes import reaper
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
@@ -52,8 +50,9 @@ _OPPOSITE = (
     ("LOOK_UP", "LOOK_DOWN"),
     ("SELECT_NEXT_WEAPON", "SELECT_PREV_WEAPON"),
 )
-_REAPER = Path(__file__).with_name("doom_reaper.py")
-_reapers: dict[int, subprocess.Popen[str]] = {}  # by owning process: a forked one starts its own
+# What an engine leaves when its owner is killed, which it does not notice: files named after its instance.
+_INSTANCE = "+viz_instance_id"
+_SEGMENTS = [f"/dev/shm/ViZDoom{name}" for name in ("SM", "MQCtr", "MQDoom")]
 # Ctrl-C and a cluster's SIGTERM would reach the engine too and end it: only `close` may.
 _BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -132,11 +131,11 @@ class Doom(gymnasium.Env[Any, Any]):
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tiltyard-doom-"))
-        _notify_reaper(str(self._folder))
-        self._game.set_doom_config_path(str(self._folder / CONFIG))
+        reaper.own().announce(self._folder, _INSTANCE, _SEGMENTS)
+        self._game.set_doom_config_path(str(self._folder / "vizdoom.ini"))
         with _child_environment(self._folder):  # the engine creates a folder where it starts
             self._game.init()
-        _notify_reaper(f"{self._folder}\t{self._game.get_instance_id()}")
+        reaper.own().announce(self._folder, _INSTANCE, _SEGMENTS, self._game.get_instance_id())
 
     def _observe(self) -> None:
         state = self._game.get_state()
@@ -170,9 +169,8 @@ def _game(scenario: str, resolution: str, grey: bool) -> Any:
         raise UseError(f"unknown Doom scenario {scenario!r}", did_you_mean(scenario, scenarios()))
     sizes = {name.removeprefix("RES_").lower(): name for name in vizdoom.ScreenResolution.__members__}
     if resolution not in sizes:
-        raise UseError(
-            f"env.options.resolution = {resolution!r} is not a screen size of Doom", did_you_mean(resolution, sizes)
-        )
+        hint = did_you_mean(resolution, sizes)
+        raise UseError(f"env.options.resolution = {resolution!r} is not a screen size of Doom", hint)
     game = vizdoom.DoomGame()
     game.load_config(str(Path(vizdoom.scenarios_path) / f"{scenario}.cfg"))
     if scenario in _MAPS:
@@ -217,16 +215,3 @@ def _child_environment(folder: Path) -> Iterator[None]:
     finally:
         os.chdir(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _notify_reaper(line: str) -> None:
-    """Send a line to the process that cleans up when this one is gone. It reads from a pipe that only we hold open."""
-    reaper = _reapers.get(os.getpid())
-    if reaper is None or reaper.poll() is not None:
-        command = [sys.executable, "-I", "-S", str(_REAPER)]
-        null = subprocess.DEVNULL
-        reaper = _reapers[os.getpid()] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=null, stderr=null, text=True, start_new_session=True
-        )
-    assert reaper.stdin is not None
-    print(line, file=reaper.stdin, flush=True)

@@ -14,14 +14,13 @@ The return is always below 216 (16 of progress before the target, and 200); rand
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array
 
 LEFT, RIGHT, BOTTOM, TOP = -4.0, 4.0, -14.0, 6.0
 START, PARKED, TARGET = (2.0, -12.0), (2.0, 0.0), (2.0, 5.0)

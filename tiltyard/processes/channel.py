@@ -1,24 +1,26 @@
-"""The messages between an env's process and its group: values and spaces through a socket. Nothing is pickled.
+"""The one way in which our processes talk: values through a stream socket, framed. Nothing is pickled.
 
 A message is JSON that says how to rebuild the value, followed by the bytes of its arrays:
 
     12 bytes: lengths | ["t", [["a", "<f4", [4]], 1.0, false, false, ["d", []]]] | 16 bytes
 
-Types survive (a list stays a list, a numpy number stays one), because the contract in checks.py is about types.
+Types survive (a list stays a list, a numpy number stays one): the contract of envs is about types.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import select
 import socket
 import struct
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gymnasium import spaces
+
+from tiltyard.errors import ConfigError, DivergedError, EnvError, Problem, TiltyardError, UseError
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
@@ -28,6 +30,7 @@ _FIRST_READ = 4096  # bytes: most messages are shorter, and then one call is eno
 _PLAIN = (bool, int, float, str)
 _AS_THEY_ARE = frozenset((*_PLAIN, type(None)))
 _SEQUENCES: dict[str, Any] = {"t": tuple, "l": list, "s": set}
+_ERRORS = {kind.__name__: kind for kind in (TiltyardError, UseError, EnvError)}
 _write, _read = json.JSONEncoder(check_circular=False).encode, json.JSONDecoder().decode
 
 
@@ -42,11 +45,16 @@ class DropUnsendable:
         self.value = value
 
 
-class Connection:
-    """One end of a socket."""
+class Channel:
+    """One end of a stream socket, given as an object or a file descriptor."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, end: socket.socket | int) -> None:
+        self._end = socket.socket(fileno=end) if isinstance(end, int) else end
+        self._end.set_inheritable(False)  # programs started here must not keep it open
+        self._ahead = bytearray()  # received with the message before
+
+    def fileno(self) -> int:
+        return self._end.fileno()
 
     def send(self, value: Any) -> None:
         """Send a value; raises Unsendable before anything is sent."""
@@ -56,21 +64,43 @@ class Connection:
         lengths = _LENGTHS.pack(len(text), sum(map(len, parts)))
         self._end.sendall(b"".join((lengths, text, *parts)))
 
-    def recv(self) -> Any:
-        """Wait for the next value; EOFError if the other end is gone. At most one message may be on its way."""
-        got = bytearray(_FIRST_READ)
-        at = self._into(memoryview(got))
+    def recv(self, timeout: float | None = None) -> Any:
+        """Wait for the next value; EOFError if the other end is gone, TimeoutError if nothing comes for so long."""
+        if timeout != self._end.gettimeout():
+            self._end.settimeout(timeout)
+        got, self._ahead = self._ahead, bytearray()
+        at = len(got)
+        got += bytes(max(0, _FIRST_READ - at))
         while at < _LENGTHS.size:
             at += self._into(memoryview(got)[at:])
         text, parts = _LENGTHS.unpack_from(got)
         begin = _LENGTHS.size + text
-        if at < begin + parts:
-            got += bytes(max(0, begin + parts - len(got)))
+        end = begin + parts
+        if at < end:
+            got += bytes(max(0, end - len(got)))
             view = memoryview(got)
-            while at < begin + parts:
-                at += self._into(view[at : begin + parts])
+            while at < end:
+                at += self._into(view[at:end])
+        elif at > end:
+            self._ahead = got[end:at]
         built = _read(got[_LENGTHS.size : begin].decode())
         return _from_parts(built, _Bytes(got, begin))
+
+    def __iter__(self) -> Iterator[Any]:
+        """All values until the other end is gone."""
+        with contextlib.suppress(EOFError):
+            while True:
+                yield self.recv()
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        """Wait until `recv` has something to read or the other end is gone; False if neither happens."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return bool(self._ahead or poll.poll(1000 * seconds))
+
+    def finish(self) -> None:
+        """Tell the other end that nothing more will be sent."""
+        self._end.shutdown(socket.SHUT_WR)
 
     def _into(self, view: memoryview) -> int:
         try:
@@ -83,6 +113,27 @@ class Connection:
 
     def close(self) -> None:
         self._end.close()
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def error_message(error: TiltyardError) -> dict[str, Any]:
+    """An error as a message, for `error_from` at the other end."""
+    message = {"kind": type(error).__name__, "error": error.message, "hint": error.hint, "details": error.details}
+    if isinstance(error, ConfigError):
+        source = error.message.partition(" in ")[2]
+        return {**message, "problems": [problem.__dict__ for problem in error.problems], "source": source}
+    return {**message, "batch": error.batch} if isinstance(error, DivergedError) else message
+
+
+def error_from(message: Mapping[str, Any]) -> TiltyardError:
+    """The error of an `error_message`."""
+    if "problems" in message:
+        return ConfigError([Problem(**problem) for problem in message["problems"]], message["source"])
+    if "batch" in message:
+        return DivergedError(message["error"], message["hint"], message["batch"])
+    return _ERRORS.get(message["kind"], TiltyardError)(message["error"], message["hint"], message["details"])
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -140,6 +191,8 @@ class _Bytes:
 
     def array(self, dtype: str, shape: list[int]) -> Array:
         kind = np.dtype(dtype)
+        if not kind.itemsize:  # an empty string
+            return np.zeros(shape, kind)
         return np.frombuffer(self.take(kind.itemsize * math.prod(shape)), kind).reshape(shape)
 
 
@@ -154,46 +207,3 @@ def _from_parts(built: Any, data: _Bytes) -> Any:
     if mark == "d":
         return {_from_parts(key, data): _from_parts(value, data) for key, value in built[1]}
     return data.array(built[1], [])[()] if mark == "n" else bytes(data.take(built[1]))
-
-
-# ---------------------------------------------------------------------------------------------- spaces
-
-
-def space_parts(space: spaces.Space[Any] | None) -> Any:
-    """A space as a value that can be sent; None for a kind that spaces.py and actions.py do not know."""
-    match space:
-        case spaces.Box():
-            return "box", space.low, space.high, np.dtype(space.dtype).str
-        case spaces.Discrete():
-            return "discrete", int(space.n), int(space.start)
-        case spaces.MultiDiscrete():
-            return "multi_discrete", space.nvec, space.start
-        case spaces.MultiBinary():
-            return "multi_binary", space.n if isinstance(space.n, int) else list(space.shape)
-        case spaces.Text():
-            return "text", space.max_length, space.min_length, "".join(sorted(space.character_set))
-        case spaces.Dict():
-            return "dict", [(key, space_parts(inner)) for key, inner in space.spaces.items()]
-        case spaces.Tuple():
-            return "tuple", [space_parts(inner) for inner in space.spaces]
-    return None
-
-
-def space_from_parts(parts: Any) -> Any:
-    """The inverse of space_parts; None for None."""
-    match parts:
-        case "box", low, high, dtype:
-            return spaces.Box(low, high, low.shape, np.dtype(dtype).type)
-        case "discrete", options, start:
-            return spaces.Discrete(options, start=start)
-        case "multi_discrete", options, start:
-            return spaces.MultiDiscrete(options, start=start)
-        case "multi_binary", size:
-            return spaces.MultiBinary(size)
-        case "text", longest, shortest, letters:
-            return spaces.Text(longest, min_length=shortest, charset=letters)
-        case "dict", inner:
-            return spaces.Dict(OrderedDict((key, space_from_parts(each)) for key, each in inner))
-        case "tuple", inner:
-            return spaces.Tuple([space_from_parts(each) for each in inner])
-    return None

@@ -1,6 +1,9 @@
-"""Running episodes of a group of envs, saved in a checkpoint and restored from it.
+"""The running episode of every row of a group: its number, seed, length, return and time limit; saved and restored.
 
-    state    by the env's own get_state() and set_state(state): trees of arrays and scalars
+The rows of one copy of an env with several agents begin and end together, so their numbers, seeds and lengths are
+equal. How the env of a running episode is restored from a checkpoint:
+
+    state    by its own get_state() and set_state(state): trees of arrays and scalars
     rerun    by repeating the episode's actions from its seed; the result must equal what was saved, bit for bit
     fresh    not at all: every row begins a new episode, and a warning counts those that were cut
 
@@ -10,21 +13,147 @@ counters are always saved as they are; only the env below them has to be restore
 
 from __future__ import annotations
 
+import sys
+import zlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 
+from tiltyard.config.experiment import episode_digest
 from tiltyard.envs.isolation.proxy import EnvProxy
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.spaces import restore_mode_in
 from tiltyard.errors import EnvError, TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
-from tiltyard.types import Tree
+from tiltyard.types import Array, Arrays, EpisodeEnd, Tree
 
 if TYPE_CHECKING:
     from tiltyard.envs.vector import EnvGroup
-    from tiltyard.types import Array
+
+Seeds = Callable[[int, int], int]
+"""(number of the copy in the run, number of its episode) -> seed"""
+
+
+def episode_seed(seed: int, role: str, row: int, number: int) -> int:
+    """The seed of one episode, 31 bits: depends on the run's seed, the role, the row and the episode's number only."""
+    key = (zlib.crc32(role.encode()), row, number)
+    return int(np.random.SeedSequence(entropy=seed, spawn_key=key).generate_state(1)[0]) >> 1
+
+
+def row_seeds(seed: int, rows: int) -> Array:
+    """The seeds of all rows, 31 bits, from the first episode's: for simulators that seed each row once."""
+    return (np.random.SeedSequence(seed).generate_state(rows) >> 1).astype(np.int64)
+
+
+def first_limits(seed: int, role: str, copies: Sequence[int], longest: int) -> Array:
+    """The env steps after which the first episode of each copy is cut, drawn from 1 .. `longest`."""
+    draws = [np.random.default_rng(episode_seed(seed, f"{role}/first", copy, 0)) for copy in copies]
+    return np.array([each.integers(1, longest, endpoint=True) for each in draws], np.int64)
+
+
+class EpisodeStats:
+    """Counters of `rows` rows, `agents` per copy. Limits are in env steps; `frames` are frames per env step."""
+
+    def __init__(
+        self,
+        rows: int,
+        agents: int,
+        first_row: int,
+        seeds: Seeds,
+        frames: int,
+        limit: int | None = None,
+        first: Array | None = None,
+    ) -> None:
+        self.agents, self.first_row = agents, first_row
+        self._seeds, self._frames = seeds, frames
+        self._limit = sys.maxsize if limit is None else limit
+        self._first = None if first is None else np.repeat(first, agents)
+        self.number = np.full(rows, -1, np.int64)  # episodes begun by each row, minus one
+        self.length = np.zeros(rows, np.int64)  # env steps of the running episode
+        self.saved_frames = np.zeros(rows, np.int64)  # frames not taken because the episode ended within an env step
+        self.total = np.zeros(rows, np.float64)  # return so far: raw rewards
+        self.seeds = [0] * rows
+        self._ended_frames = 0
+        self.set_countdown()
+
+    @property
+    def counters(self) -> Arrays:
+        """The arrays that a checkpoint keeps, by name."""
+        return {"number": self.number, "length": self.length, "saved_frames": self.saved_frames, "total": self.total}
+
+    def step(self, raw: Array) -> None:
+        """Count an env step of every row with rewards `raw`, float64 [B]."""
+        self.total += raw
+        self.length += 1
+        self.countdown -= 1
+
+    def set_countdown(self) -> None:
+        """Set the number of steps in which no row can reach its limit; rows that are reset meanwhile only add to it."""
+        if self._first is None:
+            self.countdown = self._limit - int(self.length.max())
+        else:
+            self.countdown = int((self._limits() - self.length).min())
+
+    def _limits(self) -> Array | int:
+        """The limits of the running episodes; a first one is known by its number, also after a resume."""
+        if self._first is None:
+            return self._limit
+        return np.where(self.number == 0, np.minimum(self._first, self._limit), self._limit)
+
+    def late(self) -> Array | None:
+        """Which rows have reached their limit; None if none can have."""
+        return None if self.countdown > 0 else self.length >= self._limits()
+
+    def shortened(self, ended: Array) -> Array | None:
+        """Which rows are late only because env.decorrelate shortens their first episode; not those that `ended`."""
+        if self._first is None:
+            return None
+        late: Array = (self.number == 0) & (self.length >= self._first) & (self.length < self._limit)
+        return late & ~ended
+
+    def span(self, copy: int) -> slice:
+        """The rows of one copy."""
+        return slice(copy * self.agents, (copy + 1) * self.agents)
+
+    def begin(self, copy: int) -> int:
+        """Reset the counters of a copy for its next episode and return that episode's seed."""
+        rows = self.span(copy)
+        self.number[rows] += 1
+        seed = self._seeds(self.first_row // self.agents + copy, int(self.number[rows.start]))
+        self.seeds[rows] = [seed] * self.agents
+        self.length[rows] = self.saved_frames[rows] = 0
+        self.total[rows] = 0.0
+        return seed
+
+    def end(self, row: int, total: float, metrics: dict[str, float]) -> EpisodeEnd:
+        """The summary of the episode of the copy whose first row is `row`; counts its frames as taken."""
+        frames = self.frames(row)
+        self._ended_frames += frames
+        return EpisodeEnd(
+            row=self.first_row + row,
+            number=int(self.number[row]),
+            seed=self.seeds[row],
+            total=total,
+            length=int(self.length[row]),
+            frames=frames,
+            metrics=metrics,
+        )
+
+    def frames(self, row: int) -> int:
+        """Simulator frames of a row's running episode."""
+        return int(self.length[row]) * self._frames - int(self.saved_frames[row])
+
+    @property
+    def frames_taken(self) -> int:
+        """Simulator frames of all copies. A load may change it: compare values of one process only."""
+        running = self.length[:: self.agents].sum() * self._frames - self.saved_frames[:: self.agents].sum()
+        return self._ended_frames + int(running)
+
+
+# ---------------------------------------------------------------------------------------------- saved and restored
+
 
 # Counters that a re-run does not restore, or that are compared with its return
 _SAVED_ONLY = ("number", "length", "total", "reward", "terminated", "truncated", "first")
@@ -98,12 +227,16 @@ def save(group: EnvGroup) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "restore_mode": data.restore_mode,
         "agents": group.agents,
-        "settings": group.env.episode_digest(),
+        "settings": _digest(group),
         "seeds": list(group.stats.seeds),
         "obs": {name: array.copy() for name, array in group.obs.items()},
         "mask": None if group.mask is None else group.mask.copy(),
         "counters": {name: array.copy() for name, array in group.counters.items()},
     }
+    if group.spec.parallel:
+        tree["last_words"] = [dict(info) for info in data.last_infos]
+    if group.spec.takes_options:
+        tree["options"] = list(data.options.now)
     if data.restore_mode == "state":
         tree["states"] = [_call_keeper(group, copy, "get_state") for copy in range(group.copies)]
     elif data.restore_mode == "rerun":
@@ -123,17 +256,15 @@ def _call_keeper(group: EnvGroup, copy: int, method: str, *state: Tree) -> Any:
     except (TiltyardError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise EnvError(
-            f"env {group.env.id}, row {group.stats.span(copy).start}: {method}() {raised(error)}",
-            "the traceback is the env's own; env.restore_mode=rerun does not need this method",
-            user_traceback(error),
-        ) from error
+        message = f"env {group.env.id}, row {group.stats.span(copy).start}: {method}() {raised(error)}"
+        hint = "the traceback is the env's own; env.restore_mode=rerun does not need this method"
+        raise EnvError(message, hint, user_traceback(error)) from error
 
 
 def load(group: EnvGroup, tree: Tree) -> list[str]:
     """Restore the rows; returns warnings about those that begin a new episode instead."""
     _require_same_obs(group, tree)
-    data, now = group.data, group.env.episode_digest()
+    data, now = group.data, _digest(group)
     same = tree.get("settings", now) == now  # older checkpoints do not have it
     if same and restore_mode_in(tree) == "fresh":  # a re-run has failed before: it is not tried again
         data.restore_mode, data.history = "fresh", None
@@ -148,7 +279,9 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
             [saved[row] if row < min(common, len(saved)) else data.history.of(row)[:0] for row in range(group.rows)]
         )
     copies = common // group.agents
+    data.options.restore(tree.get("options", [])[:copies])  # until their next reset
     broken = [copy for copy in range(copies) if not (same and _restore(group, tree, copy))]
+    data.options.change(group.env.options)
     _load_counters(group, tree, common)  # again: restoring an episode resets them
     for name, array in group.obs.items():
         array[:common] = tree["obs"][name][:common]
@@ -158,6 +291,9 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     for copy in [*broken, *range(copies, group.copies)]:
         group.first[group.stats.span(copy)] = True
         group.begin(copy)
+    for row, info in enumerate(tree.get("last_words", [])[: group.rows]):
+        if group.stats.length[row] > 0:  # else a new episode has begun
+            data.last_infos[row] = dict(info)
     began = np.asarray(tree["counters"]["length"])[:common][:: group.agents] > 0
     running, cut = int(began.sum()), int(began[broken].sum())
     warnings = []
@@ -167,6 +303,12 @@ def load(group: EnvGroup, tree: Tree) -> list[str]:
     if cut:
         warnings.append(_explain_cut(group, tree, f"{cut} of {running} running episodes were cut", same))
     return warnings
+
+
+def _digest(group: EnvGroup) -> str:
+    """The settings that running episodes need; options may differ if they can be set."""
+    env = group.env.model_copy(update={"options": {}}) if group.spec.takes_options else group.env
+    return episode_digest(env)
 
 
 def _load_counters(group: EnvGroup, tree: Tree, rows: int) -> None:
@@ -179,9 +321,8 @@ def _require_same_obs(group: EnvGroup, tree: Tree) -> None:
     mine = {name: (list(array.shape[1:]), array.dtype.name) for name, array in group.obs.items()}
     theirs = {name: (list(array.shape[1:]), array.dtype.name) for name, array in tree["obs"].items()}
     if mine != theirs:
-        raise UseError(
-            f"the checkpoint's observations are {theirs} but the env's are {mine}", "use the env it was made with"
-        )
+        hint = "use the env it was made with"
+        raise UseError(f"the checkpoint's observations are {theirs} but the env's are {mine}", hint)
 
 
 def _restore(group: EnvGroup, tree: Tree, copy: int) -> bool:
