@@ -1,25 +1,27 @@
-"""Import a user's own modules in a namespace per folder, so that two files called layers.py do not clash.
+"""Load the modules of a user's folder as a package of its own, so that two files called layers.py do not clash.
 
-A module in a namespace is called `tiltyard_plugins_3.layers`, and its imports, also later ones in functions, look in
-the namespace's folder first, as a script's imports do; SHARED packages are always the installed ones. The same holds
-for `__import__` and `importlib.import_module`. Names of plug-ins are resolved in resolve.py.
+The package is called, say, `tiltyard_plugins_3`. As in a script, imports look in the folder first: the loader rewrites
+them when it compiles a file. SHARED packages are always the installed ones. Names of plug-ins are resolved in
+resolve.py.
 
-    import layers ── in the folder? ──yes──> tiltyard_plugins_3.layers ──no──> Python's own import
+    import layers          ──>  import tiltyard_plugins_3.layers as layers     if the folder has layers.py
+    from layers import X   ──>  from tiltyard_plugins_3.layers import X
 """
 
 from __future__ import annotations
 
-import builtins
-import hashlib
+import ast
 import importlib
 import importlib.util
+import itertools
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
 
 # Packages whose objects pass between Tiltyard and plug-ins, so both must use the same classes.
 SHARED = ("tiltyard", "gymnasium", "numpy", "torch")
@@ -30,15 +32,20 @@ def module_file(folder: Path, name: str) -> Path | None:
     """The Python file of `import name` in a folder, or None. Executes nothing."""
     place = folder.joinpath(*name.split("."))
     for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
-        if file.is_file():
+        if is_file(file):
             return file
     return None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False for names that the file system refuses."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises OSError for them
 
 
 def is_own(folder: Path, name: str) -> bool:
     """Whether `import name` in a module of this folder means a module of the folder."""
     top = name.partition(".")[0]
-    if top in SHARED:
+    if top in (*SHARED, *sys.builtin_module_names, "__future__"):
         return False
     if module_file(folder, top) is not None or module_file(folder, name) is not None:
         return True
@@ -53,19 +60,34 @@ def is_own(folder: Path, name: str) -> bool:
     return any((folder / top).rglob("*.py"))
 
 
-class Namespace:
-    """The modules of one folder. After a file was edited, the next load creates a new namespace."""
+def absolute_imports(node: ast.AST) -> list[str]:
+    """The modules that a node imports: `import a, b.c`, `from a import b` or `import_module("a")`."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(name), level=0):
+            return [name]
+        case ast.Call(ast.Name("import_module") | ast.Attribute(attr="import_module"), [ast.Constant(str(name)), *_]):
+            return [name] if all(part.isidentifier() for part in name.split(".")) else []
+    return []
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.name = folder, f"{_PREFIX}{number}"
-        self.builtins = {**vars(builtins), "__import__": self._import}
-        self.importlib = _Importlib(self)
-        self.digests: dict[str, bytes] = {}
+
+def user_names(text: str) -> str:
+    """A message with the names of modules as users know them."""
+    return re.sub(rf"\b{_PREFIX}\d+\.", "", text)
+
+
+class Namespace:
+    """The package of one folder, which finds its modules for Python. After an edit, the next load creates a new one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, f"{_PREFIX}{next(_numbers)}"
+        self.sources: dict[Path, bytes] = {}
         self.files: dict[str, Path] = {}
-        self.own: dict[str, bool] = {}
         spec = ModuleSpec(self.name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
         sys.modules[self.name] = importlib.util.module_from_spec(spec)
+        sys.meta_path.insert(0, self)
 
     def load_file(self, path: Path) -> ModuleType:
         """Load a file of the folder, whatever its name."""
@@ -77,70 +99,43 @@ class Namespace:
 
     def load(self, name: str) -> ModuleType:
         if f"{self.name}.{name}" not in sys.modules:
-            self.own.clear()  # files may have been added
-            importlib.invalidate_caches()
-        return self._call(importlib.import_module, f"{self.name}.{name}")
+            importlib.invalidate_caches()  # files may have been added
+        return importlib.import_module(f"{self.name}.{name}")
 
-    def stale(self) -> bool:
-        return any(_digest(Path(path)) != digest for path, digest in self.digests.items())
+    def is_stale(self) -> bool:
+        return any(not file.is_file() or file.read_bytes() != source for file, source in self.sources.items())
 
-    def spec_of(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Called by Python for every import."""
+        if not name.startswith(f"{self.name}."):
+            return None
         if name in self.files:
-            file = self.files[name]
-            return importlib.util.spec_from_file_location(name, file, loader=_Loader(name, str(file), self))
+            file = str(self.files[name])
+            return importlib.util.spec_from_file_location(name, file, loader=_Loader(name, file, self))
         spec = PathFinder.find_spec(name, path)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(name, spec.loader.path, self)
             spec.cached = None
         return spec
 
-    def _import(
-        self,
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
-        """Replacement of `__import__` in the modules of this namespace."""
-        if level or not self._is_own(name):
-            found = self._call(builtins.__import__, name, globals, locals, fromlist, level)
-            return self.importlib if found is importlib else found
-        found = self._call(builtins.__import__, f"{self.name}.{name}", globals, locals, fromlist, 0)
-        return found if fromlist else sys.modules[f"{self.name}.{name.partition('.')[0]}"]
+    def rewrite(self, tree: ast.AST) -> None:
+        """Turn imports of the folder's modules into imports from this package."""
+        for node in ast.walk(tree):
+            own = [name for name in absolute_imports(node) if is_own(self.folder, name)]
+            match node:
+                case ast.Import() if own:
+                    within = [self._within(alias) if alias.name in own else [alias] for alias in node.names]
+                    node.names = [alias for aliases in within for alias in aliases]
+                case ast.ImportFrom() if own:
+                    node.module = f"{self.name}.{node.module}"
+                case ast.Call(args=[ast.Constant() as argument, *_]) if own:
+                    argument.value = f"{self.name}.{own[0]}"
 
-    def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """Replacement of `importlib.import_module` in the modules of this namespace."""
-        whole = importlib.util.resolve_name(name, package) if package is not None else name
-        if self._is_own(whole):
-            return self._call(importlib.import_module, f"{self.name}.{whole}")
-        return self._call(importlib.import_module, name, package)
-
-    def _is_own(self, name: str) -> bool:
-        if name not in self.own:
-            self.own[name] = is_own(self.folder, name)
-        return self.own[name]
-
-    def _call(self, call: Any, *args: Any) -> ModuleType:
-        """Call an import function; a ModuleNotFoundError names the module as the user wrote it."""
-        try:
-            return call(*args)  # type: ignore[no-any-return]
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith(f"{self.name}."):
-                raise
-            message = str(error).replace(f"{self.name}.", "")
-            raise ModuleNotFoundError(message, name=error.name.removeprefix(f"{self.name}.")) from None
-
-
-class _Importlib(ModuleType):
-    """The importlib that modules of a namespace see."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(importlib.__name__, importlib.__doc__)
-        self.import_module = namespace.import_module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib, name)
+    def _within(self, alias: ast.alias) -> list[ast.alias]:
+        """`import a.b as c` is one import; `import a.b` loads a.b and then binds `a`."""
+        top = alias.name.partition(".")[0]
+        names = [alias.name] if alias.asname else dict.fromkeys((alias.name, top))
+        return [ast.copy_location(ast.alias(f"{self.name}.{name}", alias.asname or top), alias) for name in names]
 
 
 class _Loader(SourceFileLoader):
@@ -152,41 +147,30 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
-        self.namespace.digests[self.path] = hashlib.sha256(source).digest()
-        return self.source_to_code(source, self.path)
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__builtins__"] = self.namespace.builtins
-        super().exec_module(module)
+        self.namespace.sources[Path(self.path)] = source
+        tree = ast.parse(source, self.path)
+        self.namespace.rewrite(tree)
+        return self.source_to_code(tree, self.path)
 
 
-class _Finder:
-    """Meta path finder for the modules of all namespaces."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        namespace = _named.get(name.partition(".")[0])
-        return namespace.spec_of(name, path) if namespace is not None else None
-
-
-_named: dict[str, Namespace] = {}
+_numbers = itertools.count()
 _newest: dict[Path, Namespace] = {}
 
 
 def namespace_of(folder: Path) -> Namespace:
     """The namespace of a folder, with its files as they are now."""
-    if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
     folder = folder.resolve()
-    namespace = _newest.get(folder)
-    if namespace is None or namespace.stale():
-        namespace = Namespace(folder, len(_named))
-        _named[namespace.name] = _newest[folder] = namespace
-    return namespace
+    if folder not in _newest or _newest[folder].is_stale():
+        _newest[folder] = Namespace(folder)
+    return _newest[folder]
 
 
-def _digest(path: Path) -> bytes:
-    try:
-        return hashlib.sha256(path.read_bytes()).digest()
-    except OSError:
-        return b""
+def import_hint(error: BaseException) -> str | None:
+    """Hint for a module of a plug-in's folder that was not found: an import that cannot be rewritten asked for it."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    loaders = [frame.f_globals.get("__loader__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(is_own(each.namespace.folder, error.name) for each in loaders if isinstance(each, _Loader)):
+        return None
+    reason = "dynamic imports and other libraries do not find your project's modules"
+    return f"write `import {error.name}` in your code: {reason}"

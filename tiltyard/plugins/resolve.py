@@ -14,18 +14,18 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiltyard.errors import Problem, RaisedElsewhere, UseError, did_you_mean
-from tiltyard.plugins.namespaces import SHARED, is_own, module_file, namespace_of
+from tiltyard.errors import Problem, RaisedElsewhere, TiltyardError, UseError, did_you_mean, raised
+from tiltyard.plugins.namespaces import SHARED, import_hint, is_file, module_file, namespace_of, user_names
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Experiment, Model
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.config.sections import Model
 
 # Class name in a plug-in file, if the name does not give one.
 CONVENTIONAL = {
@@ -34,6 +34,8 @@ CONVENTIONAL = {
     "encoder": "CustomEncoder",
     "wrapper": "CustomWrapper",
     "policy": "CustomPolicy",
+    "loss": "CustomLoss",
+    "algo": "CustomAlgo",
 }
 
 # Families of envs: `atari:pong` is Atari("pong"). The second item is the pip extra that the family needs.
@@ -45,7 +47,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
 
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-_MODULE = re.compile(rf"(?P<folder>.*/)?(?P<module>{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
+MODULE = re.compile(rf"(?P<folder>.*/)?(?P<module>{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
 _REGISTERING = re.compile(rf"(?P<folder>[^:]*/)?(?P<module>{_DOTTED}):(?P<id>.+)", re.DOTALL)
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = Path(os.__file__).parent
@@ -54,23 +56,24 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class Ref:
-    """A parsed name. `module` is set for modules and built-ins; `path` is the file, or the project folder of the
-    module, None if it is installed."""
+    """A parsed name. `path` is the file, or the project folder of `module`, or None if the module is installed."""
 
     text: str
-    kind: Literal["builtin", "module", "file", "registering"]
     path: Path | None
     module: str | None
     attribute: str
 
 
-def kind_of(text: str, builtins: Iterable[str] = ()) -> Literal["builtin", "module", "file"] | None:
-    """The kind of a name by its form alone; None for anything else (a Gymnasium id, a typo)."""
-    if text in builtins:
-        return "builtin"
+def kind_of(text: str) -> Literal["module", "file"] | None:
+    """The kind of a name by its form alone; None for anything else (a built-in name, a Gymnasium id, a typo)."""
     if _FILE.fullmatch(text):
         return "file"
-    return "module" if _MODULE.fullmatch(text) else None
+    return "module" if MODULE.fullmatch(text) else None
+
+
+def is_own_algo(text: Any) -> bool:
+    """Whether algo.id names a class of the user's; `rllib:PPO` only looks like a module."""
+    return isinstance(text, str) and not text.startswith("rllib:") and kind_of(text) is not None
 
 
 def family_of(env_id: str) -> tuple[str, str] | None:
@@ -86,33 +89,26 @@ def load_family(family: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise UseError(
-            f"{family}: envs need the package {error.name!r}, which is not installed",
-            f"pip install 'tiltyard[{extra}]'",
-        ) from error
+        hint = f"pip install 'tiltyard[{extra}]'"
+        raise UseError(f"{family}: envs need the package {error.name!r}, which is not installed", hint) from error
 
 
 def parse(text: str, builtins: Mapping[str, str], conventional: str | None, base: Sequence[Path]) -> Ref:
     """Parse a name. `builtins` maps short names to `package.module:Name`; files are searched below each `base`."""
-    kind = kind_of(text, builtins)
-    if kind is None:
-        hint = did_you_mean(text, builtins) or "write a built-in name, package.module:Name or path/file.py:Name"
-        raise UseError(f"unknown name {text!r}: not built-in, package.module:Name or path/file.py:Name", hint)
-    if kind == "file":
-        match = _FILE.fullmatch(text)
-        assert match is not None
-        name = match["name"] if match["name"] is not None else conventional
-        if not name or not all(part.isidentifier() for part in name.split(".")):
+    if text in builtins:
+        module, _, name = builtins[text].partition(":")
+        return Ref(text, None, module, name)
+    if match := _FILE.fullmatch(text):
+        name = (conventional or "") if match["name"] is None else match["name"]
+        if not all(part.isidentifier() for part in name.split(".")):
             raise UseError(f"{text!r} does not name a class of the file", f"write {match['path']}:ClassName")
-        return Ref(text, "file", find_file(match["path"], base), None, name)
-    match = _MODULE.fullmatch(builtins[text] if kind == "builtin" else text)
-    assert match is not None, f"built-in {text!r} must map to package.module:Name"
-    module = match["module"]
-    folder = _find_module(match["folder"] or "", module, base) if kind == "module" else None
-    if match["folder"] and folder is None:
-        written = f"{match['folder']}{module.replace('.', '/')}.py:{match['name']}"
-        raise UseError(f"{text!r}: there is no module {module!r} in {match['folder']}", f"did you mean {written}?")
-    return Ref(text, kind, folder, module, match["name"])
+        return Ref(text, _find_file(match["path"], base), None, name)
+    if match := MODULE.fullmatch(text):
+        module, name = match["module"], match["name"]
+        hint = f"did you mean {match['folder']}{module.replace('.', '/')}.py:{name}?"
+        return Ref(text, _find_module(match, base, hint), module, name)
+    hint = did_you_mean(text, builtins) or "write a built-in name, package.module:Name or path/file.py:Name"
+    raise UseError(f"unknown name {text!r}: not built-in, package.module:Name or path/file.py:Name", hint)
 
 
 def parse_registering(text: str, base: Sequence[Path]) -> Ref | None:
@@ -120,82 +116,59 @@ def parse_registering(text: str, base: Sequence[Path]) -> Ref | None:
     match = _REGISTERING.fullmatch(text)
     if match is None:
         return None
-    folder = _find_module(match["folder"] or "", match["module"], base)
-    if match["folder"] and folder is None:
-        hint = "write an id, package:Id-v0, or folder/package:Id-v0 with the folder of the package"
-        raise UseError(f"{text!r}: there is no module {match['module']!r} in {match['folder']}", hint)
-    return Ref(text, "registering", folder, match["module"], match["id"])
+    hint = "write an id, package:Id-v0, or folder/package:Id-v0 with the folder of the package"
+    return Ref(text, _find_module(match, base, hint), match["module"], match["id"])
 
 
 def own_ref(kind: str, text: str, base: Sequence[Path]) -> Ref | None:
     """The file or module of the user's project that a name refers to; None if it is built-in or installed."""
-    if kind_of(text) is not None:
-        ref: Ref | None = parse(text, {}, CONVENTIONAL[kind], base)
-    else:
+    if kind_of(text) is None:
         ref = parse_registering(text, base) if kind == "env" else None
-    return ref if ref is not None and ref.path is not None else None
+    else:
+        ref = parse(text, {}, CONVENTIONAL[kind], base)
+    return ref if ref and ref.path else None
 
 
-def _find_module(folder: str, module: str, base: Sequence[Path]) -> Path | None:
-    """The project folder of a module: `folder` below the first base that has it. Executes nothing."""
-    if module.partition(".")[0] in SHARED:
-        return None
-    for place in dict.fromkeys(Path(os.path.normpath(each.absolute() / _from_home(folder))) for each in base):
+def _find_module(match: re.Match[str], base: Sequence[Path], hint: str) -> Path | None:
+    """The project folder of a module, None if it is installed. Executes nothing."""
+    folder, module = match["folder"] or "", match["module"]
+    for place in _places(folder, base) if module.partition(".")[0] not in SHARED else ():
         installed = place.is_relative_to(_STDLIB) or any(part in _INSTALLED for part in place.parts)
-        try:
-            if not installed and module_file(place, module) is not None:
-                return place
-        except (OSError, ValueError):  # names too long for the file system, or with a zero byte
-            continue
+        if not installed and module_file(place, module) is not None:
+            return place
+    if folder:
+        raise UseError(f"{match.string!r}: there is no module {module!r} in {folder}", hint)
     return None
 
 
-def find_file(text: str, base: Sequence[Path]) -> Path:
+def _find_file(text: str, base: Sequence[Path]) -> Path:
     """The file of a plug-in path: absolute, or below the first base folder that has it."""
-    wanted = _from_home(text)
-    places = (
-        [wanted]
-        if wanted.is_absolute()
-        else list(dict.fromkeys(Path(os.path.normpath(folder.absolute() / wanted)) for folder in base))
-    )
+    places = _places(text, base)
     for place in places:
-        if _is_file(place):
+        if is_file(place):
             return place
     searched = ", ".join(str(place.parent) for place in places) or "no folder"
     near = [item.name for place in places if place.parent.is_dir() for item in place.parent.glob("*.py")]
-    hint = did_you_mean(wanted.name, near)
+    hint = did_you_mean(Path(text).name, near)
     if not hint.startswith("did"):
         hint = "paths are relative to the experiment file's folder, then to the current one"
     raise UseError(f"there is no file {text} (searched in {searched})", hint)
 
 
-def _from_home(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # ~name of an unknown user
-        return Path(text)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # names too long for the file system, or with a zero byte
-        return False
+def _places(text: str, base: Sequence[Path]) -> list[Path]:
+    wanted = Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises for an unknown ~name
+    places = [wanted] if wanted.is_absolute() else [folder.absolute() / wanted for folder in base]
+    return list(dict.fromkeys(Path(os.path.normpath(place)) for place in places))
 
 
 # ------------------------------------------------------------------------------------------------ importing
 
 
 def load(ref: Ref) -> Any:
-    """Import the object of `ref`. Executes the plug-in's code; its exceptions become a UseError with the traceback."""
-    if ref.kind == "file":
-        assert ref.path is not None
-        module = _load_file(ref.path, ref.attribute)
-    else:
-        assert ref.module is not None
-        module = _load_module(ref.module, ref.text) if ref.path is None else load_own(ref.path, ref.module, ref.text)
+    """Import the object of `ref`."""
+    module = load_module(ref)
     found: Any = module
-    where = str(shown(ref.path)) if ref.path and not ref.module else ref.module
+    where = ref.module or (ref.path and shown(ref.path))
     for part in ref.attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")]
@@ -205,72 +178,64 @@ def load(ref: Ref) -> Any:
     return found
 
 
-def _load_module(name: str, text: str) -> ModuleType:
+def load_module(ref: Ref) -> ModuleType:
+    """Import the module of `ref`. Executes the plug-in's code; its exceptions become a UseError with the traceback."""
+    if ref.path is not None and not os.access(ref.path, os.R_OK):
+        raise UseError(f"{shown(ref.path)} cannot be read", "check its permissions")
+    try:
+        if ref.path is None:
+            return _load_installed(str(ref.module))
+        file = ref.path.resolve()
+        return namespace_of(file).load(ref.module) if ref.module else namespace_of(file.parent).load_file(file)
+    except UseError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
+        raise _import_error(error, ref) from None
+
+
+def _import_error(error: BaseException, ref: Ref) -> UseError:
+    missing = user_names(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if ref.path is None and missing and f"{ref.module}.".startswith(f"{missing}."):
+        hint = "install the package, start in the folder that has it, or name the file: path/file.py:Name"
+        return UseError(f"{ref.text!r}: there is no module {missing!r}", hint)
+    what = ref.text if ref.path is None or ref.module else shown(ref.path)
+    reason = f"{type(error).__name__} while imported" + (f": {user_names(str(error))}" if str(error) else "")
+    hint = import_hint(error) or _as_module(missing, ref) or "the traceback is the plug-in's own"
+    return UseError(f"{what} raised {reason}", hint, user_traceback(error))
+
+
+def _load_installed(name: str) -> ModuleType:
     """Import an installed module, or one in the current folder, for old runs that have no copy of it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
         importlib.invalidate_caches()
-    with _import_errors(text):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name and (name == error.name or name.startswith(error.name + ".")):
-                hint = "install the package, start in the folder that has it, or name the file: path/file.py:Name"
-                raise UseError(f"{text!r}: there is no module {error.name!r}", hint) from None
-            raise
+    return importlib.import_module(name)
 
 
-def load_own(folder: Path, name: str, text: str) -> ModuleType:
-    """Import a module of the user's project in the namespace of its folder."""
-    with _import_errors(text, lambda missing: _elsewhere(missing, folder)):
-        return namespace_of(folder).load(name)
-
-
-def _load_file(path: Path, attribute: str) -> ModuleType:
-    resolved = path.resolve()
-    if not os.access(resolved, os.R_OK):
-        raise UseError(f"{shown(path)} cannot be read", "check its permissions")
-
-    def hint(missing: str) -> str | None:
-        return _elsewhere(missing, resolved.parent) or _as_module(missing, path.absolute(), attribute)
-
-    with _import_errors(str(shown(path)), hint):
-        return namespace_of(resolved.parent).load_file(resolved)
-
-
-@contextmanager
-def _import_errors(what: str, hint_for: Callable[[str], str | None] = lambda missing: None) -> Iterator[None]:
-    """Turn exceptions of a plug-in's import into a UseError. `hint_for` may give a better hint for a missing module."""
-    try:
-        yield
-    except UseError:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
-        reason = f"{type(error).__name__} while imported" + (f": {error}" if str(error) else "")
-        hint = hint_for(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
-        hint = hint or "the traceback is the plug-in's own"
-        raise UseError(f"{what} raised {reason}", hint, user_traceback(error)) from None
-
-
-def _elsewhere(missing: str, folder: Path) -> str | None:
-    """Hint for a module of the plug-in's folder that code outside that folder tried to import."""
-    top = missing.partition(".")[0]
-    if module_file(folder, missing) is None and not (missing == top and is_own(folder, top)):
-        return None
-    return f"other libraries cannot import your project's modules: `import {missing}` in your code and pass the objects"
-
-
-def _as_module(missing: str, file: Path, attribute: str) -> str | None:
+def _as_module(missing: str, ref: Ref) -> str | None:
     """Hint for a module that is importable from a folder above the plug-in's file."""
-    top = missing.partition(".")[0]
+    if not missing or ref.path is None or ref.module:
+        return None
+    top, file = missing.partition(".")[0], ref.path.absolute()
     for folder in file.parents[1:4]:
         names = file.relative_to(folder).with_suffix("").parts
         there = module_file(folder, top) is not None or (folder / top).is_dir()
         if there and all(name.isidentifier() for name in names):
             place = "" if folder == Path.cwd() else f"{shown(folder)}/"
-            return f"its imports work from {folder}: write {place}{'.'.join(names)}:{attribute}"
+            return f"its imports work from {folder}: write {place}{'.'.join(names)}:{ref.attribute}"
     return None
+
+
+def call_plugin(setting: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a user's function; an error of theirs becomes a UseError that names the setting."""
+    try:
+        return function(*args, **options)
+    except (TiltyardError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a plug-in may raise anything
+        message, hint = f"{setting}: {raised(error)}", "the traceback is the plug-in's own"
+        raise UseError(message, hint, user_traceback(error)) from None
 
 
 def user_traceback(error: BaseException) -> str:
@@ -284,7 +249,7 @@ def user_traceback(error: BaseException) -> str:
             kept = [frame for frame in link.stack if not _is_ours(frame.filename)]
             link.stack = traceback.StackSummary.from_list(kept)
             chain += [link.__cause__, link.__context__]
-    return "".join(shown_error.format()).rstrip()
+    return user_names("".join(shown_error.format()).rstrip())
 
 
 def _is_ours(filename: str) -> bool:
@@ -312,10 +277,9 @@ def check_options(target: Any, options: Mapping[str, Any], given: int, what: str
         parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
         return []
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    ours = {p.name for p in positional[:given]}
+    ours = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:given]
     settable = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ours]
-    names = {p.name for p in settable}
+    names = [p.name for p in settable]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     called = getattr(target, "__qualname__", str(target))
     found: list[Problem] = []
@@ -352,11 +316,14 @@ Named = tuple[str, str, str]  # dotted setting, kind of plug-in, id
 
 def named_plugins(experiment: Experiment) -> list[Named]:
     """Every plug-in that an experiment names."""
-    env = experiment.env
+    env, algo = experiment.env, experiment.algo
+    loss = getattr(algo, "loss", None)
     return [
         *([] if family_of(env.id) else [("env.id", "env", env.id)]),
         *((f"env.wrappers.{i}.id", "wrapper", wrapper.id) for i, wrapper in enumerate(env.wrappers)),
         *model_plugins(experiment.model),
+        *([] if loss is None else [("algo.loss.id", "loss", loss.id)]),
+        *([("algo.id", "algo", algo.id)] if is_own_algo(algo.id) else []),
     ]
 
 
@@ -381,16 +348,12 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
     for setting, kind, text in named:
         if kind_of(text) is None and ":" not in text:  # a built-in name or a Gymnasium id, not `module:Id-v0`
             continue
-        places = [*read_from]
         ref = own_ref(kind, text, base)
-        if ref is not None and ref.path is not None:
-            files = plugin_files(ref).copied
-            above = {folder for file in (ref.path, *files) for folder in file.parents}
-            places += [folder for folder in above if any(folder.is_relative_to(top) for top in tops)]
-            places += [ref.path, *files]
-        for place in places:
+        files = [ref.path, *plugin_files(ref).copied] if ref and ref.path else []
+        above = {folder for file in files for folder in file.parents}
+        places = [folder for folder in above if any(folder.is_relative_to(top) for top in tops)]
+        for place in (*read_from, *places, *files):
             if place.exists() and place.stat().st_uid != os.getuid():
-                raise UseError(
-                    f"{shown(place)} belongs to another user and decides which code {setting} = {text} runs",
-                    "review that code, then pass --trust-code (trust_code=True in Python)",
-                )
+                message = f"{shown(place)} belongs to another user and decides which code {setting} = {text} runs"
+                hint = "review that code, then pass --trust-code (trust_code=True in Python)"
+                raise UseError(message, hint)

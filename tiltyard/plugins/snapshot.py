@@ -19,13 +19,15 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.merge import split_key
 from tiltyard.errors import UseError
-from tiltyard.plugins.namespaces import is_own, module_file
-from tiltyard.plugins.resolve import Ref, kind_of, named_plugins, own_ref, shown
+from tiltyard.plugins.namespaces import absolute_imports, is_own, module_file
+from tiltyard.plugins.resolve import MODULE, Ref, named_plugins, own_ref, shown
 
 MAX_FILES = 1000
 MAX_DATA = 1 << 20  # bytes of one data file
@@ -44,13 +46,9 @@ class Files:
 def plugin_files(ref: Ref) -> Files:
     """The files of a plug-in that is a file or a module of the user's project."""
     assert ref.path is not None
-    if ref.kind == "file":
-        path = ref.path.resolve()
-        folder, waiting = path.parent, [path]
-    else:
-        assert ref.module is not None
-        folder = ref.path.resolve()
-        waiting = _files_of(folder, ref.module)
+    path = ref.path.resolve()
+    folder = path if ref.module else path.parent
+    waiting = _files_of(folder, ref.module) if ref.module else [path]
     reached: dict[Path, None] = {}
     while waiting:
         file = waiting.pop()
@@ -58,9 +56,8 @@ def plugin_files(ref: Ref) -> Files:
             continue
         reached[file] = None
         if len(reached) > MAX_FILES:
-            raise UseError(
-                f"{ref.text} needs more than {MAX_FILES} files of {shown(folder)}", "move it into a separate folder"
-            )
+            hint = "move it into a separate folder"
+            raise UseError(f"{ref.text} needs more than {MAX_FILES} files of {shown(folder)}", hint)
         if file.suffix == ".py":
             imports, strings = _mentioned(file, folder)
             waiting += [each for name in imports if is_own(folder, name) for each in _files_of(folder, name)]
@@ -80,29 +77,14 @@ def _mentioned(file: Path, folder: Path) -> tuple[set[str], set[str]]:
     imports: set[str] = set()
     strings: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imports |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            imports.add(node.module)
-        elif isinstance(node, ast.ImportFrom) and node.level == 1 and file.parent == folder:
+        imports.update(absolute_imports(node))
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and file.parent == folder:
             imports |= {node.module} if node.module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
-            given = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
-            imports |= {given} if isinstance(given, str) and _is_name(given) else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
-            module, colon, _ = node.value.partition(":")
-            imports |= {module} if colon and kind_of(node.value) == "module" and _is_name(module) else set()
+            match = MODULE.fullmatch(node.value)
+            imports |= {match["module"]} if match and not match["folder"] else set()
     return imports, strings
-
-
-def _called(call: ast.Call) -> str | None:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
-
-
-def _is_name(text: str) -> bool:
-    """Whether the text could be a module's name."""
-    return all(part.isidentifier() for part in text.split("."))
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
@@ -153,7 +135,14 @@ class Copies:
 
     def named_in(self, experiment: Experiment) -> Experiment:
         """The experiment with the ids of the copies."""
-        return _rename(experiment, self.ids) if self.ids else experiment
+        if not self.ids:
+            return experiment
+        values: Any = experiment.model_dump(by_alias=True)
+        for setting, copy in self.ids.items():
+            *keys, last = split_key(setting)
+            place = reduce(lambda place, key: place[int(key) if isinstance(place, list) else key], keys, values)
+            place[last] = copy
+        return Experiment.model_validate(values)
 
     def put_into(self, folder: Path) -> None:
         """Copy them into another folder."""
@@ -169,26 +158,29 @@ def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Co
     ids: dict[str, str] = {}
     notes: dict[str, None] = {}
     for setting, kind, text in named_plugins(experiment):
-        ref = own_ref(kind, text, base)
-        if ref is None:
-            continue
-        assert ref.path is not None
-        files = plugin_files(ref)
-        folder = _folder_for(files, tops, into / "plugins", taken)
-        for file in files.copied:
-            copy = folder / file.relative_to(files.folder)
-            if copy not in taken:
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
-                taken[copy] = file
-        taken[folder] = files.folder
-        name = f"{ref.path.resolve().name}:" if ref.kind == "file" else f"{ref.module}:"
-        ids[setting] = f"{folder.relative_to(into).as_posix()}/{name}{ref.attribute}"
-        if files.left:
-            left = ", ".join(str(file.relative_to(files.folder)) for file in files.left[:5])
-            notes[f"{text}: not copied into the run folder because larger than {MAX_DATA >> 20} MiB: {left}"] = None
+        if ref := own_ref(kind, text, base):
+            ids[setting], note = _copy(ref, tops, into, taken)
+            notes |= {note: None} if note else {}
     copied = tuple(copy.relative_to(into) for copy in taken if copy.is_file())
     return Copies(into, ids, copied, tuple(notes))
+
+
+def _copy(ref: Ref, tops: Sequence[Path], into: Path, taken: dict[Path, Path]) -> tuple[str, str]:
+    """Copy one plug-in; returns the id of the copy, and a note if a file was not copied."""
+    assert ref.path is not None
+    files = plugin_files(ref)
+    folder = _folder_for(files, tops, into / "plugins", taken)
+    for file in files.copied:
+        copy = folder / file.relative_to(files.folder)
+        if copy not in taken:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+            taken[copy] = file
+    taken[folder] = files.folder
+    left = ", ".join(str(file.relative_to(files.folder)) for file in files.left[:5])
+    note = f"{ref.text}: not copied into the run folder because larger than {MAX_DATA >> 20} MiB: {left}"
+    name = ref.module or ref.path.resolve().name
+    return f"{folder.relative_to(into).as_posix()}/{name}:{ref.attribute}", note if left else ""
 
 
 def _folder_for(files: Files, tops: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:
@@ -205,19 +197,3 @@ def _folder_for(files: Files, tops: Sequence[Path], target: Path, taken: dict[Pa
 def _inside(folder: Path) -> Path:
     """Do not nest a plug-in that already is a copy in a run folder one level deeper."""
     return Path(*folder.parts[1:]) if folder.parts[:1] == ("plugins",) else folder
-
-
-def _rename(experiment: Experiment, renamed: dict[str, str]) -> Experiment:
-    values: dict[str, Any] = experiment.model_dump(by_alias=True)
-    for i, wrapper in enumerate(values["env"]["wrappers"]):
-        wrapper["id"] = renamed.get(f"env.wrappers.{i}.id", wrapper["id"])
-    for name, encoder in values["model"]["encoders"].items():
-        encoder["id"] = renamed.get(f"model.encoders.{name}.id", encoder["id"])
-    for section in (values["env"], values["model"]):
-        name = "env" if section is values["env"] else "model"
-        section["id"] = renamed.get(f"{name}.id", section["id"])
-    encoder = values["model"]["encoder"]
-    encoder["id"] = renamed.get("model.encoder.id", encoder["id"])
-    for name, member in values["policies"].items():
-        member["from"] = renamed.get(f"policies.{name}.from", member["from"])
-    return Experiment.model_validate(values)
