@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Engine, EnvSpec
+
+if TYPE_CHECKING:
+    from tiltyard.models.policy_net import PolicyNet
 
 
 def make_engine(
@@ -16,10 +21,14 @@ def make_engine(
     continues: Path | None = None,
     *,
     same_run: bool = False,
+    server: ForkServer | None = None,
+    net: PolicyNet | None = None,
 ) -> Engine:
     """Build the engine of an experiment; "auto" settings keep the values of the checkpoint that it continues.
 
     The number of threads, which changes only how results are rounded, is kept by the `same_run` but not by a fork.
+    Workers are forked by a copy of `server`, if there is one.
+    `net` is the first policy's, if it was built before; RLlib's processes build their own.
     """
     if experiment.engine.kind == "rllib":
         from tiltyard.engines.engine_state import read_env_steps
@@ -34,7 +43,7 @@ def make_engine(
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine
 
-        return SerialEngine(experiment, spec, base, chosen)
+        return SerialEngine(experiment, spec, base, chosen, net)
     from tiltyard.engines.local.engine import LocalEngine
 
-    return LocalEngine(experiment, spec, base, chosen)
+    return LocalEngine(experiment, spec, base, chosen, server, net)

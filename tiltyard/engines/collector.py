@@ -8,7 +8,7 @@ Equal seeds give equal rollouts in any process: each collector has its own envs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.vector import make_group
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
-from tiltyard.run.checkpoint import write_tree
+from tiltyard.run.state_file import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, Rollout, Step, Tree
 
 ACT, INIT, LEARN, FOREIGN = 1, 2, 3, 4  # roles in the run's seed tree; envs have theirs (role, row, episode)
@@ -67,16 +67,11 @@ class Actor(Protocol):
         """[B] in units of reward."""
 
 
-@dataclass(frozen=True)
-class InWorker:
-    """What a worker process adds: its heartbeat, and the threads that a native vector env may use."""
-
-    heartbeat: Array
-    threads: int
-
-
 class Collector:
-    """Group number `group` of the run's envs, with a row for each agent of each env."""
+    """Group number `group` of the run's envs, with a row for each agent of each env.
+
+    A worker process has its own `heartbeat`, and a share of the threads that a vector env may use.
+    """
 
     def __init__(
         self,
@@ -86,7 +81,8 @@ class Collector:
         actor: Actor,
         envs: int,
         group: int = 0,
-        in_worker: InWorker | None = None,
+        heartbeat: Array | None = None,
+        threads: int | None = None,
     ) -> None:
         self.experiment, self.spec, self.actor, self.group = experiment, spec, actor, group
         self.players = actor if isinstance(actor, MultiPolicyActor) else None
@@ -97,17 +93,8 @@ class Collector:
         self.draws = torch.Generator().manual_seed(stream_seed(seed, ACT, group))
         self.generators = Generators(stream_seed(seed, FOREIGN, group))
         with self.generators.active():
-            config = GroupConfig(
-                experiment.env,
-                spec,
-                rows,
-                seed,
-                base=base,
-                previous=experiment.model.previous,
-                first_row=group * rows,
-                heartbeat=None if in_worker is None else in_worker.heartbeat,
-            )
-            self.envs = make_group(config, threads=None if in_worker is None else in_worker.threads)
+            config = GroupConfig(experiment.env, spec, rows, seed, base, first_row=group * rows, heartbeat=heartbeat)
+            self.envs = make_group(replace(config, previous=experiment.model.previous), threads=threads)
         self.now: Step | None = None  # the envs' latest step; None before the first reset
         self.state = actor.initial_state(rows)
         self.begun = np.zeros(rows, np.int64)  # version of the weights when each running episode began
@@ -275,30 +262,21 @@ def empty_rollout(
     length, bptt, rows = experiment.algo.rollout, experiment.model.memory.bptt, envs * len(spec.agents)
     make = allocate or _unwritten
 
-    def floats(name: str, *more: int) -> Array:
-        return make(name, (length, rows, *more), np.float32)
-
-    def flags(name: str, *more: int) -> Array:
-        return make(name, (length, rows, *more), np.bool_)
+    def columns(dtype: Any, *names: str) -> Arrays:
+        return {name: make(name, (length, rows), dtype) for name in names}
 
     return Rollout(
         obs={key: make(f"obs.{key}", (length, rows, *item.shape), item.dtype) for key, item in spec.obs.items()},
-        first=flags("first"),
-        action=floats("action", spec.action.columns),
-        mask=flags("mask", spec.action.mask_size) if spec.masked else None,
-        log_prob=floats("log_prob"),
-        value=floats("value"),
-        reward=floats("reward"),
-        terminated=flags("terminated"),
-        truncated=flags("truncated"),
-        bootstrap=floats("bootstrap"),
-        valid=flags("valid"),
+        action=make("action", (length, rows, spec.action.columns), np.float32),
+        mask=make("mask", (length, rows, spec.action.mask_size), np.bool_) if spec.masked else None,
         state0={
             key: make(f"state0.{key}", (-(-length // bptt), *item.shape), np.float32)
             for key, item in net.initial_state(rows).items()
         },
-        policy_version=make("policy_version", (length, rows), np.int64),
-        policy=make("policy", (length, rows), np.int16) if experiment.several_policies else None,
+        **columns(np.float32, "log_prob", "value", "reward", "bootstrap"),
+        **columns(np.bool_, "first", "terminated", "truncated", "valid"),
+        **columns(np.int64, "policy_version"),
+        **(columns(np.int16, "policy") if experiment.several_policies else {}),
     )
 
 

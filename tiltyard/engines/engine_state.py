@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiltyard.run.checkpoint import read_tree
+from tiltyard.run.state_file import read_tree
 from tiltyard.types import Tree
 
 

@@ -1,7 +1,9 @@
-"""Checks before a run exists: whether model, device and memory fit the experiment. Builds no engine."""
+"""Checks before a run exists: whether model, device and memory fit the experiment. Builds the net that is then trained,
+but no engine."""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Sequence
@@ -9,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from tiltyard.algos.ppo import Ppo
 from tiltyard.algos.tunables import parse_tunables
-from tiltyard.config.algos import Own
+from tiltyard.config.algos import Own, OwnAlgo
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.learner import check_learners, device_named
+from tiltyard.engines.learner import build_algo, build_net, check_learners, device_named
 from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.topology import slots_per_worker
@@ -21,9 +22,9 @@ from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins import resolve
-from tiltyard.processes.platforms import is_linux, system_name
+from tiltyard.processes.platforms import system_name
 from tiltyard.processes.resources import free_memory
-from tiltyard.run.checkpoint import read_tree
+from tiltyard.run.state_file import read_tree
 from tiltyard.types import Arrays, EnvSpec
 
 LEARNING_COPIES = 3  # per learner: the rollout, the learner's float copy, a minibatch with its activations
@@ -38,15 +39,24 @@ def has_workers(experiment: Experiment) -> bool:
     return engine.kind == "local" and (engine.mode == "async" or engine.workers not in ("auto", 0))
 
 
-def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None) -> None:
-    """Check model options, shapes, device and memory. The weights of the checkpoint that it `continues` must fit."""
+def check_engine(
+    experiment: Experiment, spec: EnvSpec, base: Sequence[Path], continues: Path | None = None
+) -> PolicyNet:
+    """Check model options, shapes, device and memory. The weights of the checkpoint that it `continues` must fit.
+
+    Returns the net of the first policy, for an engine in this process to train.
+    """
     if experiment.engine.kind == "rllib":
         from tiltyard.engines.rllib.engine import check_rllib
 
         check_rllib(experiment, spec)
     else:
-        check_learners(experiment.engine.learners, device_named(experiment.engine.device))
-        _check_affinity(experiment)
+        device = device_named(experiment.engine.device)
+        if experiment.engine.learners > 1:
+            check_learners(experiment.engine.learners, device)
+        if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
+            message = "engine.affinity = true: this system cannot pin processes to cores"
+            raise UseError(message, "leave engine.affinity out")
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
     if experiment.several_policies or experiment.match:
@@ -54,21 +64,20 @@ def check_engine(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], co
         frozen_nets(experiment, spec, base)
     if experiment.population is not None:
         parse_tunables(experiment.population.space)
-    net = PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed)
-    if isinstance(experiment.algo, Own):
-        Ppo(experiment.algo, net, experiment.model.memory.bptt, experiment.stop.env_steps, seed=0)
+    net = build_net(experiment, spec, base, experiment.learning[0])
+    if isinstance(experiment.algo, Own | OwnAlgo):
+        build_algo(experiment, experiment.learning[0], copy.deepcopy(net), base, seed=0).save()  # with algo.loss
     if continues is not None:
         for name in [name for name in saved_policies(continues) if name in experiment.learning]:
-            net.load_arrays(read_tree(continues / "policies", name)["weights"])
+            net.require_fit(read_tree(continues / "policies", name)["weights"])
     elif experiment.model.init:  # not read when continuing: it may be gone by then
         source = Path(experiment.model.init)
         _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])
+    return net
 
 
 def check_platform(experiment: Experiment) -> None:
-    """ConfigError for settings that start processes in a way that only Linux has."""
-    if is_linux():
-        return
+    """ConfigError for settings that start processes in a way that only Linux has; this is another system."""
     env, engine = experiment.env, experiment.engine
     local = engine.kind == "local"
     needs_linux = (
@@ -87,19 +96,13 @@ def check_platform(experiment: Experiment) -> None:
         raise ConfigError(problems)
 
 
-def _check_affinity(experiment: Experiment) -> None:
-    if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
-        raise UseError("engine.affinity = true: this system cannot pin processes to cores", "leave engine.affinity out")
-
-
 def _check_init(ours: Arrays, theirs: Arrays) -> None:
     """Refuse initial weights of which none fits."""
     if not any(name in theirs and theirs[name].shape == array.shape for name, array in ours.items()):
         there, here = (", ".join(f"{n} {a.shape}" for n, a in [*side.items()][:3]) for side in (theirs, ours))
-        raise UseError(
-            f"model.init: none of its weights fits this model (it has {there}, ...; the model has {here}, ...)",
-            "start from a run with a similar env and model, or leave model.init out",
-        )
+        message = f"model.init: none of its weights fits this model (it has {there}, ...; the model has {here}, ...)"
+        hint = "start from a run with a similar env and model, or leave model.init out"
+        raise UseError(message, hint)
 
 
 def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
@@ -111,7 +114,7 @@ def _check_weights(experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) 
     learners = experiment.engine.learners * len(experiment.learning)
     versions = sum(past.keep for past in experiment.past.values())
     wanted, free = 4 * count * (WEIGHT_COPIES * learners + VERSION_COPIES * versions), free_memory()
-    if free is not None and wanted > free:
+    if wanted > free:
         raise UseError(
             f"a model of {count:,} parameters needs about {wanted / 2**30:.1f} GiB for training, "
             f"but only {free / 2**30:.1f} GiB are free",
@@ -128,7 +131,7 @@ def _check_memory(experiment: Experiment, spec: EnvSpec) -> None:
     engine = experiment.engine
     times = LEARNING_COPIES * engine.learners + (slots_per_worker(engine.mode) if has_workers(experiment) else 0)
     wanted, free = times * each * rows * steps + copies * spec.env_bytes, free_memory()
-    if free is not None and wanted > free:
+    if wanted > free:
         raise UseError(
             f"engine.envs = {envs:,} x algo.rollout = {steps:,} needs about {wanted / 2**30:.1f} GiB "
             f"with {copies:,} copies of the env, "

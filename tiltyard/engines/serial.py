@@ -7,10 +7,11 @@ The reference for other engines, and for readers: the same seed gives the same w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -20,16 +21,24 @@ from tiltyard.engines.engine_state import dropped_groups, read_state
 from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
-from tiltyard.run.checkpoint import write_tree
+from tiltyard.models.policy_net import PolicyNet
+from tiltyard.run.state_file import write_tree
 from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
 
 
 class SerialEngine:
     """Learns and samples in this process, with one group of envs per worker of the equivalent local engine."""
 
-    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        spec: EnvSpec,
+        base: Sequence[Path],
+        chosen: Topology,
+        net: PolicyNet | None = None,
+    ) -> None:
         self.experiment, self.chosen = experiment, chosen
-        self.policies = PolicySet(experiment, spec, base)
+        self.policies = PolicySet(experiment, spec, base, net)
         self.learner = self.policies.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
@@ -54,7 +63,7 @@ class SerialEngine:
     def step(self) -> Report:
         started = perf_counter()
         spent = {"env": 0.0, "inference": 0.0, "learn": 0.0}
-        frames = -sum(group.envs.frames_taken for group in self.groups)
+        frames = -sum(group.envs.stats.frames_taken for group in self.groups)
         with calling_envs():
             episodes = [
                 end
@@ -62,7 +71,7 @@ class SerialEngine:
                 for end in group.fill(part, self.version, spent)
             ]
         episodes = self.policies.own_returns(episodes)
-        frames += sum(group.envs.frames_taken for group in self.groups)
+        frames += sum(group.envs.stats.frames_taken for group in self.groups)
         batch = int(self.rollout.valid.sum())
 
         mark = perf_counter()
@@ -71,14 +80,7 @@ class SerialEngine:
         spent["learn"] = perf_counter() - mark
 
         total = perf_counter() - started
-        self.progress = replace(
-            self.progress,
-            env_steps=self.progress.env_steps + batch,
-            frames=self.progress.frames + frames,
-            updates=self.progress.updates + 1,
-            episodes=self.progress.episodes + len(episodes),
-            seconds=self.progress.seconds + total,
-        )
+        self.progress = self.progress.plus(batch, frames, 1, len(episodes), total)
         spent["other"] = max(0.0, total - sum(spent.values()))
         return Report(self.progress, metrics, episodes, spent)
 
@@ -110,6 +112,10 @@ class SerialEngine:
             self.version += 1
             self.policies.replaced(policy, self.version)
         return now
+
+    def set_env_options(self, options: Mapping[str, Any]) -> None:
+        for group in self.groups:
+            group.envs.set_options(options)
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         return self.policies.past()

@@ -17,7 +17,7 @@ from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.candidates import even_workers
 from tiltyard.engines.learner import device_named
-from tiltyard.envs.native_vector import has_native
+from tiltyard.envs.single_agent_vector import has_native
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores, usable_cores
@@ -36,23 +36,14 @@ class Topology:
     workers: int
     why: str
     batched: bool = False
-    threads: int | None = None
-    """of the learner, from the checkpoint: only the same number continues bit for bit"""
+    threads: int | None = None  # of the learner, from the checkpoint: only the same number continues bit for bit
 
 
-def topology(
-    experiment: Experiment,
-    spec: EnvSpec,
-    groups: int | None = None,
-    threads: int | None = None,
-    *,
-    usable: int | None = None,
-    free: float | None = None,
-) -> Topology:
+def topology(experiment: Experiment, spec: EnvSpec, groups: int | None = None, threads: int | None = None) -> Topology:
     """Resolve engine.workers and engine.inference. A checkpoint's `groups` and `threads` are kept if possible, so that
-    its episodes continue and results are rounded alike. `usable` and `free` cores are measured by default."""
+    its episodes continue and results are rounded alike."""
     batched = is_batched(experiment, device_named(experiment.engine.device))
-    found = _workers(experiment, spec, groups, 2 if batched else 1, usable, free)
+    found = _workers(experiment, spec, groups, 2 if batched else 1)
     return replace(found, batched=batched and found.workers > 0, threads=threads)
 
 
@@ -69,9 +60,7 @@ def is_batched(experiment: Experiment, device: torch.device) -> bool:
     return engine.kind == "local" and device.type != "cpu" and not experiment.several_policies
 
 
-def _workers(
-    experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int, usable: int | None, free: float | None
-) -> Topology:
+def _workers(experiment: Experiment, spec: EnvSpec, groups: int | None, per_core: int) -> Topology:
     engine = experiment.engine
     asked = engine.inference == "batched"  # requires workers
     if engine.workers != "auto":
@@ -87,8 +76,8 @@ def _workers(
         return Topology(int(engine.mode == "async"), "the env steps all rows in one call")
     if spec.step_seconds < CHEAP_STEP and engine.mode == "sync" and not asked:
         return Topology(0, f"an env step takes {spec.step_seconds * 1e6:.0f} us")
-    usable = usable or usable_cores()
-    cores = max(1, min(usable, int((free or free_cores()) + 1 - FREE_SHARE)))
+    usable = usable_cores()
+    cores = max(1, min(usable, int(free_cores() + 1 - FREE_SHARE)))
     most = per_core * max(1, cores - 1 if engine.mode == "async" else cores)
     workers = even_workers(engine.envs, most)
     if workers == 1 and engine.mode == "sync" and not asked:
@@ -102,16 +91,8 @@ def _cores_text(usable: int, free: int) -> str:
     return f"{usable} core{'s' if usable > 1 else ''} available{busy}"
 
 
-def learner_threads(
-    experiment: Experiment,
-    spec: EnvSpec,
-    net: PolicyNet,
-    chosen: Topology,
-    *,
-    usable: int | None = None,
-    free: float | None = None,
-) -> tuple[int, str]:
-    """Torch threads of each learner, and the reason. `usable` and `free` cores are measured by default."""
+def learner_threads(experiment: Experiment, spec: EnvSpec, net: PolicyNet, chosen: Topology) -> tuple[int, str]:
+    """Torch threads of each learner, and the reason."""
     asked = experiment.engine.threads
     if asked != "auto":
         return asked, "as set"
@@ -119,7 +100,7 @@ def learner_threads(
         return 1, "as always"
     busy = chosen.workers if experiment.engine.mode == "async" else 0
     learners = experiment.engine.learners  # all busy at the same time
-    most = ((usable or usable_cores()) - busy) // learners
+    most = (usable_cores() - busy) // learners
     if chosen.threads is not None and chosen.threads <= max(1, most):
         return chosen.threads, "as before"
     if most < 2:
@@ -129,7 +110,7 @@ def learner_threads(
     one = _gradient_step(experiment, spec, net)
     if one < SHORT_UPDATE:
         return 1, f"a gradient step takes {one * 1e3:.1f} ms"
-    threads = min(most, (int((free or free_cores()) + FREE_SHARE) - busy) // learners)
+    threads = min(most, (int(free_cores() + FREE_SHARE) - busy) // learners)
     if threads < 2:
         return 1, "the other cores are busy"
     torch.set_num_threads(threads)

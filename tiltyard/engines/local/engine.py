@@ -5,14 +5,14 @@
              since their policy); what is older than engine.max_lag is discarded
 
 worker.py samples, worker_pool.py starts and replaces workers, shared_memory.py has the slots. With batched inference,
-inference_server.py computes the actions of all workers, which ask it through inference_client.py.
+a server computes the actions of all workers (inference.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,9 @@ from tiltyard.engines.local.worker_pool import WorkerPool
 from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads, slots_per_worker
 from tiltyard.envs.spaces import spec_to_json
-from tiltyard.run.checkpoint import write_tree
+from tiltyard.models.policy_net import PolicyNet
+from tiltyard.processes.fork_server import ForkServer
+from tiltyard.run.state_file import write_tree
 from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
 
@@ -65,11 +67,19 @@ class _Versions:
 class LocalEngine:
     """Learns in this process from what `engine.workers` processes sample."""
 
-    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], chosen: Topology) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        spec: EnvSpec,
+        base: Sequence[Path],
+        chosen: Topology,
+        server: ForkServer | None = None,
+        net: PolicyNet | None = None,
+    ) -> None:
         self.experiment, self.chosen = experiment, chosen
         workers = self.workers = chosen.workers
         self.is_async = experiment.engine.mode == "async"
-        self.policies = PolicySet(experiment, spec, base)
+        self.policies = PolicySet(experiment, spec, base, net)
         self.learner = self.policies.first
         self.threads, self.why = learner_threads(experiment, spec, self.learner.net, chosen)
         torch.set_num_threads(self.threads)
@@ -98,6 +108,7 @@ class LocalEngine:
             step_timeout=experiment.env.step_timeout,
             reset_timeout=experiment.env.reset_timeout,
             restarts=experiment.engine.restarts,
+            server=server,
         )
         self.idle = [(slot % workers, slot) for slot in range(slots)]  # (worker, slot) pairs to be filled
 
@@ -147,14 +158,8 @@ class LocalEngine:
 
         total = perf_counter() - started
         episodes = self.policies.own_returns(end for filled in taken for end in filled.episodes)
-        self.progress = replace(
-            self.progress,
-            env_steps=self.progress.env_steps + batch,
-            frames=self.progress.frames + sum(filled.frames for filled in taken),
-            updates=self.progress.updates + 1,
-            episodes=self.progress.episodes + len(episodes),
-            seconds=self.progress.seconds + total,
-        )
+        frames = sum(filled.frames for filled in taken)
+        self.progress = self.progress.plus(batch, frames, 1, len(episodes), total)
         spent = {"wait": waited, "transfer": moved, "learn": learned}
         spent["other"] = max(0.0, total - sum(spent.values()))
         events, self.pool.events = tuple(self.pool.events), []
@@ -255,6 +260,10 @@ class LocalEngine:
             self.policies.replaced(policy, self.versions.replace())
             self._publish()
         return now
+
+    def set_env_options(self, options: Mapping[str, Any]) -> None:
+        self.pool.task["experiment"]["env"]["options"] = dict(options)  # for workers that replace others
+        self._run_in_all({"do": "set_options", "options": dict(options)}, "set")
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         return self.policies.past()

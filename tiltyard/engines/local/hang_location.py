@@ -13,7 +13,7 @@ from tiltyard.processes.proc import tree
 
 STACK_BYTES = 1 << 16
 STACK_SECONDS = 2.0  # that a process has to write its stack
-WAITING = ("tiltyard/envs/isolation/pool.py", "tiltyard/envs/isolation/wire.py")  # frames that wait for an isolated env
+WAITING = ("tiltyard/envs/isolation/pool.py", "tiltyard/processes/channel.py")  # frames that wait for an isolated env
 
 
 def hang_location(pid: int, stack: int) -> str:

@@ -11,7 +11,6 @@ adopted since. A learner that ends, ends the training: its cause is raised here.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import select
@@ -19,13 +18,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from tiltyard.algos.allreduce import TIMEOUT, PeerLostError, ProcessGroup
+from tiltyard.algos.own_algorithm import OwnAlgorithm
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
@@ -34,8 +33,8 @@ from tiltyard.engines.local.shared_memory import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.processes.exit_reason import killed_by
-from tiltyard.processes.fork_server import ForkServer
+from tiltyard.processes.channel import Channel, error_from
+from tiltyard.processes.fork_server import Forked, ForkServer
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 
 GRACE = 10.0  # seconds to wait for the cause when a learner is lost
@@ -45,17 +44,22 @@ HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.learners=1 runs
 class LearnerMemory:
     """Written by the driver before an update, read by the learners; both build the same layout."""
 
-    def __init__(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo, fd: int | None = None) -> None:
+    def __init__(
+        self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo | OwnAlgorithm, fd: int | None = None
+    ) -> None:
         measure = Layout()
         self._lay_out(experiment, spec, net, algo, measure)
         self.fd = make_memory(measure.size) if fd is None else fd
         self._lay_out(experiment, spec, net, algo, Layout(mmap.mmap(self.fd, measure.size)))
 
-    def _lay_out(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo, layout: Layout) -> None:
+    def _lay_out(
+        self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, algo: Ppo | OwnAlgorithm, layout: Layout
+    ) -> None:
         def like(arrays: Mapping[str, Array]) -> dict[str, Array]:
             return {name: layout.array(name, array.shape, array.dtype) for name, array in arrays.items()}
 
-        adam = algo.save()["adam"]
+        tree = algo.save()
+        adam, self.loss = tree["adam"], like(tree.get("loss", {}))
         self.weights, self.first, self.second = like(net.arrays()), like(adam["first"]), like(adam["second"])
         self.rollout: Rollout = empty_rollout(experiment, spec, net, experiment.engine.envs, layout.array)
 
@@ -63,41 +67,36 @@ class LearnerMemory:
         """Write all arrays (the rollout may have fewer rows); returns the rest of the algorithm's state, as JSON."""
         gather([rollout], self.rollout)
         adam = algo["adam"]
-        for ours, theirs in ((self.weights, weights), (self.first, adam["first"]), (self.second, adam["second"])):
+        moments = ((self.first, adam["first"]), (self.second, adam["second"]))
+        for ours, theirs in ((self.weights, weights), (self.loss, algo.get("loss", {})), *moments):
             for name, array in ours.items():
                 array[...] = theirs[name]
-        return {**algo, "adam": {"steps": adam["steps"]}}
+        return {**algo, "adam": {"steps": adam["steps"]}, "loss": {}}
 
     def read(self, rest: Tree) -> Tree:
         """The algorithm's state: the arrays here and what `write` returned."""
-        return {**rest, "adam": {**rest["adam"], "first": self.first, "second": self.second}}
-
-
-@dataclass
-class _LearnerProcess:
-    """One learner: its process and its pipes."""
-
-    rank: int
-    commands: int
-    answers: TextIO
-    pid: int | None = None
-    error_report: dict[str, Any] | None = None
+        return {**rest, "adam": {**rest["adam"], "first": self.first, "second": self.second}, "loss": self.loss}
 
 
 class LearnerProcesses:
     """Learners 1 .. engine.learners - 1 of a policy; the driver's own is rank 0 of the `group`."""
 
     def __init__(
-        self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], policy: str, net: PolicyNet, algo: Ppo
+        self,
+        experiment: Experiment,
+        spec: EnvSpec,
+        base: Sequence[Path],
+        policy: str,
+        net: PolicyNet,
+        algo: Ppo | OwnAlgorithm,
     ) -> None:
         size = experiment.engine.learners
         self._memory = LearnerMemory(experiment, spec, net, algo)
         self._fork_server = ForkServer(PRELOAD, "engine.learners=1 needs no learner processes")
-        self._learners: list[_LearnerProcess] = []
-        self._deaths: dict[int, int] = {}  # pid -> exit code; negative: signal
+        self._learners: list[Forked] = []  # by rank, without the driver's
+        self._errors: dict[Forked, dict[str, Any]] = {}
         rendezvous = Path(tempfile.mkdtemp(prefix="tiltyard-rendezvous-"))  # for this user only
         task = {
-            "run": LEARNER,
             "experiment": experiment.model_dump(mode="json", by_alias=True),
             "spec": spec_to_json(spec),
             "base": [str(Path(place).absolute()) for place in base],
@@ -106,7 +105,10 @@ class LearnerProcesses:
         }
         try:
             for rank in range(1, size):
-                self._start({**task, "name": f"tiltyard-l{rank}", "number": rank})
+                started = self._fork_server.fork(
+                    LEARNER, {**task, "number": rank}, [self._memory.fd], name=f"tiltyard-l{rank}"
+                )
+                self._learners.append(started)
             self._wait_for("ready")  # before anybody waits for them in the meeting
             self._send({"do": "join"})
             self.group = ProcessGroup(rendezvous, 0, size, net.log_std.device, self._check_exits)
@@ -116,14 +118,6 @@ class LearnerProcesses:
             raise
         finally:
             shutil.rmtree(rendezvous, ignore_errors=True)
-
-    def _start(self, task: dict[str, Any]) -> None:
-        commands_end, commands = os.pipe2(os.O_CLOEXEC)
-        answers, answers_end = os.pipe2(os.O_CLOEXEC)
-        self._learners.append(_LearnerProcess(task["number"], commands, os.fdopen(answers)))
-        self._fork_server.fork(task, [commands_end, answers_end, self._memory.fd])
-        os.close(commands_end)
-        os.close(answers_end)
 
     @contextlib.contextmanager
     def updating(self, rollout: Rollout, weights: Mapping[str, Array], algo: Tree, env_steps: int) -> Iterator[None]:
@@ -141,41 +135,38 @@ class LearnerProcesses:
 
     def _send(self, command: dict[str, Any]) -> None:
         for learner in self._learners:
-            with contextlib.suppress(BrokenPipeError):  # `_wait_for` reports that it died
-                os.write(learner.commands, json.dumps(command).encode() + b"\n")
+            learner.send(command)
 
     def _wait_for(self, wanted: str) -> None:
         """Wait until all learners have reported this."""
         waiting = list(self._learners)
         until = time.monotonic() + TIMEOUT.total_seconds()
         while waiting:
-            pipes = [learner.answers.fileno() for learner in waiting]
             left = max(0.0, until - time.monotonic())
-            ready = select.select([self._fork_server.fileno(), *pipes], [], [], left)[0]
-            self._handle_events()
-            if not ready or self._deaths:
+            ends: list[ForkServer | Channel] = [self._fork_server, *(each.channel for each in waiting)]
+            ready = select.select(ends, [], [], left)[0]
+            if not ready or self._lost():
                 raise self._cause()
-            for learner in [learner for learner in waiting if learner.answers.fileno() in ready]:
-                if self._handle(learner, learner.answers.readline()) == wanted:
+            for learner in [each for each in waiting if each.channel in ready]:
+                if self._recv(learner) == wanted:
                     waiting.remove(learner)
 
-    def _handle(self, learner: _LearnerProcess, line: str) -> str:
-        """Handle a line of a learner; returns what it has done. Empty if it is gone; the last line may be cut."""
-        message = json.loads(line) if line.endswith("\n") else {}
-        if "error" in message:
-            learner.error_report = message
-        return str(message.get("done", ""))
+    def _recv(self, learner: Forked) -> str:
+        """What a learner has done; empty if it has failed or is gone."""
+        with contextlib.suppress(EOFError):
+            message = learner.channel.recv()
+            if "error" in message:
+                self._errors[learner] = message
+            return str(message.get("done", ""))
+        return ""
 
-    def _handle_events(self) -> None:
-        while (event := self._fork_server.poll_events()) is not None:
-            if "started" in event:
-                self._learners[event["number"] - 1].pid = event["started"]
-            else:
-                self._deaths[event["exited"]] = event["status"]
+    def _lost(self) -> list[Forked]:
+        """The learners that are gone."""
+        self._fork_server.exits()
+        return [learner for learner in self._learners if learner.status is not None]
 
     def _check_exits(self) -> None:
-        self._handle_events()
-        if self._deaths:
+        if self._lost():
             raise PeerLostError("a learner is gone")
 
     # ------------------------------------------------------------------------------------------ faults
@@ -184,29 +175,27 @@ class LearnerProcesses:
         """Why a learner is gone; learners that merely lost the others are not the cause."""
         until = time.monotonic() + GRACE
         while True:
-            self._handle_events()
-            for learner in self._learners:
-                if learner.pid in self._deaths and (found := self._reported_error(learner, self._deaths[learner.pid])):
+            for learner in self._lost():
+                if found := self._reported_error(learner):
                     return found
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._fork_server.fileno()], [], [], left)[0]:
+            if left <= 0 or not select.select([self._fork_server], [], [], left)[0]:
                 minutes = TIMEOUT.total_seconds() / 60
                 return TiltyardError(f"the learners have not answered each other for {minutes:g} minutes", HINT)
 
-    def _reported_error(self, learner: _LearnerProcess, status: int) -> TiltyardError | None:
+    def _reported_error(self, learner: Forked) -> TiltyardError | None:
         """The error of a learner that has ended: its report, or its exit code."""
-        for line in learner.answers:
-            self._handle(learner, line)
-        report = learner.error_report
-        if report is not None:
-            return None if report["lost"] else TiltyardError(report["error"], report["hint"], report["details"])
-        how = killed_by(-status) if status < 0 else f"exited with code {status}"
-        return TiltyardError(f"learner {learner.rank} (process {learner.pid}) {how}", HINT)
+        while learner not in self._errors and learner.channel.is_ready() and self._recv(learner):
+            pass
+        if learner in self._errors:
+            report = self._errors[learner]
+            return None if report["kind"] == PeerLostError.__name__ else error_from(report)
+        rank = 1 + self._learners.index(learner)
+        return TiltyardError(f"learner {rank} (process {learner.pid}) {learner.how()}", HINT)
 
     def close(self) -> None:
         """End all processes and close their files."""
         self._fork_server.close()
         for learner in self._learners:
-            os.close(learner.commands)
-            learner.answers.close()
+            learner.channel.close()
         os.close(self._memory.fd)

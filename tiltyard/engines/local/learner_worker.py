@@ -2,22 +2,20 @@
 
     driver ── {"do": "update", "env_steps": 4096, ...} ──> learner ── {"done": "updated"} ──> driver
 
-Commands and answers are lines of JSON through two pipes; a closed pipe ends it. It keeps nothing between updates:
+Commands and answers go through a channel; its end ends it. It keeps nothing between updates:
 weights, moments and rollout are in shared memory, the rest is in the command. Random draws of the model (dropout) come
 from a separate stream per learner and update.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from tiltyard.algos.allreduce import PeerLostError, ProcessGroup
+from tiltyard.algos.allreduce import ProcessGroup
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, stream_seed
@@ -25,26 +23,24 @@ from tiltyard.engines.learner import LEARNER, Learner
 from tiltyard.engines.local.learner_group import LearnerMemory
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.errors import TiltyardError
+from tiltyard.processes.channel import Channel, error_message
 
 
-def work(task: dict[str, Any], fds: list[int]) -> None:
-    """Run a learner process until its pipes close."""
-    commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
+def work(task: dict[str, Any], channel: Channel, fds: list[int]) -> None:
+    """Run a learner process until its channel closes."""
     try:
-        _LearnerWorker(task, fds[2], answers).run(commands)
+        learner = _LearnerWorker(task, fds[0])
+        channel.send({"done": "ready"})
+        for command in channel:
+            channel.send({"done": learner.run(command)})
     except TiltyardError as error:
-        lost = isinstance(error, PeerLostError)
-        _write(answers, {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost})
+        channel.send(error_message(error))
         sys.exit(1)
 
 
-def _write(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-
-
 class _LearnerWorker:
-    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO) -> None:
-        self.rank, self.answers, self.rendezvous = task["number"], answers, Path(task["meeting"])
+    def __init__(self, task: dict[str, Any], memory: int) -> None:
+        self.rank, self.rendezvous = task["number"], Path(task["meeting"])
         experiment = Experiment.model_validate(task["experiment"])
         if experiment.engine.device != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(self.rank)  # "cuda" means this GPU from here on
@@ -53,23 +49,21 @@ class _LearnerWorker:
         self.size = experiment.engine.learners
         self.seed = stream_seed(experiment.seed, FOREIGN, LEARNER + self.learner.place)
         self.memory = LearnerMemory(experiment, spec, self.learner.net, self.learner.algo, memory)
-        _write(answers, {"done": "ready"})
 
-    def run(self, commands: TextIO) -> None:
-        for line in commands:
-            command = json.loads(line)
-            if command["do"] == "join":
-                self.learner.algo.group = ProcessGroup(self.rendezvous, self.rank, self.size, self.learner.device)
-                _write(self.answers, {"done": "joined"})
-            elif command["do"] == "update":
-                self.update(command)
-                _write(self.answers, {"done": "updated"})
+    def run(self, command: dict[str, Any]) -> str:
+        """Execute a command; returns what has been done."""
+        if command["do"] == "join":
+            self.learner.algo.group = ProcessGroup(self.rendezvous, self.rank, self.size, self.learner.device)
+            return "joined"
+        self.update(command)
+        return "updated"
 
     def update(self, message: dict[str, Any]) -> None:
         if torch.get_num_threads() != message["threads"]:
             torch.set_num_threads(message["threads"])
         learner = self.learner
         learner.net.load_arrays(self.memory.weights)
+        learner.forget_loss()
         learner.algo.load(self.memory.read(message["algo"]))
         with Generators(stream_seed(self.seed, self.rank, message["env_steps"])).active():
             learner.algo.update(self.memory.rollout.rows(0, message["rows"]), message["env_steps"])

@@ -24,7 +24,7 @@ import numpy as np
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import empty_rollout
-from tiltyard.engines.policies.opponent_pool import VersionPool
+from tiltyard.engines.policies.matchmaking import VersionPool
 from tiltyard.engines.policies.policy_set import joined
 from tiltyard.errors import TiltyardError
 from tiltyard.models import distributions
@@ -78,9 +78,8 @@ class SharedMemory:
 
     def _lay_out(self, experiment: Experiment, spec: EnvSpec, net: PolicyNet, workers: int, slots: int) -> None:
         self.states = self._array("states", (slots,), np.int64)
-        self.beats = self._array(
-            "beats", (workers, 8), np.int64
-        )  # a cache line each: [worker, 0] counter, [worker, 1] phase
+        # a cache line each: [worker, 0] counter, [worker, 1] phase
+        self.beats = self._array("beats", (workers, 8), np.int64)
         self.versions = self._array("versions", (8,), np.int64)  # begun, finished
         own = {name: (tuple(item.shape), item.cpu().numpy().dtype) for name, item in net.state_dict().items()}
         weights = joined([own] * len(experiment.learning))

@@ -1,62 +1,59 @@
 """A worker: fills slots of the shared memory from one group of envs, on the driver's command. It acts with its own copy
-of the policy, or through the inference server (inference_client.py).
+of the policy, or through the inference server (inference.py).
 
     driver ── {"do": "fill", "slot": 2} ──> worker ── {"filled": 2, "version": 17, "episodes": [...], ...} ──> driver
 
-Commands and answers are lines of JSON through two pipes; a closed pipe ends the worker. It knows nothing of learning,
+Commands and answers go through a channel; its end ends the worker. It knows nothing of learning,
 other workers or the run folder; `save` names the folder for its part of a checkpoint.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.engines.collector import Collector, InWorker
-from tiltyard.engines.local.inference_client import InferenceClient, InferenceServerGone
+from tiltyard.engines.collector import Collector
+from tiltyard.engines.local.inference import InferenceClient
 from tiltyard.engines.local.shared_memory import ACTING, FULL, SharedMemory
 from tiltyard.engines.policies.frozen import frozen_nets
-from tiltyard.engines.policies.opponent_pool import VersionPool
+from tiltyard.engines.policies.matchmaking import VersionPool
 from tiltyard.engines.policies.policy_set import joined, make_actor
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
-from tiltyard.errors import DivergedError, TiltyardError
+from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
+from tiltyard.processes.channel import Channel, error_message
 from tiltyard.processes.resources import usable_cores
-from tiltyard.run.checkpoint import write_tree
 
 
-def work(task: dict[str, Any], fds: list[int]) -> None:
-    """Run a worker until its pipes close."""
-    commands, answers = os.fdopen(fds[0], "r"), os.fdopen(fds[1], "w", buffering=1)
-    faulthandler.register(signal.SIGUSR1, file=fds[3], all_threads=True)  # shows where a hung worker is
+def work(task: dict[str, Any], channel: Channel, fds: list[int]) -> None:
+    """Run a worker until its channel closes."""
+    faulthandler.register(signal.SIGUSR1, file=fds[1], all_threads=True)  # shows where a hung worker is
     torch.set_num_threads(1)
     if task["experiment"]["engine"]["affinity"]:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[task["number"] % len(cores)]})
     try:
-        _Worker(task, fds[2], answers, *fds[4:]).run(commands)
+        _Worker(task, fds[0], channel, *fds[2:]).run()
     except TiltyardError as error:
-        _report_error(answers, error)
+        channel.send(error_message(error))
         sys.exit(1)
 
 
 class _Worker:
     """`requests` is the socket of the inference server, if there is one."""
 
-    def __init__(self, task: dict[str, Any], memory: int, answers: TextIO, requests: int | None = None) -> None:
-        self.number, self.answers = task["number"], answers
+    def __init__(self, task: dict[str, Any], memory: int, channel: Channel, requests: int | None = None) -> None:
+        self.number, self.channel = task["number"], channel
         experiment = Experiment.model_validate(task["experiment"])
         spec, base = spec_from_json(task["spec"]), [Path(place) for place in task["base"]]
         nets = {name: PolicyNet(spec, experiment.model, base, seed=0) for name in experiment.learning}
@@ -78,8 +75,7 @@ class _Worker:
             experiment, spec, nets, frozen_nets(experiment, spec, base), self.version_pools
         )
         share = max(1, usable_cores() // task["workers"])  # all workers step at the same time
-        in_worker = InWorker(self.beat, share)
-        self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, in_worker)
+        self.collector = Collector(experiment, spec, base, actor, self.shared.rows, self.number, self.beat, share)
         self.beat[1] = IDLE
         self.replaces = task["skip_episodes"] > 0
         if self.replaces:
@@ -88,17 +84,19 @@ class _Worker:
         self.answer(ready=True)
 
     def answer(self, **fields: Any) -> None:
-        self.answers.write(json.dumps(fields) + "\n")
+        self.channel.send(fields)
 
-    def run(self, commands: TextIO) -> None:
+    def run(self) -> None:
         mark = perf_counter()
-        for line in commands:
+        for command in self.channel:
             waited = perf_counter() - mark
-            command = json.loads(line)
             if command["do"] == "fill":
                 self.fill(command["slot"], waited)
             elif command["do"] == "save":
                 self.answer(saved=self.save(Path(command["folder"])))
+            elif command["do"] == "set_options":
+                self.collector.envs.set_options(command["options"])
+                self.answer(set=True)
             elif command["do"] == "load":
                 self.fetch_versions()  # those that running episodes need
                 self.beat[1] = RESETTING  # re-running an episode takes as long as it did
@@ -134,7 +132,7 @@ class _Worker:
                 net.normaliser.refresh()
             self.fetch_versions()
         spent = {"env": 0.0, "inference": 0.0, "wait": waited}
-        frames = -self.collector.envs.frames_taken
+        frames = -self.collector.envs.stats.frames_taken
         self.shared.states[slot] = ACTING
         self.beat[1] = STEPPING
         episodes = self.collector.fill(self.shared.slots[slot], self.version, spent)
@@ -142,18 +140,8 @@ class _Worker:
             self.version = self.client.stamp_versions(self.shared.slots[slot])
         self.beat[1] = IDLE
         self.shared.states[slot] = FULL
-        frames += self.collector.envs.frames_taken
+        frames += self.collector.envs.stats.frames_taken
         spent["other"] = max(0.0, perf_counter() - mark - spent["env"] - spent["inference"])
         self.answer(
             filled=slot, version=self.version, frames=frames, spent=spent, episodes=[asdict(end) for end in episodes]
         )
-
-
-def _report_error(answers: TextIO, error: TiltyardError) -> None:
-    """Send an error, with the batch that caused a divergence."""
-    lost = isinstance(error, InferenceServerGone)
-    report = {"error": error.message, "hint": error.hint, "details": error.details, "lost": lost, "diverged": ""}
-    if isinstance(error, DivergedError):
-        report["diverged"] = folder = tempfile.mkdtemp(prefix="tiltyard-diverged-")
-        write_tree(Path(folder), "batch", error.batch)
-    answers.write(json.dumps(report) + "\n")

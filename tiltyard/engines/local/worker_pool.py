@@ -2,34 +2,31 @@
 
 A replacement gets the commands that its predecessor had not answered, so that every command is answered; episodes that
 were running in the dead worker are lost, and an event says so. Only heartbeats are polled: the fork server reports
-exits, and answers are lines in a pipe. The inference server is not replaced: its end is raised here with its cause.
+exits, and answers come through channels. The inference server is not replaced: its end is raised here with its cause.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import selectors
-import shutil
 import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tiltyard.engines.local import INFERENCE_SERVER, PRELOAD, WORKER
 from tiltyard.engines.local.hang_location import STACK_BYTES, hang_location
+from tiltyard.engines.local.inference import InferenceServerGone
 from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
-from tiltyard.processes import fork_server
-from tiltyard.processes.exit_reason import killed_by
-from tiltyard.run.checkpoint import read_tree
+from tiltyard.processes.channel import error_from
+from tiltyard.processes.fork_server import Forked, ForkServer
 
 POLL_SECONDS = 0.5  # between two checks of the heartbeats
 EXIT_POLL_SECONDS = 0.05  # between two checks for exits while the driver learns
@@ -40,43 +37,36 @@ HINT = "`tiltyard resume` continues; `tiltyard fork` with engine.inference=worke
 
 
 @dataclass
-class _InferenceServer:
-    """Its process, the socket for requests of workers, and the file for its error report."""
-
-    requests: socket.socket
-    report: int
-    pid: int | None = None
-
-
-@dataclass
 class _WorkerProcess:
-    """One worker: its process, its pipes, and the commands that it has not answered yet."""
+    """One worker: its process, the file for its stack, and the commands that it has not answered yet."""
 
     number: int
-    pid: int | None = None
-    commands: int = -1
-    answers: int = -1
+    process: Forked | None = None
+    is_open: bool = False
+    """whether it may still send something"""
     stack: int = -1
-    text: bytes = b""
     pending: deque[dict[str, Any]] = field(default_factory=deque)
     error_report: dict[str, Any] | None = None
     ready: bool = False
     failures: int = 0
     beat: int = -1
     beat_since: float = field(default_factory=time.monotonic)
-    kill_reason: str = ""
-    """set when it is killed for hanging"""
+    kill_reason: str = ""  # set when it is killed for hanging
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
 
     def release(self) -> None:
-        """Close its pipes and files."""
-        for fd in (self.commands, self.answers, self.stack):
-            if fd >= 0:
-                os.close(fd)
-        self.commands = self.answers = self.stack = -1
+        """Close its channel and file."""
+        if self.process is not None:
+            self.process.channel.close()
+            os.close(self.stack)
+        self.process, self.is_open = None, False
 
 
 class WorkerPool:
-    """Workers 0 .. count - 1. `task` is what all of them are given."""
+    """Workers 0 .. count - 1, forked by a copy of `server`, or by one of their own. All of them are given `task`."""
 
     def __init__(
         self,
@@ -87,21 +77,24 @@ class WorkerPool:
         step_timeout: float,
         reset_timeout: float,
         restarts: int,
+        server: ForkServer | None,
     ) -> None:
-        self.shared, self._task = shared, task
+        self.shared, self.task = shared, task
         self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
         self._restarts_left = restarts
         self.events: list[str] = []
         self.restarts = 0
         self.episodes_begun = [0] * count
-        self._fork_server = fork_server.standby.take(PRELOAD)
+        self._fork_server = ForkServer(PRELOAD) if server is None else server.copy()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._fork_server, selectors.EVENT_READ, None)
         self.workers = [_WorkerProcess(number) for number in range(count)]
-        self._starting: deque[_WorkerProcess | _InferenceServer] = deque()
         self._checked = 0.0
         self._late_answers: list[tuple[int, dict[str, Any]]] = []  # of workers that are gone
-        self._inference_server = self._start_inference_server() if shared.batched else None
+        self._inference_server: Forked | None = None
+        self._requests: list[socket.socket] = []  # to the inference server
+        if shared.batched:
+            self._start_inference_server()
         for worker in self.workers:
             self._start(worker)
 
@@ -145,18 +138,21 @@ class WorkerPool:
             if select.select([self._fork_server], [], [], 0)[0]:
                 self._handle_events()
 
-    def _recv(self, worker: _WorkerProcess | None) -> list[tuple[int, dict[str, Any]]]:
+    def _recv(self, worker: _WorkerProcess | Forked | None) -> list[tuple[int, dict[str, Any]]]:
         if worker is None:
             self._handle_events()
             return []
-        got = os.read(worker.answers, 1 << 20)
-        if not got:  # closed: the fork server will report its exit
-            self._selector.unregister(worker.answers)
-            os.close(worker.answers)
-            worker.answers = -1
-            return []
-        *lines, worker.text = (worker.text + got).split(b"\n")
-        return [answer for line in lines for answer in self._handle(worker, json.loads(line))]
+        if isinstance(worker, Forked):
+            raise self._server_error(worker)
+        assert worker.process is not None
+        channel, found = worker.process.channel, []
+        try:
+            while channel.is_ready():
+                found += self._handle(worker, channel.recv())
+        except EOFError:  # the fork server will report its exit
+            self._selector.unregister(channel)
+            worker.is_open = False
+        return found
 
     def _handle(self, worker: _WorkerProcess, answer: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
         if "ready" in answer:
@@ -175,59 +171,43 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------ starts and exits
 
-    def _start_inference_server(self) -> _InferenceServer:
+    def _start_inference_server(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        report = make_memory(1)  # grows with what is written; nothing reads it before the end, so a pipe could block
-        task = {**self._task, "run": INFERENCE_SERVER, "name": "tiltyard-a0", "number": 0}
-        self._fork_server.fork(task, [self.shared.fd, theirs.fileno(), report])
+        fds = [self.shared.fd, theirs.fileno()]
+        self._inference_server = self._fork_server.fork(INFERENCE_SERVER, self.task, fds, name="tiltyard-a0")
         theirs.close()
-        server = _InferenceServer(ours, report)
-        self._starting.append(server)
-        return server
+        self._requests.append(ours)
+        self._selector.register(self._inference_server.channel, selectors.EVENT_READ, self._inference_server)
 
     def _start(self, worker: _WorkerProcess) -> None:
-        commands_end, commands = os.pipe2(os.O_CLOEXEC)
-        answers, answers_end = os.pipe2(os.O_CLOEXEC)
-        stack = make_memory(STACK_BYTES)
-        begun = self.episodes_begun[worker.number]
-        task = {
-            **self._task,
-            "run": WORKER,
-            "name": f"tiltyard-w{worker.number}",
-            "number": worker.number,
-            "skip_episodes": 0 if self.restarts == 0 else begun + self.restarts,
-        }
-        requests = [] if self._inference_server is None else [self._inference_server.requests.fileno()]
-        self._fork_server.fork(task, [commands_end, answers_end, self.shared.fd, stack, *requests])
-        os.close(commands_end)
-        os.close(answers_end)
-        worker.commands, worker.answers, worker.stack, worker.text = commands, answers, stack, b""
-        worker.pid, worker.ready, worker.error_report, worker.kill_reason = None, False, None, ""
+        skip = 0 if self.restarts == 0 else self.episodes_begun[worker.number] + self.restarts
+        task = {**self.task, "number": worker.number, "skip_episodes": skip}
+        worker.stack, worker.is_open = make_memory(STACK_BYTES), True
+        fds = [self.shared.fd, worker.stack, *(each.fileno() for each in self._requests)]
+        worker.process = self._fork_server.fork(WORKER, task, fds, name=f"tiltyard-w{worker.number}")
+        worker.ready, worker.error_report, worker.kill_reason = False, None, ""
         worker.beat_since = time.monotonic()
         self.shared.beats[worker.number, 1] = IDLE  # not what its predecessor was doing
-        self._selector.register(answers, selectors.EVENT_READ, worker)
-        self._starting.append(worker)
+        self._selector.register(worker.process.channel, selectors.EVENT_READ, worker)
 
     def _handle_events(self) -> None:
-        while (event := self._fork_server.poll_events()) is not None:
-            if "started" in event:
-                self._starting.popleft().pid = event["started"]
-                continue
-            if self._inference_server is not None and self._inference_server.pid == event["exited"]:
-                raise _server_error(self._inference_server, event["status"])
-            worker = next((each for each in self.workers if each.pid == event["exited"]), None)
+        for exited in self._fork_server.exits():
+            if exited is self._inference_server:
+                raise self._server_error(exited)
+            worker = next((each for each in self.workers if each.process is exited), None)
             if worker is not None:
-                self._replace(worker, event["status"])
+                self._replace(worker, exited)
 
-    def _replace(self, worker: _WorkerProcess, status: int) -> None:
-        while worker.answers >= 0 and _readable(worker):  # slots that it filled before it died are valid
+    def _replace(self, worker: _WorkerProcess, exited: Forked) -> None:
+        if worker.is_open:  # slots that it filled before it died are valid
             self._late_answers += self._recv(worker)
-        if worker.error_report is not None and worker.error_report["lost"]:  # it lost the inference server
-            self._release(worker)
-            worker.ready = False
+        if worker.is_open:
+            self._selector.unregister(exited.channel)
+        worker.release()
+        if worker.error_report is not None and worker.error_report["kind"] == InferenceServerGone.__name__:
+            worker.ready = False  # the end of that server will be reported
             return
-        cause = _cause(worker, status)
-        self._release(worker)
+        cause = _cause(worker, exited)
         worker.failures += 1
         self._restarts_left -= 1
         if worker.failures > MAX_FAILURES or self._restarts_left < 0:
@@ -238,11 +218,6 @@ class WorkerPool:
             f"worker {worker.number} {cause}; a new one replaces it, and {lost} running episodes were cut"
         )
         self._start(worker)
-
-    def _release(self, worker: _WorkerProcess) -> None:
-        if worker.answers >= 0:
-            self._selector.unregister(worker.answers)
-        worker.release()
 
     def _given_up(self, worker: _WorkerProcess, cause: str) -> TiltyardError:
         report = worker.error_report
@@ -256,6 +231,16 @@ class WorkerPool:
             hint = "debug the env in this process: engine.kind=serial with --pdb"
         before = "".join(f"before: {event}\n" for event in self.events)  # no later report would show these
         return EnvError(message, hint, before + (report["details"] if report is not None else ""))
+
+    def _server_error(self, server: Forked) -> TiltyardError:
+        """Why the inference server ended: the error that it sends, or how it exited."""
+        with contextlib.suppress(EOFError):
+            error = error_from(server.channel.recv())
+            error.hint = error.hint or HINT
+            return error
+        while server.status is None:
+            self._fork_server.exits(POLL_SECONDS)
+        return TiltyardError(f"the inference server (process {server.pid}) {server.how()}", HINT)
 
     # ------------------------------------------------------------------------------------------ hanging
 
@@ -274,63 +259,37 @@ class WorkerPool:
         self._let_workers_close()
         self._fork_server.close()
         if self._inference_server is not None:
-            self._inference_server.requests.close()
-            os.close(self._inference_server.report)
+            self._inference_server.channel.close()
+        for requests in self._requests:
+            requests.close()
         for worker in self.workers:
             worker.release()
 
     def _let_workers_close(self) -> None:
         """Give workers a moment to close their envs, which may own files and processes."""
-        waiting = set()
-        for worker in self.workers:
-            if worker.ready and worker.answers >= 0:
-                waiting.add(worker.pid)
-                os.close(worker.commands)
-                worker.commands = -1
-        until = time.monotonic() + CLOSE_SECONDS
-        while waiting and select.select([self._fork_server], [], [], max(0.0, until - time.monotonic()))[0]:
-            try:
-                event = self._fork_server.poll_events() or {}
-            except TiltyardError:  # it is gone, and so are its workers
-                return
-            waiting.discard(event.get("exited"))
+        closing = [worker.process for worker in self.workers if worker.process and worker.ready and worker.is_open]
+        with contextlib.suppress(OSError, TiltyardError):  # a worker has just died; the fork server is gone
+            for process in closing:
+                process.channel.finish()
+            until = time.monotonic() + CLOSE_SECONDS
+            while any(each.status is None for each in closing) and (left := until - time.monotonic()) > 0:
+                self._fork_server.exits(left)
 
 
 def _write(worker: _WorkerProcess, command: dict[str, Any]) -> None:
     worker.beat_since = time.monotonic()  # an idle worker's heartbeat stands still
-    with contextlib.suppress(BrokenPipeError):  # it just died; its replacement gets the command
-        os.write(worker.commands, json.dumps(command).encode() + b"\n")
+    if worker.process is not None:  # else it has just died; its replacement gets the command
+        worker.process.send(command)
 
 
-def _readable(worker: _WorkerProcess) -> bool:
-    selector = selectors.DefaultSelector()
-    selector.register(worker.answers, selectors.EVENT_READ)
-    return bool(selector.select(0))
-
-
-def _cause(worker: _WorkerProcess, status: int) -> str:
+def _cause(worker: _WorkerProcess, exited: Forked) -> str:
     """Why a worker ended; raises DivergedError, which no replacement could prevent."""
-    report = worker.error_report
-    if report is not None:
-        if report["diverged"]:
-            batch = read_tree(Path(report["diverged"]), "batch")
-            shutil.rmtree(report["diverged"])
-            raise DivergedError(report["error"], report["hint"], batch)
-        return f"failed: {report['error']}"
-    return worker.kill_reason or _exit_text(status)
-
-
-def _exit_text(status: int) -> str:
-    return killed_by(-status, explained=True) if status < 0 else f"exited with code {status}"
-
-
-def _server_error(server: _InferenceServer, status: int) -> TiltyardError:
-    """Why the inference server ended: the error that it reported, or how it exited."""
-    text = os.pread(server.report, os.fstat(server.report).st_size, 0).rstrip(b"\0")
-    if text:
-        report = json.loads(text)
-        return TiltyardError(report["error"], report["hint"] or HINT, report["details"])
-    return TiltyardError(f"the inference server (process {server.pid}) {_exit_text(status)}", HINT)
+    if worker.error_report is None:
+        return worker.kill_reason or exited.how()
+    error = error_from(worker.error_report)
+    if isinstance(error, DivergedError):
+        raise error
+    return f"failed: {error.message}"
 
 
 def _kill_hung(worker: _WorkerProcess, call: str, seconds: float) -> None:

@@ -4,7 +4,7 @@
 
 Owns the seats (which policy plays which row) and the recurrent state. Learning policies and their past versions have
 the same model and share one state array; a frozen policy has its own, under NAME/KEY. matchmaking.py draws the policy
-of a row, opponent_pool.py draws the version.
+of a row and its version.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.policies.opponent_pool import VersionPool, draw_version
+from tiltyard.engines.policies.matchmaking import Match, VersionPool, draw_version
 from tiltyard.models.policy_net import ObsIn, PolicyNet, PolicyOutput
 from tiltyard.models.recurrent import State
 from tiltyard.types import Array, EpisodeEnd, Tree
-
-Rows = NDArray[Any]
 
 
 class MultiPolicyActor:
@@ -31,11 +27,7 @@ class MultiPolicyActor:
     change between two actions."""
 
     def __init__(
-        self,
-        nets: Mapping[str, PolicyNet],
-        frozen: Sequence[str],
-        match: Match,
-        past: Mapping[str, VersionPool],
+        self, nets: Mapping[str, PolicyNet], frozen: Sequence[str], match: Match, past: Mapping[str, VersionPool]
     ) -> None:
         self.match, self._past = match, past
         self._nets = [nets.get(name) for name in match.policies]
@@ -52,7 +44,7 @@ class MultiPolicyActor:
         self._seeds: list[int] = []
         self.seats = np.zeros(0, np.int64)  # [B]: index of the policy that plays each row
         self.versions = np.zeros(0, np.int64)  # [B]: env step of the past version; -1: not one
-        self._parts: list[tuple[int, PolicyNet, Rows]] = []
+        self._parts: list[tuple[int, PolicyNet, Array]] = []
         self._known: list[dict[int, int]] = []
 
     def take_seats(self, seeds: Sequence[int]) -> Array:
@@ -120,8 +112,8 @@ class MultiPolicyActor:
         self,
         obs: ObsIn,
         state: State,
-        first: Tensor | Rows,
-        mask: Tensor | Rows | None,
+        first: Tensor | Array,
+        mask: Tensor | Array | None,
         *,
         greedy: bool,
         generator: torch.Generator | None = None,
@@ -144,7 +136,7 @@ class MultiPolicyActor:
                 value[rows] = acted.value
         return PolicyOutput(action, log_prob, value, state)
 
-    def value(self, obs: ObsIn, state: State, first: Tensor | Rows) -> Rows:
+    def value(self, obs: ObsIn, state: State, first: Tensor | Array) -> Array:
         """[B] in units of reward, each by the policy of the row."""
         worth = np.zeros(len(self.seats), np.float32)
         for place, net, rows in self._parts:
@@ -156,7 +148,7 @@ class MultiPolicyActor:
         """Whether values are cheaper for a rollout at a time, by `values_of`."""
         return all(net.batched_values for net in self._learning.values())
 
-    def values_of(self, obs: Mapping[str, Rows], policy: Rows) -> Rows:
+    def values_of(self, obs: Mapping[str, Array], policy: Array) -> Array:
         """[N] values of observations by the policies with these indices; 0 for policies that do not learn."""
         worth = np.zeros(len(policy), np.float32)
         for place, net in self._learning.items():
@@ -166,7 +158,7 @@ class MultiPolicyActor:
                 worth[chosen] = net.value(seen, {}, np.zeros(len(chosen), bool))
         return worth
 
-    def _part(self, place: int, rows: Rows, obs: ObsIn, state: State) -> tuple[dict[str, Any], State]:
+    def _part(self, place: int, rows: Array, obs: ObsIn, state: State) -> tuple[dict[str, Any], State]:
         """Observations and recurrent state of the rows of a policy."""
         memory = {key: state[name][rows] for key, name in self._keys[place].items()}
         return {key: x[rows] for key, x in obs.items()}, memory

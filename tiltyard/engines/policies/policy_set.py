@@ -19,18 +19,12 @@ from typing import TypeVar
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.policies.frozen import frozen_nets, origin
-from tiltyard.engines.policies.matchmaking import Match
+from tiltyard.engines.policies.matchmaking import Match, VersionPool, fill_version_pools, read_versions, write_versions
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
-from tiltyard.engines.policies.opponent_pool import (
-    VersionPool,
-    fill_version_pools,
-    read_versions,
-    write_versions,
-)
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.run.checkpoint import read_tree
+from tiltyard.run.state_file import read_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Rollout, Tree
 
 Item = TypeVar("Item")
@@ -60,13 +54,16 @@ def make_actor(
 class PolicySet:
     """The policies of an experiment; evaluations measure the `first`."""
 
-    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+    def __init__(
+        self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], net: PolicyNet | None = None
+    ) -> None:
         self.experiment, self.spec, self.base = experiment, spec, base
-        self.learners = {name: Learner(experiment, spec, base, name) for name in experiment.learning}
-        self.first = next(iter(self.learners.values()))
+        name, *others = experiment.learning
+        self.first = Learner(experiment, spec, base, name, net)
+        self.learners = {name: self.first} | {each: Learner(experiment, spec, base, each) for each in others}
         self.frozen: dict[str, PolicyNet] = {}
         self.version_pools: dict[str, VersionPool] = {}
-        if not self.several:
+        if not self.experiment.several_policies:
             return
         self.frozen = {name: net.to(self.first.device) for name, net in frozen_nets(experiment, spec, base).items()}
         device, past = self.first.device, experiment.past.items()
@@ -74,20 +71,16 @@ class PolicySet:
         for pool in self.version_pools.values():
             pool.add(0, self.learners[pool.past.of].net.arrays())
 
-    @property
-    def several(self) -> bool:
-        return self.experiment.several_policies
-
     def actor(self) -> PolicyNet | MultiPolicyActor:
         """The actor of one group of envs: the only policy, or all of them."""
-        if not self.several:
+        if not self.experiment.several_policies:
             return self.first.net
         nets = {name: learner.net for name, learner in self.learners.items()}
         return make_actor(self.experiment, self.spec, nets, self.frozen, self.version_pools)
 
     def describe(self) -> list[str]:
         lines = self.first.describe()
-        if self.several:
+        if self.experiment.several_policies:
             lines += [f"policy  {name}: {self._describe_policy(name)}" for name in self.experiment.policy_settings]
             lines += [f"match   {Match(self.experiment, self.spec.agents).describe()}"]
         return lines
@@ -98,7 +91,8 @@ class PolicySet:
         if name in self.version_pools:
             past = self.version_pools[name].past
             return f"{past.of} every {past.every:,} env steps, the last {past.keep}"
-        changes = [f"{key} {value:g}" for key, value in self.experiment.policy_settings[name].algo.given().items()]
+        given = self.experiment.policy_settings[name].algo.model_dump(exclude_none=True)
+        changes = [f"{key} {value:g}" for key, value in given.items()]
         return f"learns with {', '.join(changes)}" if changes else "learns"
 
     def update(
@@ -108,28 +102,27 @@ class PolicySet:
         for learner in self.learners.values():
             learner.remember()
         try:
-            return self._update(rollout, env_steps, after_step)
+            update = self._update_several if self.experiment.several_policies else self.first.update
+            return update(rollout, env_steps, after_step)
         except BaseException:
             for learner in self.learners.values():
                 learner.restore()
             raise
 
-    def _update(self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None) -> dict[str, float]:
-        if not self.several:
-            return self.first.update(rollout, env_steps, after_step)
+    def _update_several(
+        self, rollout: Rollout, env_steps: int, after_step: Callable[[], None] | None
+    ) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, learner in self.learners.items():
             learned = learner.update(rollout, env_steps, after_step)
             if learned:
                 learned |= {"env_steps": float(learner.env_steps)}
             found |= {f"policy/{name}/{metric}": value for metric, value in learned.items()}
-        self._keep_versions(env_steps, env_steps + int(rollout.valid.sum()))
-        return found
-
-    def _keep_versions(self, before: int, now: int) -> None:
+        now = env_steps + int(rollout.valid.sum())
         for pool in self.version_pools.values():
-            if pool.is_due(before, now):
+            if pool.is_due(env_steps, now):
                 pool.add(now, self.learners[pool.past.of].net.arrays())
+        return found
 
     def arrays(self) -> Arrays:
         """A copy of all weights that learning changes, for workers."""
@@ -176,7 +169,7 @@ class PolicySet:
 
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         learner = self._learner(policy)
-        fresh = learner.algo.adam.steps == 0
+        fresh = learner.algo.untrained
         now = learner.adopt(state, settings)
         for pool in self.version_pools.values():
             if fresh and pool.past.of == learner.name:  # initial weights: the first version gets them, too
@@ -190,8 +183,6 @@ class PolicySet:
     def own_returns(self, ends: Iterable[EpisodeEnd]) -> list[EpisodeEnd]:
         """The episodes without returns earned by policies that have been replaced since."""
         since = {name: learner.since for name, learner in self.learners.items() if learner.since}
-        if not since:
-            return [*ends]
         return [
             replace(end, returns={name: each for name, each in end.returns.items() if end.begun >= since.get(name, 0)})
             for end in ends

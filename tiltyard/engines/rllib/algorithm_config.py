@@ -1,7 +1,13 @@
-"""Builds the RLlib algorithm of an experiment: its classes, and all settings as settings_map.py lists them."""
+"""Builds the RLlib algorithm of an experiment: its classes and all settings. Checks `algo.options` of rllib:NAME.
+
+settings_map.py lists what RLlib cannot do.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -14,34 +20,29 @@ from ray.rllib.algorithms.tqc import TQCConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from tiltyard.config.algos import Ppo, family
+from tiltyard.config.algos import Ppo
+from tiltyard.config.experiment import family
 from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, Sac
 from tiltyard.config.rllib_algos import Replay as ReplaySettings
 from tiltyard.engines.collector import LEARN, stream_seed
 from tiltyard.engines.rllib import learners, rl_modules
+from tiltyard.engines.rllib.connectors import ReplayBuffer
 from tiltyard.engines.rllib.env_runner import NoEnv, Runner
-from tiltyard.engines.rllib.replay_buffer import ReplayBuffer
 from tiltyard.engines.rllib.settings_map import envs_per_runner, needs, runner_count, schedule
-from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
+from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec
+from tiltyard.errors import Problem, did_you_mean
+from tiltyard.plugins.resolve import short
 
-CONFIGS: dict[str, Any] = {
-    "ppo": PPOConfig,
-    "impala": IMPALAConfig,
-    "appo": APPOConfig,
-    "dqn": DQNConfig,
-    "sac": SACConfig,
-    "tqc": TQCConfig,
+# RLlib's settings, our learner and our module of each algorithm
+PARTS: dict[str, tuple[Any, type[Any], type[Any]]] = {
+    "ppo": (PPOConfig, learners.Ppo, rl_modules.ActorCritic),
+    "rllib:PPO": (PPOConfig, learners.RllibPpo, rl_modules.ActorCritic),
+    "impala": (IMPALAConfig, learners.Impala, rl_modules.ActorCritic),
+    "appo": (APPOConfig, learners.Appo, rl_modules.ActorCritic),
+    "dqn": (DQNConfig, learners.Dqn, rl_modules.Dueling),
+    "sac": (SACConfig, learners.Sac, rl_modules.Squashed),
+    "tqc": (TQCConfig, learners.Tqc, rl_modules.Quantiles),
 }
-LEARNERS: dict[str, type[Any]] = {
-    "ppo": learners.Ppo,
-    "impala": learners.Impala,
-    "appo": learners.Appo,
-    "dqn": learners.Dqn,
-    "sac": learners.Sac,
-    "tqc": learners.Tqc,
-    "rllib:PPO": learners.RllibPpo,
-}
-MODULES: dict[str, type[Any]] = {"dqn": rl_modules.Dueling, "sac": rl_modules.Squashed, "tqc": rl_modules.Quantiles}
 ITERATION_SECONDS = 1.0  # for algorithms whose iterations have no natural length
 SAMPLE_TIMEOUT = 10.0  # for a round of samples, in units of env.reset_timeout
 
@@ -69,26 +70,22 @@ def _replay(settings: Any, config: Any) -> ReplaySettings:
     )
 
 
-def rllib_name(algo: Any) -> str:
-    """RLlib's name of the algorithm, in lower case."""
-    return str(algo.id).removeprefix("rllib:").lower()
+def _parts(algo: Any) -> tuple[Any, type[Any], type[Any]]:
+    return PARTS[algo.id] if algo.id in PARTS else PARTS[algo.id.removeprefix("rllib:").lower()]
 
 
 def make_config(worker_spec: WorkerSpec) -> Any:
     """RLlib's config for a run."""
     experiment, own_config = worker_spec.experiment, worker_spec.as_config()
-    algo, engine = experiment.algo, experiment.engine
+    algo: Any = experiment.algo
+    engine = experiment.engine
     asked = needs(experiment)
-    name = rllib_name(algo)
-    config = CONFIGS[name]()
-    _TRAINING["rllib" if isinstance(algo, Named) else name](config, worker_spec, max(1, engine.learners))
-    config.environment(
-        NoEnv,
-        env_config=own_config,
-        observation_space=observation_space(worker_spec.spec),
-        action_space=action_space(worker_spec),
-        disable_env_checking=True,
-    )
+    make, learner, module = _parts(algo)
+    config = make()
+    if not isinstance(algo, Named):
+        config.training(gamma=algo.gamma, grad_clip=algo.max_grad_norm, grad_clip_by="global_norm")
+    _TRAINING["rllib" if isinstance(algo, Named) else algo.id](config, algo, worker_spec)
+    config.environment(NoEnv, env_config=own_config, **worker_spec.spaces(), disable_env_checking=True)
     config.framework("torch")
     rollout = max(algo.rollout, getattr(config, "n_step", 1))
     config.env_runners(
@@ -102,12 +99,11 @@ def make_config(worker_spec: WorkerSpec) -> Any:
         use_env_runner_state_server=False,
         sample_timeout_s=SAMPLE_TIMEOUT * experiment.env.reset_timeout,
     )
-    remote = asked.learners
     config.learners(
-        num_learners=remote,
-        num_cpus_per_learner=1 if remote else 0,
+        num_learners=asked.learners,
+        num_cpus_per_learner=1 if asked.learners else 0,
         num_gpus_per_learner=asked.gpus / max(1, engine.learners),
-        learner_class=LEARNERS.get(algo.id, LEARNERS[name]),
+        learner_class=learner,
         learner_config_dict=own_config,
     )
     config.fault_tolerance(
@@ -120,27 +116,21 @@ def make_config(worker_spec: WorkerSpec) -> Any:
     )
     config.debugging(log_level="ERROR")
     config.reporting(metrics_num_episodes_for_smoothing=100)
-    config.rl_module(rl_module_spec=_modules(worker_spec, own_config, config))
+    config.rl_module(rl_module_spec=_modules(worker_spec, module, config))
     return config
 
 
 MODULE_OPTIONS = ("dueling", "n_quantiles", "n_critics", "top_quantiles_to_drop_per_net")  # from the algorithm
 
 
-def _modules(worker_spec: WorkerSpec, own_config: dict[str, Any], config: Any) -> Any:
-    experiment = worker_spec.experiment
-    kind = MODULES.get(rllib_name(experiment.algo), rl_modules.ActorCritic)
+def _modules(worker_spec: WorkerSpec, module: type[Any], config: Any) -> Any:
+    experiment, own = worker_spec.experiment, worker_spec.as_config()[KEY]
     options = {"max_seq_len": experiment.model.memory.bptt, "twin_q": True}
     options |= {name: getattr(config, name) for name in MODULE_OPTIONS if hasattr(config, name)}
 
     def spec(policy: str) -> RLModuleSpec:
-        own = {KEY: {**own_config[KEY], "policy": policy}}
-        return RLModuleSpec(
-            module_class=kind,
-            observation_space=observation_space(worker_spec.spec),
-            action_space=action_space(worker_spec),
-            model_config={**own, **options},
-        )
+        settings = {KEY: {**own, "policy": policy}, **options}
+        return RLModuleSpec(module_class=module, **worker_spec.spaces(), model_config=settings)
 
     if not experiment.several_policies:
         return spec(experiment.learning[0])
@@ -150,18 +140,14 @@ def _modules(worker_spec: WorkerSpec, own_config: dict[str, Any], config: Any) -
 # ------------------------------------------------------------------------------------------------ per algorithm
 
 
-def _ppo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    algo, experiment = worker_spec.experiment.algo, worker_spec.experiment
-    assert isinstance(algo, Ppo)
-    batch = experiment.batch * len(worker_spec.spec.agents)
+def _ppo(config: Any, algo: Ppo, worker_spec: WorkerSpec) -> None:
+    experiment = worker_spec.experiment
+    batch, count = experiment.batch * len(worker_spec.spec.agents), max(1, experiment.engine.learners)
     config.training(
         lr=schedule(algo.lr, experiment.stop.env_steps),
-        gamma=algo.gamma,
-        grad_clip=algo.max_grad_norm,
-        grad_clip_by="global_norm",
-        train_batch_size_per_learner=max(1, batch // learners_),
+        train_batch_size_per_learner=max(1, batch // count),
         num_epochs=algo.epochs,
-        minibatch_size=min(max(1, algo.minibatch // learners_), batch),
+        minibatch_size=min(max(1, algo.minibatch // count), batch),
         shuffle_batch_per_epoch=True,
         use_kl_loss=False,
     )
@@ -176,16 +162,12 @@ def _policy_of_episode(agent: Any, episode: Any, **_: Any) -> Any:
     return episode.module_id
 
 
-def _impala(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    algo, stop = worker_spec.experiment.algo, worker_spec.experiment.stop
-    assert isinstance(algo, Impala | Appo)
+def _impala(config: Any, algo: Impala | Appo, worker_spec: WorkerSpec) -> None:
+    total = worker_spec.experiment.stop.env_steps
     config.training(
-        lr=schedule(algo.lr, stop.env_steps),
-        gamma=algo.gamma,
-        grad_clip=algo.max_grad_norm,
-        grad_clip_by="global_norm",
+        lr=schedule(algo.lr, total),
         train_batch_size_per_learner=algo.batch,
-        entropy_coeff=schedule(algo.entropy, stop.env_steps),
+        entropy_coeff=schedule(algo.entropy, total),
         vf_loss_coeff=algo.value_coef,
         vtrace_clip_rho_threshold=algo.rho_clip,
         vtrace_clip_pg_rho_threshold=algo.rho_clip,
@@ -193,10 +175,8 @@ def _impala(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
     config.reporting(min_time_s_per_iteration=ITERATION_SECONDS)
 
 
-def _appo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    _impala(config, worker_spec, learners_)
-    algo = worker_spec.experiment.algo
-    assert isinstance(algo, Appo)
+def _appo(config: Any, algo: Appo, worker_spec: WorkerSpec) -> None:
+    _impala(config, algo, worker_spec)
     config.training(
         clip_param=algo.clip,
         use_kl_loss=algo.kl > 0,
@@ -209,16 +189,11 @@ def _appo(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
     )
 
 
-def _replay_settings(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    algo = worker_spec.experiment.algo
-    assert isinstance(algo, Dqn | Sac)
+def _replay_settings(config: Any, algo: Dqn | Sac, worker_spec: WorkerSpec) -> None:
     count = runner_count(worker_spec.experiment)
     config.training(
-        gamma=algo.gamma,
         n_step=algo.n_step,
         tau=algo.tau,
-        grad_clip=algo.max_grad_norm,
-        grad_clip_by="global_norm",
         train_batch_size_per_learner=algo.batch,
         target_network_update_freq=algo.target_every,
         num_steps_sampled_before_learning_starts=algo.warmup,
@@ -229,22 +204,15 @@ def _replay_settings(config: Any, worker_spec: WorkerSpec, learners_: int) -> No
     config.reporting(min_time_s_per_iteration=ITERATION_SECONDS, min_sample_timesteps_per_iteration=0)
 
 
-def _dqn(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    _replay_settings(config, worker_spec, learners_)
-    algo = worker_spec.experiment.algo
-    assert isinstance(algo, Dqn)
-    config.training(
-        lr=schedule(algo.lr, worker_spec.experiment.stop.env_steps),
-        double_q=algo.double,
-        dueling=algo.dueling,
-        num_atoms=1,
-    )
+def _dqn(config: Any, algo: Dqn, worker_spec: WorkerSpec) -> None:
+    _replay_settings(config, algo, worker_spec)
+    lr = schedule(algo.lr, worker_spec.experiment.stop.env_steps)
+    config.training(lr=lr, double_q=algo.double, dueling=algo.dueling, num_atoms=1)
 
 
-def _sac(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    _replay_settings(config, worker_spec, learners_)
-    algo, total = worker_spec.experiment.algo, worker_spec.experiment.stop.env_steps
-    assert isinstance(algo, Sac)
+def _sac(config: Any, algo: Sac, worker_spec: WorkerSpec) -> None:
+    _replay_settings(config, algo, worker_spec)
+    total = worker_spec.experiment.stop.env_steps
     config.training(
         lr=None,
         actor_lr=schedule(algo.lr, total),
@@ -256,13 +224,56 @@ def _sac(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
     )
 
 
-def _named(config: Any, worker_spec: WorkerSpec, learners_: int) -> None:
-    algo = worker_spec.experiment.algo
-    assert isinstance(algo, Named)
+def _named(config: Any, algo: Named, worker_spec: WorkerSpec) -> None:
     config.training(**algo.options)
     config.reporting(min_time_s_per_iteration=0 if family(algo) == "ppo" else ITERATION_SECONDS)
     if family(algo) in ("dqn", "sac"):
         config.reporting(min_sample_timesteps_per_iteration=0)
 
 
-_TRAINING = {"ppo": _ppo, "impala": _impala, "appo": _appo, "dqn": _dqn, "sac": _sac, "rllib": _named}
+_TRAINING: dict[str, Any] = {"ppo": _ppo, "impala": _impala, "appo": _appo, "dqn": _dqn, "sac": _sac, "rllib": _named}
+
+
+# ---------------------------------------------------------------------------------------------- options of rllib:NAME
+
+
+ROLLOUT_OPTION = "rollout_fragment_length"  # RLlib's name of algo.rollout
+NOT_SETTABLE = {
+    **dict.fromkeys(("model", "policy_model_config", "q_model_config", "hiddens"), "the network is set by `model`"),
+    **dict.fromkeys(("learner_class", "learner_connector", "learner_config_dict"), "Tiltyard has its own learner"),
+    **dict.fromkeys(("num_atoms", "noisy", "sigma0", "v_min", "v_max"), "the network has one output per action"),
+    "add_default_connectors_to_learner_pipeline": "Tiltyard has its own learner",
+    "twin_q": "there are always two critics",
+    "burn_in_len": "single steps are replayed",
+    "store_buffer_in_checkpoints": "checkpoints always include the buffer",
+}
+
+
+def option_problems(worker_spec: WorkerSpec) -> Iterator[Problem]:
+    """Options that RLlib does not know, that Tiltyard sets itself, or that contradict other settings."""
+    algo = worker_spec.experiment.algo
+    assert isinstance(algo, Named)
+    methods = [vars(kind)["training"] for kind in _parts(algo)[0].__mro__ if "training" in vars(kind)]
+    parameters = [each for method in methods for each in signature(method).parameters.values()]
+    known = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY} - NOT_SETTABLE.keys()
+    wrong = [name for name in algo.options if name not in known]
+    for name in wrong:
+        why, hint = f"is not an option of {algo.id}", did_you_mean(name, known)
+        if name in NOT_SETTABLE:
+            why, hint = f"cannot be set: {NOT_SETTABLE[name]}", "remove it"
+        yield Problem(f"algo.options.{name}", short(algo.options[name]), why, hint)
+    if not wrong:
+        config: Any = None
+        logging.disable(logging.WARNING)  # RLlib logs which API stack it uses
+        try:
+            config = make_config(worker_spec)
+            config.validate()
+        except (ValueError, TypeError, AssertionError) as error:
+            reason = " ".join(str(error).partition("To suppress")[0].split())
+            reason = reason.replace(ROLLOUT_OPTION, "algo.rollout").replace("to 'auto' OR ", "")
+            why = f"RLlib refuses them: {reason}"
+            yield Problem("algo.options", short(algo.options), why, "see RLlib's documentation")
+        finally:
+            logging.disable(logging.NOTSET)
+        if isinstance(getattr(config, "n_step", 1), tuple | list):
+            yield Problem("algo.options.n_step", short(config.n_step), "must be one number", "set it to 1 or more")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.errors import TiltyardError
+from tiltyard.run.logs import last_lines
 
 ALLOCATION = "TILTYARD_RAY"  # variable: an Allocation as JSON, from the job's first agent
 
@@ -53,11 +54,9 @@ def wait_for_nodes(job: Allocation) -> None:
         if failed:
             raise TiltyardError(failed[0], f"the output of its agent is in {job.logs}", "\n".join(failed))
         if time.monotonic() > deadline:
-            raise TiltyardError(
-                f"{', '.join(missing)} did not join the job's Ray within {job.wait:g} s (slurm.wait)",
-                "check these nodes with: tiltyard doctor --on PROFILE",
-                "\n".join(f"{name}: {_last_lines(job, name)}" for name in missing),
-            )
+            message = f"{', '.join(missing)} did not join the job's Ray within {job.wait:g} s (slurm.wait)"
+            outputs = "\n".join(f"{name}: {_output(job, name)}" for name in missing)
+            raise TiltyardError(message, "check these nodes with: tiltyard doctor --on PROFILE", outputs)
         time.sleep(0.2)
 
 
@@ -73,8 +72,5 @@ def _failure(job: Allocation, node: str) -> str:
     return str(report["said"][-1]) if report["state"] == "failed" else ""
 
 
-def _last_lines(job: Allocation, node: str) -> str:
-    try:
-        return "\n".join((Path(job.logs) / f"{node}.out").read_text(errors="replace").splitlines()[-20:])
-    except OSError:
-        return "no output"
+def _output(job: Allocation, node: str) -> str:
+    return "\n".join(last_lines(Path(job.logs) / f"{node}.out", 20)) or "no output"

@@ -27,11 +27,13 @@ def engine_state(algo: Any) -> tuple[list[Tree], dict[str, Any]]:
     """The state of each runner's envs, and of everything else."""
     state = algo.get_state()
     state.get("learner_group", {}).get("learner", {}).pop(METRICS, None)
-    tree = {"rllib": to_plain(state), "learner": to_plain(_first_learner(algo))}
+    learner = next(iter(algo.learner_group.foreach_learner(extra_state))).get()
+    tree = {"rllib": to_plain(state), "learner": to_plain(learner)}
     buffer = getattr(algo, "local_replay_buffer", None)
     if buffer is not None:
         tree["replay"] = buffer.pack()
-    groups = _on_runners(algo, _group_state)
+    # Envs, recurrent states and random streams.
+    groups = _on_runners(algo, lambda runner: runner.episodes and runner.episodes.collector.tree())
     return [group for group in groups if group is not None], tree
 
 
@@ -41,22 +43,13 @@ def set_engine_state(algo: Any, tree: Tree, groups: list[Tree]) -> list[str]:
     algo.metrics.set_state(state[METRICS])  # first: set_state sends the runners the env steps found here
     algo.set_state(state)
     extra = from_plain(tree["learner"])
-    group = algo.learner_group
-    if group.is_local:
-        set_extra_state(group._learner, extra)
-    else:
-        group.foreach_learner(lambda learner: set_extra_state(learner, extra))
+    algo.learner_group.foreach_learner(lambda learner: set_extra_state(learner, extra))
     buffer = getattr(algo, "local_replay_buffer", None)
     warnings = buffer.unpack(tree["replay"]) if buffer is not None and "replay" in tree else []
     steps = algo.metrics.peek((ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME), default=0)
     for sentences in _on_runners(algo, lambda runner: _restore_group(runner, groups, int(steps))):
         warnings += sentences
     return warnings
-
-
-def _group_state(runner: Any) -> Tree:
-    """Envs, recurrent states and random streams of a runner."""
-    return None if runner.episodes is None else runner.episodes.collector.tree()
 
 
 def _restore_group(runner: Any, groups: list[Tree], steps: int) -> list[str]:
@@ -69,18 +62,10 @@ def _restore_group(runner: Any, groups: list[Tree], steps: int) -> list[str]:
     return list(runner.episodes.collector.take(groups[group]))
 
 
-def _first_learner(algo: Any) -> Tree:
-    group = algo.learner_group
-    if group.is_local:
-        return extra_state(group._learner)
-    return next(iter(group.foreach_learner(extra_state))).get()
-
-
 def _on_runners(algo: Any, call: Any) -> list[Any]:
     """The results of `call` on all runners with envs, in order."""
     group = algo.env_runner_group
-    remote = group.num_remote_env_runners() > 0
-    return list(group.foreach_env_runner(call, local_env_runner=not remote))
+    return list(group.foreach_env_runner(call, local_env_runner=group.num_remote_env_runners() == 0))
 
 
 def set_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
@@ -94,10 +79,9 @@ def set_weights(algo: Any, arrays: dict[str, Arrays]) -> None:
     }
     for weights in modules.values():  # target networks start as copies
         for name in weights:
-            if name.startswith("target.") and f"net.{name.removeprefix('target.')}" in weights:
-                weights[name] = weights[f"net.{name.removeprefix('target.')}"]
-            if name.startswith("pi_encoder.net."):
-                weights[name] = weights[f"net.{name.removeprefix('pi_encoder.net.')}"]
+            for prefix in ("target.", "pi_encoder.net."):
+                if name.startswith(prefix):
+                    weights[name] = weights.get(f"net.{name.removeprefix(prefix)}", weights[name])
     version = int(state.get(WEIGHTS_SEQ_NO, 0)) + 1
     group.set_state({COMPONENT_LEARNER: {COMPONENT_RL_MODULE: modules, WEIGHTS_SEQ_NO: version}})
     algo.env_runner_group.sync_weights(from_worker_or_learner_group=group, inference_only=True)
@@ -116,25 +100,21 @@ def to_plain(value: Any, path: str = "") -> Tree:
         return value
     if isinstance(value, np.generic):
         return {MARK: "number", "dtype": value.dtype.str, "items": value.item()}
-    if isinstance(value, list):
-        return [to_plain(each, f"{path}[]") for each in value]
-    if isinstance(value, tuple | set | frozenset):
-        kind = "tuple" if isinstance(value, tuple) else "set"
-        return {MARK: kind, "items": [to_plain(each, path) for each in value]}
-    if isinstance(value, deque):
-        return {MARK: "deque", "length": value.maxlen, "items": [to_plain(each, path) for each in value]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key != MARK for key in value):
             return {key: to_plain(each, f"{path}.{key}") for key, each in value.items()}
-        return {
-            MARK: "pairs",
-            "items": [[to_plain(key, path), to_plain(each, f"{path}.{key}")] for key, each in value.items()],
-        }
-    raise TiltyardError(
-        f"RLlib's state has a {type(value).__module__}.{type(value).__name__} at {path or 'its top'}, "
-        "which a checkpoint cannot store",
-        "remove the option that puts it there, or use another engine",
-    )
+        pairs = [[to_plain(key, path), to_plain(each, f"{path}.{key}")] for key, each in value.items()]
+        return {MARK: "pairs", "items": pairs}
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        items = [to_plain(each, f"{path}[]") for each in value]
+        if isinstance(value, deque):
+            return {MARK: "deque", "length": value.maxlen, "items": items}
+        return (
+            items if isinstance(value, list) else {MARK: "tuple" if isinstance(value, tuple) else "set", "items": items}
+        )
+    what = f"a {type(value).__module__}.{type(value).__name__} at {path or 'its top'}"
+    hint = "remove the option that puts it there, or use another engine"
+    raise TiltyardError(f"RLlib's state has {what}, which a checkpoint cannot store", hint)
 
 
 def from_plain(tree: Tree) -> Any:

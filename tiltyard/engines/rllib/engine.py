@@ -10,8 +10,8 @@ algorithm_config.py map settings to RLlib's, ray_cluster.py starts Ray, checkpoi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -21,13 +21,13 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.rllib_algos import Named
 from tiltyard.engines.collector import FOREIGN, stream_seed
 from tiltyard.engines.rllib import results
-from tiltyard.engines.rllib.policy_weights import PolicyWeights
 from tiltyard.engines.rllib.ray_cluster import Cluster, require_ray
 from tiltyard.engines.rllib.settings_map import envs_per_runner, needs, problems, runner_count
 from tiltyard.engines.rllib.worker_spec import SECONDS, UPDATES, WorkerSpec
-from tiltyard.errors import ConfigError, TiltyardError, UseError
+from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
 from tiltyard.models.policy_files import save_policy
-from tiltyard.run.checkpoint import read_tree, write_tree
+from tiltyard.models.policy_net import PolicyNet
+from tiltyard.run.state_file import read_tree, write_tree
 from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ def check_rllib(experiment: Experiment, spec: EnvSpec) -> None:
     require_ray()
     found = list(problems(experiment, spec))
     if isinstance(experiment.algo, Named):
-        from tiltyard.engines.rllib.algorithm_options import option_problems
+        from tiltyard.engines.rllib.algorithm_config import option_problems
 
         found += option_problems(WorkerSpec(experiment, spec, ()))
     if found:
@@ -59,7 +59,7 @@ class RllibEngine:
         self.weights = PolicyWeights(worker_spec)
         self.lost_runners = results.LostRunners()
         logs = self.base[0] / "logs" / "ray" if self.base and (self.base[0] / "experiment.yaml").exists() else None
-        self.cluster: Cluster | None = Cluster(experiment.engine, needs(experiment), logs)
+        self.cluster = Cluster(experiment.engine, needs(experiment), logs)
         self.algo: Any = None
         try:
             with self.cluster.redirect_stderr(), self.generators.active():
@@ -71,7 +71,6 @@ class RllibEngine:
             self.close()
             raise
         self.nodes = self.cluster.nodes()
-        self.failures = 0
         self.failed_groups: set[str] = set()
 
     def describe(self) -> list[str]:
@@ -80,7 +79,6 @@ class RllibEngine:
         acting = f"{count} runner{'s' if count > 1 else ''} with {each} each" if count else f"{each} in this process"
         acting += self._runner_nodes()
         learning = f"{engine.learners} learners" if engine.learners > 1 else "a learner in this process"
-        assert self.cluster is not None
         net = self.weights.nets[self.experiment.learning[0]]
         size = self.algo.config.total_train_batch_size
         return [
@@ -92,13 +90,14 @@ class RllibEngine:
 
     def _runner_nodes(self) -> str:
         """The nodes of the runners, if there are several nodes."""
-        assert self.cluster is not None
-        names = self.cluster.names()
+        names = self.cluster.nodes()
         if len(names) < 2 or runner_count(self.experiment) == 0:
             return ""
-        from tiltyard.engines.rllib.env_runner import node_id
+        import ray
 
-        found = self.algo.env_runner_group.foreach_env_runner(lambda runner: node_id(), local_env_runner=False)
+        found = self.algo.env_runner_group.foreach_env_runner(
+            lambda runner: ray.get_runtime_context().get_node_id(), local_env_runner=False
+        )
         counts = Counter(names[node] for node in found)
         return " on " + ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
 
@@ -116,14 +115,8 @@ class RllibEngine:
         updates = round(results.number(results.lookup(learned, "__all_modules__", UPDATES)) / count)
         seconds = results.number(results.lookup(learned, "__all_modules__", SECONDS)) / count
         ends = [EpisodeEnd(**end) for note in notes for end in note["ends"]]
-        self.progress = replace(
-            self.progress,
-            env_steps=self.progress.env_steps + sum(note.get("steps", 0) for note in notes),
-            frames=self.progress.frames + sum(note.get("frames", 0) for note in notes),
-            updates=self.progress.updates + updates,
-            episodes=self.progress.episodes + len(ends),
-            seconds=self.progress.seconds + total,
-        )
+        steps, frames = (sum(note.get(name, 0) for note in notes) for name in ("steps", "frames"))
+        self.progress = self.progress.plus(steps, frames, updates, len(ends), total)
         several = self.experiment.several_policies
         metrics = {**results.learner_metrics(learned, several=several), **results.runner_shares(notes)}
         split = results.time_split(notes, total, seconds, remote=runner_count(self.experiment) > 0)
@@ -138,31 +131,23 @@ class RllibEngine:
         """Events for envs that failed and were restarted; an error after `engine.restarts` of them."""
         events = []
         for note in notes:
-            if "failed" in note and note["failed"]["life"] not in self.failed_groups:
-                self.failed_groups.add(note["failed"]["life"])
-                self.failures += 1
-                failed = note["failed"]
-                if self.failures > self.experiment.engine.restarts:
-                    raise TiltyardError(
-                        f"envs failed {self.failures} times (engine.restarts = {self.experiment.engine.restarts}): "
-                        f"{failed['message']}",
-                        failed["hint"],
-                        failed["details"],
-                    )
-                events.append(f"runner {note['runner']} restarts its envs: {failed['message']}")
+            failed = note.get("failed")
+            if failed is None or failed["life"] in self.failed_groups:
+                continue
+            self.failed_groups.add(failed["life"])
+            count, most = len(self.failed_groups), self.experiment.engine.restarts
+            if count > most:
+                message = f"envs failed {count} times (engine.restarts = {most}): {failed['message']}"
+                raise TiltyardError(message, failed["hint"], failed["details"])
+            events.append(f"runner {note['runner']} restarts its envs: {failed['message']}")
         return events
 
     def _losses(self) -> list[str]:
         """Events for lost runners and nodes."""
-        assert self.cluster is not None
-        events = self.lost_runners.poll_events()
-        nodes = self.cluster.nodes()
-        for node, alive in self.nodes.items():
-            if alive and not nodes.get(node, False):
-                name = self.cluster.names().get(node, node[:8])
-                events.append(f"node {name} was lost; its runners restart on the {sum(nodes.values())} remaining nodes")
-        self.nodes = nodes
-        return events
+        before, self.nodes = self.nodes, self.cluster.nodes()
+        lost = [name for node, name in before.items() if node not in self.nodes]
+        restart = f"its runners restart on the {len(self.nodes)} remaining nodes"
+        return [*self.lost_runners.poll_events(), *(f"node {name} was lost; {restart}" for name in lost)]
 
     # ------------------------------------------------------------------------------------------ disk
 
@@ -170,10 +155,8 @@ class RllibEngine:
         from tiltyard.engines.rllib.checkpoint import engine_state
 
         if cut:  # a lost part of RLlib would be waited for forever
-            raise UseError(
-                "rllib cannot save after a failed step", "`tiltyard resume` continues from the last checkpoint"
-            )
-
+            hint = "`tiltyard resume` continues from the last checkpoint"
+            raise UseError("rllib cannot save after a failed step", hint)
         for name, net in self.weights.pull(self.algo).items():
             save_policy(folder / "policies", name, net, self.spec, self.experiment)
         groups, tree = engine_state(self.algo)
@@ -192,20 +175,15 @@ class RllibEngine:
         from tiltyard.engines.rllib.checkpoint import set_engine_state
 
         tree = read_tree(folder / "engine", "state")
-        if tree.get("engine") != "rllib" or tree["algo"] != self.experiment.algo.id:
-            return self._load_weights(folder, tree)
         self.progress = Progress(**tree["progress"])
+        if tree.get("engine") != "rllib" or tree["algo"] != self.experiment.algo.id:
+            for name, net in self.weights.nets.items():
+                net.load_arrays(read_tree(folder / "policies", name)["weights"])
+            self.weights.push(self.algo)
+            return ["the checkpoint is from another engine or algorithm: weights are loaded, the optimiser starts anew"]
         self.generators.load(tree["generators"])
         groups = [read_tree(folder / "engine", f"group-{number}") for number in range(tree["groups"])]
         return _translate_errors(lambda: set_engine_state(self.algo, tree, groups), "restore a checkpoint")
-
-    def _load_weights(self, folder: Path, tree: Any) -> list[str]:
-        """Load the checkpoint of another engine or algorithm: only the policies' weights."""
-        self.progress = Progress(**tree["progress"])
-        for name, net in self.weights.nets.items():
-            net.load_arrays(read_tree(folder / "policies", name)["weights"])
-        self.weights.push(self.algo)
-        return ["the checkpoint is from another engine or algorithm: weights are loaded, the optimiser starts anew"]
 
     # ------------------------------------------------------------------------------------------ between steps
 
@@ -216,14 +194,15 @@ class RllibEngine:
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         """Weights only: RLlib's settings are fixed when it starts."""
         if settings:
-            raise UseError(
-                f"engine.kind = rllib cannot change {', '.join(sorted(settings))} while training",
-                "use engine.kind=local",
-            )
+            message = f"engine.kind = rllib cannot change {', '.join(sorted(settings))} while training"
+            raise UseError(message, "use engine.kind=local")
         if state is not None:
             self.weights.nets[self.weights.name_of(policy)].load_arrays(state.weights)
             self.weights.push(self.algo)
         return {}
+
+    def set_env_options(self, options: Mapping[str, Any]) -> None:
+        raise UseError("engine.kind = rllib cannot change options of running envs", "use engine.kind=local")
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         return {}  # cross_checks.py refuses pools of past versions for this engine
@@ -232,9 +211,7 @@ class RllibEngine:
         if self.algo is not None:
             self.algo.stop()
             self.algo = None
-        if self.cluster is not None:
-            self.cluster.close()
-            self.cluster = None
+        self.cluster.close()
         self.lost_runners.close()
 
 
@@ -248,9 +225,43 @@ def _translate_errors(do: Callable[[], Result], what: str) -> Result:
         cause = getattr(error, "cause", None)
         if isinstance(cause, TiltyardError):
             raise cause from error
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise TiltyardError(
-            f"RLlib could not {what}: {type(error).__name__}: {lines[-1] if lines else 'no reason given'}",
-            "the logs of Ray's processes are in the run's logs/ray",
-            str(error),
-        ) from error
+        reason = (str(error).strip().splitlines() or ["no reason given"])[-1].strip()
+        message = f"RLlib could not {what}: {type(error).__name__}: {reason}"
+        raise TiltyardError(message, "the logs of Ray's processes are in the run's logs/ray", str(error)) from error
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+DEFAULT_MODULE = "default_policy"  # RLlib's name for the only module
+
+
+class PolicyWeights:
+    """One net per learning policy, with its first weights until `pull` is called."""
+
+    def __init__(self, worker_spec: WorkerSpec) -> None:
+        experiment = worker_spec.experiment
+        self.nets: dict[str, PolicyNet] = {name: worker_spec.net(name) for name in experiment.learning}
+        several = experiment.several_policies
+        self._modules = {name: name if several else DEFAULT_MODULE for name in self.nets}
+
+    def name_of(self, policy: str | None) -> str:
+        """The given policy, by default the first; UseError unless it learns."""
+        name = policy or next(iter(self.nets))
+        if name not in self.nets:
+            raise UseError(f"unknown learning policy {name!r}", did_you_mean(name, self.nets))
+        return name
+
+    def pull(self, algo: Any) -> dict[str, PolicyNet]:
+        """Copy the learners' current weights into the nets."""
+        weights = algo.learner_group.get_weights()
+        for name, module in self._modules.items():
+            own = {key.removeprefix("net."): value for key, value in weights[module].items() if key.startswith("net.")}
+            self.nets[name].load_arrays(own)
+        return self.nets
+
+    def push(self, algo: Any) -> None:
+        """Make RLlib's learners and runners use the weights of the nets."""
+        from tiltyard.engines.rllib.checkpoint import set_weights
+
+        set_weights(algo, {module: self.nets[name].arrays() for name, module in self._modules.items()})

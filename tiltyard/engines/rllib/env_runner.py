@@ -40,7 +40,7 @@ from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.engines.rllib.episode_collector import Decision, EpisodeCollector
 from tiltyard.engines.rllib.settings_map import epsilon
-from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec, action_space, observation_space
+from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Array
@@ -97,12 +97,10 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             self.episodes.collector.envs.skip_episodes(int(time.time()) % 2**24)
 
     def get_spaces(self) -> dict[str, Any]:
-        both = (observation_space(self.worker_spec.spec), action_space(self.worker_spec))
-        names = self.worker_spec.experiment.learning
-        modules = (
-            dict.fromkeys(names, both) if self.worker_spec.experiment.several_policies else {DEFAULT_MODULE_ID: both}
-        )
-        return {INPUT_ENV_SPACES: both, INPUT_ENV_SINGLE_SPACES: both, **modules}
+        experiment = self.worker_spec.experiment
+        modules = experiment.learning if experiment.several_policies else [DEFAULT_MODULE_ID]
+        both = tuple(self.worker_spec.spaces().values())
+        return dict.fromkeys((INPUT_ENV_SPACES, INPUT_ENV_SINGLE_SPACES, *modules), both)
 
     def assert_healthy(self) -> None:
         assert self.module is not None
@@ -112,24 +110,22 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         episodes, began = self.episodes, time.perf_counter()
         assert episodes is not None
         episodes.spent = {"env": 0.0, "inference": 0.0}
-        frames = -episodes.collector.envs.frames_taken
+        frames = -episodes.collector.envs.stats.frames_taken
+        steps = self.config.get_rollout_fragment_length(self.worker_index)
         try:
-            pieces, ends = episodes.collect(
-                self.config.get_rollout_fragment_length(self.worker_index), self._choose_actions
-            )
+            pieces, ends = episodes.collect(steps, self._choose_actions)
         except TiltyardError as error:
-            failed = {"message": error.message, "hint": error.hint, "details": error.details}
-            self.failed = {**failed, "life": episodes.instance}
+            self.failed = {"message": error.message, "hint": error.hint, "details": error.details}
+            self.failed["life"] = episodes.instance
             self._note(failed=self.failed)
             self.make_env(again=True)
             self._count(0, 0)
             # Without steps, RLlib would sample again within the same iteration and drop the note.
-            whole = self.config.total_train_batch_size
-            self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, whole, reduce="sum")
+            self.metrics.log_value(NUM_ENV_STEPS_SAMPLED, self.config.total_train_batch_size, reduce="sum")
             return []
         steps = sum(len(piece) for piece in pieces)
         self._count(steps, len(ends))
-        frames += episodes.collector.envs.frames_taken
+        frames += episodes.collector.envs.stats.frames_taken
         spent = {**episodes.spent, "all": time.perf_counter() - began}
         self._note(steps=steps, frames=frames, spent=spent, ends=[asdict(end) for end in ends])
         return pieces
@@ -141,16 +137,14 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
 
     def _count(self, steps: int, episodes: int) -> None:
         """Log the counters that RLlib's algorithms read."""
-        for name in (NUM_ENV_STEPS_SAMPLED, (NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID)):
-            self.metrics.log_value(name, steps, reduce="sum")
-        self.metrics.log_value((NUM_MODULE_STEPS_SAMPLED, DEFAULT_MODULE_ID), steps, reduce="sum")
-        self.metrics.log_value(NUM_EPISODES, episodes, reduce="sum")
-        for name in (
-            NUM_ENV_STEPS_SAMPLED_LIFETIME,
-            (NUM_AGENT_STEPS_SAMPLED_LIFETIME, DEFAULT_AGENT_ID),
-            (NUM_MODULE_STEPS_SAMPLED_LIFETIME, DEFAULT_MODULE_ID),
+        for now, lifetime in (
+            (NUM_ENV_STEPS_SAMPLED, NUM_ENV_STEPS_SAMPLED_LIFETIME),
+            ((NUM_AGENT_STEPS_SAMPLED, DEFAULT_AGENT_ID), (NUM_AGENT_STEPS_SAMPLED_LIFETIME, DEFAULT_AGENT_ID)),
+            ((NUM_MODULE_STEPS_SAMPLED, DEFAULT_MODULE_ID), (NUM_MODULE_STEPS_SAMPLED_LIFETIME, DEFAULT_MODULE_ID)),
         ):
-            self.metrics.log_value(name, steps, reduce="lifetime_sum")
+            self.metrics.log_value(now, steps, reduce="sum")
+            self.metrics.log_value(lifetime, steps, reduce="lifetime_sum")
+        self.metrics.log_value(NUM_EPISODES, episodes, reduce="sum")
         self.num_env_steps_sampled_lifetime += steps
 
     def get_metrics(self) -> Any:
@@ -167,23 +161,22 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
         assert self.episodes is not None
         rows = self.episodes.collector
         allowed = None if mask is None else torch.from_numpy(mask)
-        explores = self.epsilon is not None
-        acted = rows.actor.act(obs, rows.state, first, allowed, greedy=explores, generator=rows.draws, with_value=False)
-        action = self._explore(acted.action, mask, rows.draws) if explores else acted.action
-        columns = {} if explores else {Columns.ACTION_LOGP: acted.log_prob}
-        columns[WEIGHTS_SEQ_NO] = np.full(len(action), self.version, np.int64)
-        return action, columns, acted.state
+        greedy = self.epsilon is not None
+        acted = rows.actor.act(obs, rows.state, first, allowed, greedy=greedy, generator=rows.draws, with_value=False)
+        columns = {WEIGHTS_SEQ_NO: np.full(len(acted.action), self.version, np.int64)}
+        if self.epsilon is None:
+            return acted.action, {Columns.ACTION_LOGP: acted.log_prob, **columns}, acted.state
+        share = self.epsilon.at(self.num_env_steps_sampled_lifetime)
+        return self._explore(acted.action, share, mask, rows.draws), columns, acted.state
 
-    def _explore(self, action: Array, mask: Array | None, generator: torch.Generator) -> Array:
-        """Replace a share `epsilon` of the actions by random allowed ones."""
-        assert self.epsilon is not None
+    def _explore(self, action: Array, share: float, mask: Array | None, generator: torch.Generator) -> Array:
+        """Replace a share of the actions by random allowed ones."""
         (part,), count = self.worker_spec.spec.action.parts, len(action)
         draws = torch.rand(2, count, generator=generator).numpy()
         allowed = np.ones((count, part.options), bool) if mask is None else mask
         pick = np.minimum((draws[1] * allowed.sum(1)).astype(np.int64), allowed.sum(1) - 1)
         drawn = np.argsort(~allowed, axis=1, kind="stable")[np.arange(count), pick]
-        random = draws[0] < self.epsilon.at(self.num_env_steps_sampled_lifetime)
-        return np.where(random[:, None], drawn[:, None].astype(np.float32), action)
+        return np.where(draws[0][:, None] < share, drawn[:, None].astype(np.float32), action)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -200,21 +193,14 @@ class Runner(EnvRunner, Checkpointable):  # type: ignore[misc]
             if version == 0 or self.version < version:
                 weights = state[COMPONENT_RL_MODULE]
                 weights = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-                single = not hasattr(self.module, "_rl_modules")
-                self.module.set_state(
-                    weights[DEFAULT_MODULE_ID] if single and DEFAULT_MODULE_ID in weights else weights
-                )
+                single = not self.worker_spec.experiment.several_policies
+                self.module.set_state(weights.get(DEFAULT_MODULE_ID, weights) if single else weights)
             self.version = version or self.version
         if NUM_ENV_STEPS_SAMPLED_LIFETIME in state:
             self.num_env_steps_sampled_lifetime = state[NUM_ENV_STEPS_SAMPLED_LIFETIME]
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {"config": self.config}
-
-
-def node_id() -> str:
-    """Ray's id of the node of this process."""
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _is_restarted() -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -28,12 +27,15 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.metrics import ALL_MODULES, NUM_ENV_STEPS_SAMPLED_LIFETIME
 from torch import Tensor
 
-from tiltyard.algos.ppo import CHANGEABLE, RISES_WITH_KL
+from tiltyard.algos.minibatches import Minibatch, normalised
+from tiltyard.algos.ppo import CHANGEABLE, KL, RISES_WITH_KL
+from tiltyard.algos.ppo_loss import COLUMNS, Outputs, ppo_loss
 from tiltyard.algos.schedules import ScheduledValue
 from tiltyard.config.algos import Ppo as PpoSettings
-from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, GaeWithOldPolicy, RecurrentStates
-from tiltyard.engines.rllib.replay_buffer import ReplayBatch
+from tiltyard.config.fields import is_number
+from tiltyard.engines.rllib.connectors import OLD_VALUE, Advantages, GaeWithOldPolicy, RecurrentStates, ReplayBatch
 from tiltyard.engines.rllib.worker_spec import KEY, SECONDS, UPDATES, WorkerSpec
+from tiltyard.envs.spaces import MASK
 from tiltyard.types import Tree
 
 UNSAVED = ("curr_kl_coeffs_per_module", "curr_log_alpha")  # of appo and sac, missing in RLlib's state
@@ -139,9 +141,8 @@ class _CountsRewards:
     def compute_loss_for_module(self, *, batch: Any, **more: Any) -> Tensor:
         countable = {**batch, Columns.OBS: batch[Columns.REWARDS]}
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Using a target size"
-            )  # every quantile is compared with every target quantile
+            # Every quantile is compared with every target quantile.
+            warnings.filterwarnings("ignore", "Using a target size")
             loss: Tensor = super().compute_loss_for_module(batch=countable, **more)  # type: ignore[misc]
         return loss
 
@@ -168,8 +169,8 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         super().build()
         experiment = self.worker_spec.experiment
         self.values: dict[str, dict[str, ScheduledValue]] = {}
-        for name, policy in self.policies().items():
-            algo = experiment.algo_of(policy)
+        for name, module in self.modules().items():
+            algo = experiment.algo_of(module.model_config[KEY].get("policy") or experiment.learning[0])
             self.values[name] = {
                 setting: ScheduledValue(
                     getattr(algo, setting), experiment.stop.env_steps, rises_with_kl=setting in RISES_WITH_KL
@@ -179,13 +180,6 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         self.env_steps = 0  # before the current batch
         self._counted = 0
         self._replace_connector(GeneralAdvantageEstimation, Advantages(self))
-
-    def policies(self) -> dict[str, str]:
-        """The policy of each module."""
-        return {
-            name: module.model_config[KEY].get("policy") or self.worker_spec.experiment.learning[0]
-            for name, module in self.modules().items()
-        }
 
     def now(self, module_id: str) -> dict[str, float]:
         return {name: value.at(self.env_steps) for name, value in self.values[module_id].items()}
@@ -221,70 +215,31 @@ class Ppo(_OneAdam, PPOTorchLearner):  # type: ignore[misc]
         module = self.module[module_id].unwrapped()
         now, algo = self.now(module_id), self.worker_spec.experiment.algo
         assert isinstance(algo, PpoSettings)
-        dist = module.get_train_action_dist_cls().from_logits(fwd_out[Columns.ACTION_DIST_INPUTS])
-        samples = Samples(
-            log_prob=dist.logp(batch[Columns.ACTIONS]),
-            entropy=dist.entropy(),
-            value=module.compute_values(batch, embeddings=fwd_out[Columns.EMBEDDINGS]),
-            old_log_prob=batch[Columns.ACTION_LOGP],
-            old_value=batch[OLD_VALUE],
-            advantage=batch[Postprocessing.ADVANTAGES],
+        valid = batch.get(Columns.LOSS_MASK)
+        advantage, count = batch[Postprocessing.ADVANTAGES], float(batch[Postprocessing.ADVANTAGES].numel())
+        if valid is not None:
+            valid, count = valid.float(), float(valid.sum())
+        samples = Minibatch(
+            obs=batch[Columns.OBS],
+            state0=batch.get(Columns.STATE_IN, {}),
+            first=torch.zeros_like(advantage, dtype=torch.bool),
+            starts=[],
+            mask=batch[Columns.OBS].get(MASK),
+            action=batch[Columns.ACTIONS],
+            log_prob=batch[Columns.ACTION_LOGP],
+            advantage=normalised(advantage, valid, count) if algo.normalise_advantage and count > 1 else advantage,
             target=batch[Postprocessing.VALUE_TARGETS],
+            value=batch[OLD_VALUE],
+            valid=valid,
+            count=count,
         )
-        losses = ppo_losses(samples.select(batch.get(Columns.LOSS_MASK)), algo, now)
-        self.divergences.setdefault(module_id, []).append(float(losses["loss/kl"].detach()))
-        total = losses.pop("total")
-        self.metrics.log_dict(losses, key=module_id, window=1)
+        dist = module.get_train_action_dist_cls().from_logits(fwd_out[Columns.ACTION_DIST_INPUTS]).dist
+        value = module.compute_values(batch, embeddings=fwd_out[Columns.EMBEDDINGS])
+        fixed = {name: value for name, value in algo if is_number(value)}
+        total, *losses = ppo_loss(samples, Outputs(dist, value), fixed | now)
+        self.divergences.setdefault(module_id, []).append(float(losses[KL].detach()))
+        self.metrics.log_dict(dict(zip(COLUMNS, losses, strict=True)), key=module_id, window=1)
         return total
-
-
-@dataclass(frozen=True)
-class Samples:
-    """One minibatch; all tensors have the same shape."""
-
-    log_prob: Tensor
-    entropy: Tensor
-    value: Tensor
-    old_log_prob: Tensor
-    old_value: Tensor
-    advantage: Tensor
-    target: Tensor
-
-    def select(self, valid: Tensor | None) -> Samples:
-        """The valid samples, flat; all of them without a mask."""
-        if valid is None:
-            return self
-        mask = valid.bool()
-        return Samples(*(getattr(self, field.name)[mask] for field in fields(self)))
-
-
-def ppo_losses(samples: Samples, algo: PpoSettings, now: Mapping[str, float]) -> dict[str, Tensor]:
-    """The loss of algos.ppo and its terms, for autograd."""
-    advantage = samples.advantage
-    if algo.normalise_advantage:
-        centred = advantage - advantage.mean()
-        advantage = centred / (centred.square().mean().sqrt() + 1e-8)
-    log_ratio = samples.log_prob - samples.old_log_prob
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - now["clip"], 1 + now["clip"])
-    policy = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-    squares = (samples.value - samples.target).square()
-    if algo.value_clip is not None:
-        moved = samples.old_value + (samples.value - samples.old_value).clamp(-algo.value_clip, algo.value_clip)
-        squares = torch.maximum(squares, (moved - samples.target).square())
-    value = 0.5 * squares.mean()
-    entropy = samples.entropy.mean()
-    divergence = (torch.expm1(log_ratio) - log_ratio).mean()
-    total = policy + now["value_coef"] * value - now["entropy"] * entropy + now["kl"] * divergence
-    clipped = ((ratio - 1).abs() > now["clip"]).float().mean()
-    return {
-        "total": total,
-        "loss/policy": policy,
-        "loss/value": value,
-        "loss/entropy": entropy,
-        "loss/kl": divergence,
-        "learn/clip_fraction": clipped,
-    }
 
 
 # ------------------------------------------------------------------------------------------------ state

@@ -21,15 +21,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.experiment import Engine
+from tiltyard.config.sections import Engine
 from tiltyard.engines.rllib.allocation import allocation, wait_for_nodes
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.resources import free_memory, usable_cores
+from tiltyard.run import atomic
+from tiltyard.run.provenance import package_version
 
 FOLDER_PREFIX = "ty-"  # of Ray's temporary folders
 INSTALL = "pip install 'tiltyard[ray]'"
@@ -47,10 +48,9 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_
 
 def require_ray() -> None:
     """UseError with the command to type, unless Ray RLlib is installed."""
-    try:
-        found = version("ray")
-    except PackageNotFoundError:
-        raise UseError("engine.kind = rllib needs Ray RLlib, which is not installed", INSTALL) from None
+    found = package_version("ray")
+    if found is None:
+        raise UseError("engine.kind = rllib needs Ray RLlib, which is not installed", INSTALL)
     if not found.startswith("2.60."):
         raise UseError(f"engine.kind = rllib needs Ray 2.60, but {found} is installed", INSTALL)
     if any(find_spec(name) is None for name in ("tree", "lz4", "ormsgpack")):
@@ -72,23 +72,24 @@ class Needs:
     def check(self, cpus: float, gpus: float, where: str) -> None:
         """UseError if the processes do not fit: Ray would wait for resources forever."""
         if self.cpus > cpus:
-            raise UseError(
-                f"engine.runners = {self.runners} and {self.learners} learner processes need {self.cpus} CPUs, "
-                f"but {where} has {cpus:g}",
-                f"set engine.runners={max(0, int(cpus) - self.learners)}, or a larger engine.cpus",
-            )
+            wanted = f"engine.runners = {self.runners} and {self.learners} learner processes need {self.cpus} CPUs"
+            hint = f"set engine.runners={max(0, int(cpus) - self.learners)}, or a larger engine.cpus"
+            raise UseError(f"{wanted}, but {where} has {cpus:g}", hint)
         if self.gpus > gpus:
-            raise UseError(
-                f"the learners need {self.gpus:g} GPUs, but {where} has {gpus:g}",
-                "set engine.device=cpu, or engine.gpus",
-            )
+            wanted = f"the learners need {self.gpus:g} GPUs"
+            raise UseError(f"{wanted}, but {where} has {gpus:g}", "set engine.device=cpu, or engine.gpus")
+
+
+def object_store_bytes(gib: float | None = None) -> int:
+    """The size of Ray's object store, by default STORE and at most an eighth of the free memory."""
+    return max(SMALLEST_STORE, int((gib or min(STORE, free_memory() / 2**30 / 8)) * 2**30))
 
 
 class Cluster:
     """The Ray that this process is connected to."""
 
     def __init__(self, engine: Engine, needs: Needs, logs: Path | None) -> None:
-        self.engine, self.logs = engine, logs
+        self.engine, self.logs, self._closed = engine, logs, False
         self._emulated: Any = None  # Ray's cluster of emulated nodes
         self._temp: Path | None = None
         self._before = {
@@ -97,8 +98,10 @@ class Cluster:
         self.job = allocation() if engine.address is None else None
         own = engine.address is None and self.job is None
         if own:
-            cpus = (engine.cpus or usable_cores()) * engine.nodes
-            needs.check(cpus, _gpus(), "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
+            import torch
+
+            cpus, gpus = (engine.cpus or usable_cores()) * engine.nodes, torch.cuda.device_count()
+            needs.check(cpus, gpus, "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
         with _signals_kept(), self.redirect_stderr():
             self._connect(own)
         if not own:
@@ -114,51 +117,40 @@ class Cluster:
 
     def _connect(self, own: bool) -> None:
         os.environ.update(QUIET)
+        if self.engine.address is None:
+            os.environ.pop("RAY_ADDRESS", None)
         if own:
             self._temp = short_folder(self.engine.temp_dir)
-            os.environ.pop("RAY_ADDRESS", None)
             os.environ.update({**DETECT_LOSS, **token_variables(_token_file())})
             os.environ.pop("RAY_AUTH_TOKEN", None)
         import ray
 
         _reload_ray_environment()
-        options = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        address = self.engine.address if self.job is None else self.job.address
+        store = {"object_store_memory": object_store_bytes(self.engine.object_store)}
         try:
+            if own and self.engine.nodes == 1:
+                address = "local"
+                options |= {"num_cpus": self.engine.cpus or usable_cores(), "include_dashboard": False}
+                options |= {"_temp_dir": str(self._temp), **store}
+            elif own:
+                address = self._start_emulated_nodes(store)
+            ray.init(address=address, **options)
             if self.job is not None:
-                os.environ.pop("RAY_ADDRESS", None)
-                ray.init(address=self.job.address, **options)
                 wait_for_nodes(self.job)
-            elif not own:
-                ray.init(address=self.engine.address, **options)
-            elif self.engine.nodes == 1:
-                ray.init(
-                    address="local", num_cpus=self.engine.cpus or usable_cores(), **self._start_options(), **options
-                )
-            else:
-                self._start_emulated_nodes(options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             self.close()
-            address = f"engine.address = {self.engine.address}" if self.job is None else "the job's own Ray"
-            where = "Ray could not be started" if own else f"{address}: no Ray answers there"
+            cluster = f"engine.address = {self.engine.address}" if self.job is None else "the job's own Ray"
+            where = "Ray could not be started" if own else f"{cluster}: no Ray answers there"
             hint = "its logs are in the run's logs/ray" if own else "check the address and RAY_AUTH_TOKEN_PATH"
             raise TiltyardError(f"{where}: {str(error).splitlines()[0]}", hint) from error
 
-    def _start_options(self) -> dict[str, Any]:
-        store = self.engine.object_store or min(STORE, (free_memory() or 2**34) / 2**30 / 8)
-        return {
-            "include_dashboard": False,
-            "object_store_memory": max(SMALLEST_STORE, int(store * 2**30)),
-            "_temp_dir": str(self._temp),
-        }
-
-    def _start_emulated_nodes(self, options: dict[str, Any]) -> None:
-        """Start emulated nodes on this machine. The head has no CPUs, so that runners are never lost with it."""
-        import ray
+    def _start_emulated_nodes(self, store: dict[str, int]) -> str:
+        """Start emulated nodes; returns their address. The head has no CPUs, so that runners are never lost with it."""
         from ray.cluster_utils import Cluster as Nodes
 
-        started = self._start_options()
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": started["_temp_dir"]}
-        store = {"object_store_memory": started["object_store_memory"]}
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(self._temp)}
         self._emulated = Nodes(initialize_head=False)
         try:
             self._emulated.add_node(**head, **store)
@@ -169,7 +161,7 @@ class Cluster:
                 raise
         for _ in range(self.engine.nodes):
             self._emulated.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
-        ray.init(address=self._emulated.address, **options)
+        return str(self._emulated.address)
 
     @contextlib.contextmanager
     def redirect_stderr(self) -> Iterator[None]:
@@ -193,26 +185,21 @@ class Cluster:
             os.dup2(terminal, 2)
             os.close(terminal)
 
-    def nodes(self) -> dict[str, bool]:
-        """Whether each node is alive, by id."""
-        import ray
-
-        return {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
-
-    def names(self) -> dict[str, str]:
-        """Node names by id; the beginning of the id for a node that only has its address as a name."""
+    def nodes(self) -> dict[str, str]:
+        """Names of the nodes that are alive, by id; the beginning of the id if the name is only the address."""
         import ray
 
         return {
             node["NodeID"]: node["NodeID"][:8] if node["NodeName"] == node["NodeManagerAddress"] else node["NodeName"]
             for node in ray.nodes()
+            if node["Alive"]
         }
 
     def describe(self) -> str:
         import ray
 
         found = ray.cluster_resources()
-        nodes = sum(self.nodes().values()) - (self._emulated is not None)
+        nodes = len(self.nodes()) - (self._emulated is not None)
         what = f"{found.get('CPU', 0):g} CPUs" + (f", {found['GPU']:g} GPUs" if found.get("GPU") else "")
         if self.job is not None:
             return f"Ray on the job's {nodes} nodes, {what}"
@@ -224,11 +211,13 @@ class Cluster:
         """End what was started here, keep its logs, restore the environment."""
         import ray
 
+        if self._closed:
+            return
+        self._closed = True
         with _signals_kept():
             ray.shutdown()
             if self._emulated is not None:
                 self._emulated.shutdown()
-                self._emulated = None
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -239,13 +228,6 @@ class Cluster:
             if self.logs is not None:
                 keep_logs(self._temp, self.logs)
             shutil.rmtree(self._temp.parent, ignore_errors=True)
-            self._temp = None
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 # ------------------------------------------------------------------------------------------------ place and token
@@ -272,10 +254,8 @@ def _token_file() -> Path:
 
     if not _tokens or not _tokens[0].exists():
         folder = Path(tempfile.mkdtemp(prefix="tiltyard-token-"))  # 0700
-        file = folder / "token"
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(secrets.token_hex(32))
-        _tokens[:] = [file]
+        _tokens[:] = [folder / "token"]
+        atomic.write_private(_tokens[0], secrets.token_hex(32), 0o600)
         owner = os.getpid()
         atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
     return _tokens[0]
@@ -299,9 +279,8 @@ def short_folder(parent: str | None) -> Path:
         (outer / "new").rename(outer / "lock")
         _locks.append(lock)
     except OSError as error:
-        raise UseError(
-            f"engine.temp_dir = {parent}: {error.strerror or error}", "set it to a folder that you may write to"
-        ) from None
+        hint = "set it to a folder that you may write to"
+        raise UseError(f"engine.temp_dir = {parent}: {error.strerror or error}", hint) from None
     return outer / "r"
 
 

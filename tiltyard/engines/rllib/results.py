@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -58,23 +59,14 @@ def learner_metrics(learned: dict[str, Any], *, several: bool) -> dict[str, floa
     """The learner's metrics under our names, per policy if there are several."""
     found: dict[str, float] = {}
     for module, numbers in learned.items():
-        if module != "__all_modules__" and isinstance(numbers, dict):
-            prefix = f"policy/{module}/" if several else ""
-            found |= {f"{prefix}{name}": value for name, value in _renamed(numbers).items()}
-    return found
-
-
-def _renamed(numbers: dict[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in sorted(numbers.items(), key=lambda pair: "/" not in pair[0]):  # ours win over RLlib's
-        ours = name if "/" in name else METRIC_NAMES.get(name)
-        if ours is not None:
-            try:
-                converted = float(value)
-            except (TypeError, ValueError):
-                continue
-            if not math.isnan(converted):
-                found.setdefault(ours, converted)
+        if module == "__all_modules__" or not isinstance(numbers, dict):
+            continue
+        prefix = f"policy/{module}/" if several else ""
+        for name, value in sorted(numbers.items(), key=lambda pair: "/" not in pair[0]):  # ours win over RLlib's
+            ours = name if "/" in name else METRIC_NAMES.get(name)
+            with contextlib.suppress(TypeError, ValueError):
+                if ours is not None and not math.isnan(float(value)):
+                    found.setdefault(f"{prefix}{ours}", float(value))
     return found
 
 
@@ -98,34 +90,29 @@ def time_split(notes: Iterable[Note], total: float, learned: float, *, remote: b
 
 
 class LostRunners(logging.Handler):
-    """Collects RLlib's log lines about lost runners and turns each into one sentence."""
+    """Turns RLlib's log lines about lost runners into sentences."""
 
     LOGGERS = ("ray.rllib.utils.actor_manager", "ray.rllib.env.env_runner_group")
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.sentences: list[str] = []
         for name in self.LOGGERS:
             logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        line = record.getMessage()
+        if "out of service" in line:
+            actor, cause = re.search(r"actor (\d+)", line), re.search(r"(\w+Error)", line)
+            runner, why = f"runner {actor[1]}" if actor else "a runner", cause[1] if cause else "no reason given"
+            self.sentences.append(f"{runner} was lost ({why}); it is being replaced")
 
     def poll_events(self) -> list[str]:
         """Sentences about runners that were lost since the last call."""
-        lines, self.lines = self.lines, []
-        return list(dict.fromkeys(sentence for line in lines if (sentence := _lost_runner(line))))
+        found, self.sentences = list(dict.fromkeys(self.sentences)), []
+        return found
 
     def close(self) -> None:
         for name in self.LOGGERS:
             logging.getLogger(name).removeHandler(self)
         super().close()
-
-
-def _lost_runner(line: str) -> str:
-    actor = re.search(r"actor (\d+)", line)
-    runner = f"runner {actor.group(1)}" if actor else "a runner"
-    if "out of service" in line:
-        cause = re.search(r"(\w+Error)", line)
-        return f"{runner} was lost ({cause.group(1) if cause else 'no reason given'}); it is being replaced"
-    return ""

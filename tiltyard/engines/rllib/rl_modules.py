@@ -6,22 +6,26 @@
     Quantiles     rllib:TQC           the same actor, and critics with several outputs each
 
 Runners act with the net itself, not with the module, so a policy needs no Ray.
+A module's output for RLlib is one row of numbers: the model's parameters, log_std, and the mask as 0 and 1.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import gymnasium
 import torch
 from ray.rllib.algorithms.dqn.dqn_learner import QF_NEXT_PREDS, QF_PREDS, QF_TARGET_NEXT_PREDS
 from ray.rllib.algorithms.sac.torch.default_sac_torch_rl_module import DefaultSACTorchRLModule
 from ray.rllib.algorithms.tqc.torch.default_tqc_torch_rl_module import DefaultTQCTorchRLModule
 from ray.rllib.core.columns import Columns
-from ray.rllib.core.distribution.torch.torch_distribution import TorchSquashedGaussian
+from ray.rllib.core.distribution.torch.torch_distribution import TorchDistribution, TorchSquashedGaussian
 from ray.rllib.core.learner.utils import make_target_network
 from ray.rllib.core.models.base import ENCODER_OUT
 from ray.rllib.core.rl_module.apis import (
@@ -34,14 +38,14 @@ from ray.rllib.core.rl_module.apis import (
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor, nn
 
-from tiltyard.config.experiment import Model
-from tiltyard.engines.rllib.actions import ActionsOf, inputs
 from tiltyard.engines.rllib.worker_spec import KEY, WorkerSpec
 from tiltyard.envs.spaces import MASK
+from tiltyard.models import distributions
 from tiltyard.models.actor_critic import VALUE_GAIN, Tower
 from tiltyard.models.distributions import FORBIDDEN
 from tiltyard.models.layers import Mlp
 from tiltyard.models.policy_net import PolicyNet
+from tiltyard.models.torch_distributions import TorchActionDist
 from tiltyard.types import ArraySpec, EnvSpec
 
 Batch = Mapping[str, Any]
@@ -57,9 +61,7 @@ class _TiltyardModule(TorchRLModule):  # type: ignore[misc]
         self.worker_spec = WorkerSpec.from_config(self.model_config)
         self.net = self.worker_spec.net(self.model_config[KEY].get("policy"))
         for parameter in self.net.parameters():
-            parameter.requires_grad_(
-                parameter.numel() > 0
-            )  # several learners wait for the gradient of every trainable parameter
+            parameter.requires_grad_(parameter.numel() > 0)  # several learners wait for the gradient of each trainable
 
     def set_state(self, state: dict[str, Any]) -> None:
         super().set_state(state)
@@ -80,14 +82,27 @@ class _TiltyardModule(TorchRLModule):  # type: ignore[misc]
         self.net.normaliser.observe(obs, flags)
 
 
-class ActorCritic(_TiltyardModule, ValueFunctionAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+class _TargetModule(_TiltyardModule, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+    """A base for modules with a copy of the net as target."""
+
+    def make_target_networks(self) -> None:
+        self.target = make_target_network(self.net)
+
+    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.net, self.target)]
+
+    def get_non_inference_attributes(self) -> list[str]:
+        return ["target"]
+
+
+class ActorCritic(_TargetModule, ValueFunctionAPI):  # type: ignore[misc]
     """Batches are [B, T, ...] with a recurrent model, else [B, ...]."""
 
     def get_initial_state(self) -> dict[str, Tensor]:
         return {name: memory[0] for name, memory in self.net.initial_state(1).items()}
 
     def get_train_action_dist_cls(self) -> Any:
-        return ActionsOf(self.net.spec)
+        return SimpleNamespace(from_logits=partial(Actions, self.net.spec))  # all that RLlib uses of the class
 
     get_exploration_action_dist_cls = get_inference_action_dist_cls = get_train_action_dist_cls
 
@@ -102,22 +117,12 @@ class ActorCritic(_TiltyardModule, ValueFunctionAPI, TargetNetworkAPI, Inference
         """[B] or [B, T] values, normalised if `model.normalise.returns` is set."""
         return _unrolled(self.net, batch)[1] if embeddings is None else embeddings
 
-    # ------------------------------------------------------------------------------------------ appo's target network
-
-    def make_target_networks(self) -> None:
-        self.target = make_target_network(self.net)
-
-    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        return [(self.net, self.target)]
-
     def forward_target(self, batch: Batch) -> dict[str, Any]:
+        """Forward pass of appo's target network."""
         with torch.no_grad():
             params, _ = _unrolled(self.target, batch)
             row = inputs(self.target, params, batch[Columns.OBS].get(MASK))
         return {TARGET_NETWORK_ACTION_DIST_INPUTS: row}
-
-    def get_non_inference_attributes(self) -> list[str]:
-        return ["target"]
 
 
 def _unrolled(net: PolicyNet, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -136,7 +141,7 @@ def _unrolled(net: PolicyNet, batch: Batch) -> tuple[Tensor, Tensor]:
     return params.transpose(0, 1), value.transpose(0, 1)
 
 
-class Dueling(_TiltyardModule, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # type: ignore[misc]
+class Dueling(_TargetModule, QNetAPI):  # type: ignore[misc]
     """The best action is the same by advantages as by Q-values, so the net acts on the advantages."""
 
     def setup(self) -> None:
@@ -160,17 +165,8 @@ class Dueling(_TiltyardModule, QNetAPI, TargetNetworkAPI, InferenceOnlyAPI):  # 
         now = self._values(self.net, batch[Columns.OBS])
         return {QF_PREDS: now, QF_NEXT_PREDS: online, QF_TARGET_NEXT_PREDS: target}
 
-    def make_target_networks(self) -> None:
-        self.target = make_target_network(self.net)
-
-    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        return [(self.net, self.target)]
-
     def forward_target(self, batch: Batch) -> dict[str, Tensor]:
         return {QF_PREDS: self._values(self.target, batch[Columns.OBS])}
-
-    def get_non_inference_attributes(self) -> list[str]:
-        return ["target"]
 
 
 class Squashed(_TiltyardModule, DefaultSACTorchRLModule):  # type: ignore[misc]
@@ -200,27 +196,18 @@ class Quantiles(_TiltyardModule, DefaultTQCTorchRLModule):  # type: ignore[misc]
         self.n_critics, self.n_quantiles = settings["n_critics"], settings["n_quantiles"]
         self.top_quantiles_to_drop_per_net = settings["top_quantiles_to_drop_per_net"]
         self.quantiles_total = self.n_critics * self.n_quantiles
-        self.catalog = _Catalog()
+        self.catalog = SimpleNamespace(get_action_dist_cls=lambda framework: TorchSquashedGaussian)
         self.pi_encoder, self.pi = _Actor(self.net), nn.Identity()
         if not self.inference_only:
             self.qf_encoders = nn.ModuleList(_critics(self.worker_spec, self.net, self.n_critics, self.n_quantiles))
             self.qf_heads = nn.ModuleList(nn.Identity() for _ in range(self.n_critics))
 
 
-class _Catalog:
-    """Gives RLlib's TQC the class of the action distribution."""
-
-    def get_action_dist_cls(self, framework: str) -> Any:
-        return TorchSquashedGaussian
-
-
 def _critics(worker_spec: WorkerSpec, actor: PolicyNet, count: int, outputs: int = 1) -> list[_Critic]:
     """Critics with different first weights, determined by the run's seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(worker_spec.experiment.seed)
-        return [
-            _Critic(actor, actor.spec, worker_spec.experiment.model, worker_spec.base, outputs) for _ in range(count)
-        ]
+        return [_Critic(actor, worker_spec, outputs) for _ in range(count)]
 
 
 class _Actor(nn.Module):
@@ -236,11 +223,12 @@ class _Actor(nn.Module):
 class _Critic(nn.Module):
     """Q of observations and an action, which is added to the observations. Uses the actor's normalisation."""
 
-    def __init__(self, actor: PolicyNet, spec: EnvSpec, model: Model, base: Sequence[Path], outputs: int) -> None:
+    def __init__(self, actor: PolicyNet, worker_spec: WorkerSpec, outputs: int) -> None:
         super().__init__()
         self._actor = [actor]  # in a list, so that it is not a submodule
+        spec = actor.spec
         with_action = {**spec.obs, ACTION: ArraySpec("box", (spec.action.columns,), "float32")}
-        self.tower = Tower(replace(spec, obs=with_action), model, base)
+        self.tower = Tower(replace(spec, obs=with_action), worker_spec.experiment.model, worker_spec.base)
         self.head = Mlp([self.tower.size, outputs], "tanh", last_gain=VALUE_GAIN)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -261,3 +249,41 @@ def _freeze_values(net: PolicyNet) -> None:
     for name, parameter in net.named_parameters():
         if name.startswith(("model.value_head.", "model.critic.")):
             parameter.requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------- action distributions
+
+
+def inputs(net: PolicyNet, params: Tensor, mask: Tensor | None) -> Tensor:
+    """A module's output: [..., outputs + columns of log_std + mask_size]."""
+    parts = [params]
+    if net.log_std.numel():
+        parts.append(net.log_std.expand(*params.shape[:-1], -1))
+    if mask is not None:
+        parts.append(mask.to(params.dtype))
+    return torch.cat(parts, -1) if len(parts) > 1 else params
+
+
+class Actions(TorchDistribution):  # type: ignore[misc]
+    """RLlib's names for a TorchActionDist."""
+
+    def __init__(self, spec: EnvSpec, row: Tensor, **_: Any) -> None:
+        outputs, stds = distributions.outputs(spec.action), distributions.continuous_columns(spec.action)
+        mask = row[..., outputs + stds :] > 0.5 if spec.masked else None
+        self.dist = TorchActionDist(spec.action, row[..., :outputs], row[..., outputs : outputs + stds], mask)
+
+    def logp(self, value: Tensor, **_: Any) -> Tensor:
+        return self.dist.log_prob(value)
+
+    def entropy(self) -> Tensor:
+        return self.dist.entropy()
+
+    def kl(self, other: Actions) -> Tensor:
+        return self.dist.kl(other.dist)
+
+    def _get_torch_distribution(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError  # unused: all methods are overridden above
+
+    @staticmethod
+    def required_input_dim(space: gymnasium.Space[Any], **_: Any) -> int:
+        return math.prod(space.shape or (1,))

@@ -1,7 +1,7 @@
-"""Maps every setting of an experiment to RLlib, or refuses it with a reason.
+"""Which settings RLlib cannot satisfy and why, and how many processes and which schedules it gets.
 
-TRANSLATED names what implements a setting, REFUSED why RLlib cannot; each setting is in exactly one of them. Settings
-that our runner or module implements work as on every engine, because the same code runs.
+algorithm_config.py maps the other settings. Those of `env` and `model` work as on every engine, because our runner and
+our module implement them with the same code.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tiltyard.config.algos import Algo, Ppo, family
-from tiltyard.config.experiment import Experiment
+from tiltyard.config.algos import Algo, Ppo
+from tiltyard.config.experiment import Experiment, family
 from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, Sac
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise, Scheduled
 from tiltyard.engines.rllib.allocation import allocation
@@ -20,92 +20,6 @@ from tiltyard.models import distributions
 from tiltyard.plugins.resolve import short
 from tiltyard.processes.resources import usable_cores
 from tiltyard.types import EnvSpec
-
-RUNNER, MODULE, LEARNER, LOOP = "our runner", "our module", "our learner", "the training loop"
-
-TRANSLATED = {
-    "env": RUNNER,  # the whole section: runners make and step envs as all engines do
-    "model": MODULE,
-    "policies": "several modules",
-    "match": RUNNER,
-    "stop": LOOP,
-    "eval": LOOP,
-    "save": LOOP,
-    "track": LOOP,
-    "seed": "random streams of each runner's rows, the weights and the driver",
-    "engine.kind": "this engine",
-    "engine.envs": "num_envs_per_env_runner x num_env_runners",
-    "engine.runners": "num_env_runners",
-    "engine.envs_per_runner": "num_envs_per_env_runner",
-    "engine.learners": "num_learners (a single one runs in the driver)",
-    "engine.threads": "torch threads of each learner; auto is 1",
-    "engine.restarts": "max_num_env_runner_restarts",
-    "engine.device": "num_gpus_per_learner",
-    "engine.cpus": "ray.init(num_cpus)",
-    "engine.gpus": "num_gpus_per_learner",
-    "engine.object_store": "ray.init(object_store_memory)",
-    "engine.temp_dir": "ray.init(_temp_dir)",
-    "engine.address": "ray.init(address)",
-    "engine.nodes": "ray.cluster_utils.Cluster",
-    **{f"ppo.{name}": LEARNER for name in ("clip", "value_clip", "value_coef", "entropy", "kl", "normalise_advantage")},
-    **{f"ppo.{name}": LEARNER for name in ("lr", "gamma", "gae_lambda", "adam_eps")},
-    "ppo.id": "PPO",
-    "ppo.rollout": "rollout_fragment_length",
-    "ppo.minibatch": "minibatch_size",
-    "ppo.epochs": "num_epochs",
-    "ppo.max_grad_norm": "grad_clip",
-}
-for _algo, _names in {
-    "impala": {"rho_clip": "vtrace_clip_rho_threshold, vtrace_clip_pg_rho_threshold"},
-    "appo": {
-        "rho_clip": "vtrace_clip_rho_threshold, vtrace_clip_pg_rho_threshold",
-        "clip": "clip_param",
-        "kl": "kl_coeff, use_kl_loss",
-        "kl_target": "kl_target",
-        "target_every": "target_network_update_freq",
-    },
-}.items():
-    TRANSLATED |= {
-        f"{_algo}.id": _algo.upper(),
-        f"{_algo}.rollout": "rollout_fragment_length",
-        f"{_algo}.batch": "train_batch_size_per_learner",
-        f"{_algo}.lr": "lr",
-        f"{_algo}.gamma": "gamma",
-        f"{_algo}.value_coef": "vf_loss_coeff",
-        f"{_algo}.entropy": "entropy_coeff",
-        f"{_algo}.max_grad_norm": "grad_clip",
-        f"{_algo}.adam_eps": LEARNER,
-        **{f"{_algo}.{name}": theirs for name, theirs in _names.items()},
-    }
-for _algo in ("dqn", "sac"):
-    TRANSLATED |= {
-        f"{_algo}.id": _algo.upper(),
-        f"{_algo}.rollout": "rollout_fragment_length",
-        f"{_algo}.batch": "train_batch_size_per_learner",
-        f"{_algo}.replays": "training_intensity",
-        f"{_algo}.gamma": "gamma",
-        f"{_algo}.n_step": "n_step",
-        f"{_algo}.warmup": "num_steps_sampled_before_learning_starts",
-        f"{_algo}.target_every": "target_network_update_freq",
-        f"{_algo}.tau": "tau",
-        f"{_algo}.replay": "replay_buffer_config",
-        f"{_algo}.max_grad_norm": "grad_clip",
-    }
-TRANSLATED |= {
-    "dqn.lr": "lr",
-    "dqn.double": "double_q",
-    "dqn.dueling": MODULE,
-    "dqn.epsilon": RUNNER,
-    "dqn.adam_eps": LEARNER,
-    "sac.lr": "actor_lr",
-    "sac.critic_lr": "critic_lr",
-    "sac.alpha_lr": "alpha_lr",
-    "sac.alpha": "initial_alpha",
-    "sac.target_entropy": "target_entropy",
-    "rllib.id": "the algorithm of that name",
-    "rllib.rollout": "rollout_fragment_length",
-    "rllib.options": "training()",
-}
 
 # Setting -> (accepted values, why others are refused)
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -118,6 +32,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "ppo.advantage": (("gae",), "RLlib's PPO samples with the newest weights; appo and impala correct for older ones"),
     "ppo.rho_clip": ((1.0,), "it applies to advantages other than gae"),
     "ppo.kl_stop": ((None,), "RLlib's learner cannot skip epochs"),
+    "ppo.loss": ((None,), "only the learners of the local engine add your term"),
 }
 
 
@@ -125,12 +40,8 @@ def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Pr
     """Settings that RLlib cannot satisfy; with the env's spec, also algorithms that do not support its actions."""
     algo = experiment.algo
     if not isinstance(algo, Ppo | Impala | Appo | Dqn | Sac | Named):
-        yield Problem(
-            "algo.id",
-            repr(algo.id),
-            "is not available with engine.kind = rllib",
-            "set algo.id=ppo, or engine.kind=local",
-        )
+        message = "is not available with engine.kind = rllib"
+        yield Problem("algo.id", repr(algo.id), message, "set algo.id=ppo, or engine.kind=local")
         return
     for setting, (fine, reason) in REFUSED.items():
         section, _, name = setting.partition(".")
@@ -138,9 +49,8 @@ def problems(experiment: Experiment, spec: EnvSpec | None = None) -> Iterator[Pr
         value = getattr(place, name) if place is not None else fine[0]
         if value not in fine:
             shown = f"algo.{name}" if section == algo.id else setting
-            yield Problem(
-                shown, short(value), f"is not supported with engine.kind = rllib: {reason}", f"remove {shown}"
-            )
+            message = f"is not supported with engine.kind = rllib: {reason}"
+            yield Problem(shown, short(getattr(value, "id", value)), message, f"remove {shown}")
     yield from _schedules(experiment)
     yield from _models(experiment)
     if spec is not None:
@@ -232,11 +142,3 @@ def epsilon(algo: Algo, config: Any) -> Scheduled | None:
     if isinstance(points, int | float):
         return float(points)
     return Piecewise(kind="piecewise", points=[[float(step), float(share)] for step, share in points])
-
-
-def all_settings(experiment: Experiment) -> list[str]:
-    """All settings of an experiment, named as in the two tables."""
-    word = "rllib" if isinstance(experiment.algo, Named) else experiment.algo.id
-    own = [f"{word}.{name}" for name in type(experiment.algo).model_fields]
-    engine = [f"engine.{name}" for name in type(experiment.engine).model_fields]
-    return [*own, *engine, "env", "model", "policies", "match", "stop", "eval", "save", "track", "seed"]

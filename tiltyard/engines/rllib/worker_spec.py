@@ -12,9 +12,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.spaces import Box, Discrete
 
-from tiltyard.config.algos import family
-from tiltyard.config.experiment import Experiment
+from tiltyard.config.experiment import Experiment, family
 from tiltyard.engines.collector import INIT, stream_seed
 from tiltyard.envs.spaces import MASK, spec_from_json, spec_to_json
 from tiltyard.models.policy_net import PolicyNet
@@ -58,26 +58,19 @@ class WorkerSpec:
         seed = stream_seed(self.experiment.seed, INIT, place)
         return PolicyNet(self.spec, self.experiment.model, self.base, seed=seed, squashed=self.experiment.squashed)
 
-
-def observation_space(spec: EnvSpec) -> gymnasium.spaces.Dict:
-    """The space of one row's stored observations, including its action mask."""
-    spaces: dict[str, gymnasium.Space[Any]] = {}
-    for name, item in spec.obs.items():
-        dtype = np.dtype(item.dtype)
-        if dtype.kind == "f":
-            spaces[name] = gymnasium.spaces.Box(-np.inf, np.inf, item.shape, dtype.type)
-        else:
-            bounds = np.iinfo(dtype)
-            spaces[name] = gymnasium.spaces.Box(int(bounds.min), int(bounds.max), item.shape, dtype.type)
-    if spec.masked:
-        spaces[MASK] = gymnasium.spaces.Box(0, 1, (spec.action.mask_size,), np.int8)
-    return gymnasium.spaces.Dict(spaces)
-
-
-def action_space(worker_spec: WorkerSpec) -> gymnasium.Space[Any]:
-    """The space of flat actions, as the algorithm needs it."""
-    action, algo = worker_spec.spec.action, family(worker_spec.experiment.algo)
-    if algo == "dqn":
-        return gymnasium.spaces.Discrete(action.parts[0].options)
-    bound = 1.0 if algo == "sac" else np.inf
-    return gymnasium.spaces.Box(-bound, bound, (action.columns,), np.float32)
+    def spaces(self) -> dict[str, gymnasium.Space[Any]]:
+        """RLlib's spaces: one row's stored observations with its action mask, and flat actions as the algorithm
+        needs them."""
+        spec, action, algo = self.spec, self.spec.action, family(self.experiment.algo)
+        obs: dict[str, gymnasium.Space[Any]] = {}
+        for name, item in spec.obs.items():
+            dtype = np.dtype(item.dtype)
+            low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+            obs[name] = Box(low, high, item.shape, dtype.type)
+        if spec.masked:
+            obs[MASK] = Box(0, 1, (action.mask_size,), np.int8)
+        bound = 1.0 if algo == "sac" else np.inf
+        actions: gymnasium.Space[Any] = Box(-bound, bound, (action.columns,), np.float32)
+        if algo == "dqn":
+            actions = Discrete(action.parts[0].options)
+        return {"observation_space": gymnasium.spaces.Dict(obs), "action_space": actions}
