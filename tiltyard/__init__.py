@@ -21,20 +21,23 @@ _WHERE = {
     "TiltyardError": "tiltyard.errors",
     "evaluate": "tiltyard.evaluation.evaluate",
     "fork": "tiltyard.api",
+    "iterate": "tiltyard.api",
     "load_policy": "tiltyard.models.policy",
+    "plot": "tiltyard.track.plot",
     "read_episodes": "tiltyard.data.episodes",
     "resume": "tiltyard.api",
     "train": "tiltyard.api",
 }
 
 if TYPE_CHECKING:
-    from tiltyard.api import fork, resume, train
+    from tiltyard.api import fork, iterate, resume, train
     from tiltyard.config.experiment import Experiment
     from tiltyard.data.episodes import read_episodes
     from tiltyard.errors import TiltyardError
     from tiltyard.evaluation.evaluate import evaluate
     from tiltyard.models.policy import load_policy
     from tiltyard.run.folder import Run
+    from tiltyard.track.plot import plot
 
 __all__ = [
     "Experiment",
@@ -42,7 +45,9 @@ __all__ = [
     "TiltyardError",
     "evaluate",
     "fork",
+    "iterate",
     "load_policy",
+    "plot",
     "read_episodes",
     "resume",
     "train",

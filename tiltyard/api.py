@@ -1,8 +1,9 @@
 """The Python face: from a description to a trained policy, in this process. The command line uses the same functions.
 
-    train(TARGET)   load settings -> probe env, build model once, check memory -> create folder -> training loop
+    train(TARGET)   load settings -> probe env, build net, check memory -> create folder -> training loop
     resume(RUN)     same folder, newest valid checkpoint, perhaps changed settings; checked before it is locked
     fork(RUN)       new folder that starts from a copy of one checkpoint, lineage recorded
+    iterate(...)    train or resume in a loop that the caller drives
 
 Nothing is created or changed before every check has passed (training.preflight, training.resume).
 """
@@ -12,41 +13,47 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import Target
 from tiltyard.config.site import load_site, pick_profile
+from tiltyard.engines.local import PRELOAD
 from tiltyard.errors import UseError
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.run import checkpoint
 from tiltyard.run.create import Source, create
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.track.screen import Screen
+from tiltyard.run.settings_schedule import SettingsSchedule
+from tiltyard.run.status import STATUS
+from tiltyard.track.console import Screen
 from tiltyard.training.attempt import AttemptSetup
-from tiltyard.training.loop import Outcome, train_run
+from tiltyard.training.loop import Outcome, Training, open_training
 from tiltyard.training.preflight import CheckedExperiment, prepare, prepare_fork
 from tiltyard.training.resume import prepare_resume
-from tiltyard.types import EnvSpec
 
 
 def train(
-    target: str | Path | Mapping[str, Any] | Experiment,
+    target: Target | Experiment = None,
     overrides: Sequence[str] = (),
     *,
     profile: str | None = None,
     live: bool | None = None,
+    **settings: Any,
 ) -> Run:
-    """Train an experiment (YAML file, env id, mapping or Experiment) in a new run folder and return the run.
+    """Train an experiment in a new run folder and return the run: train(env=MyEnv, model=MyModel, seed=3).
 
-    A profile that submits jobs is refused.
+    The target is a YAML file, an env (id, class or function), a mapping or an Experiment; `settings` are settings by
+    section, with classes and functions or their names. A profile that submits jobs is refused.
     """
-    if profile is not None and pick_profile(load_site()[0], profile).launcher != "local":
-        raise UseError(f"profile {profile!r} submits a job; train() runs here", f"tiltyard train ... --on {profile}")
-    checked = prepare(target, overrides, profile=profile)
-    run = create_run(checked)
-    run_training(run, fresh_setup(run, checked.spec), live=live)
+    with ForkServer(PRELOAD) as server:
+        checked = _prepare_here(target, overrides, settings, profile, server)
+        run = create_run(checked)
+        run_training(run, fresh_setup(run, checked), server, live=live)
     return run
 
 
@@ -57,8 +64,9 @@ def resume(
 
     Its plug-ins are executed only if the run belongs to this user, or with `trust_code`.
     """
-    run, setup = prepare_resume(source, overrides, trust_code=trust_code)
-    run_training(run, setup, live=live)
+    with ForkServer(PRELOAD) as server:
+        run, setup = prepare_resume(source, overrides, trust_code=trust_code, server=server)
+        run_training(run, setup, server, live=live)
     return run
 
 
@@ -69,15 +77,61 @@ def fork(
     at: int | str | None = None,
     live: bool | None = None,
     trust_code: bool = False,
+    **settings: Any,
 ) -> Run:
-    """Start a new run from a checkpoint of another run, with changed settings."""
-    checked = prepare_fork(source, overrides, at=at, trust_code=trust_code)
-    run = create_run(checked)
-    run_training(run, fresh_setup(run, checked.spec), live=live)
+    """Start a new run from a checkpoint of another run, with changed settings (`settings` as in `train`)."""
+    with ForkServer(PRELOAD) as server:
+        checked = prepare_fork(source, overrides, settings=settings, at=at, trust_code=trust_code, server=server)
+        run = create_run(checked)
+        run_training(run, fresh_setup(run, checked), server, live=live)
     return run
 
 
+@contextmanager
+def iterate(
+    target: Target | Experiment | Run = None,
+    overrides: Sequence[str] = (),
+    *,
+    profile: str | None = None,
+    live: bool | None = None,
+    trust_code: bool = False,
+    **settings: Any,
+) -> Iterator[Training]:
+    """Train as `train` does, or continue a Run or run folder as `resume` does, in a loop that you drive:
+
+        with tiltyard.iterate("CartPole-v1") as training:
+            for report in training:
+                if report.metrics.get("train/return", 0) > 400:
+                    training.set({"algo.lr": 1e-4})
+
+    Leaving the block saves the run and releases its lock.
+    """
+    with ForkServer(PRELOAD) as server:
+        if isinstance(target, Run) or (isinstance(target, str | Path) and (Path(target) / STATUS).is_file()):
+            if settings:
+                raise UseError("a run continues with its own settings", 'give changes as overrides: ["algo.lr=1e-4"]')
+            run, setup = prepare_resume(target, overrides, trust_code=trust_code, server=server)
+        else:
+            checked = _prepare_here(target, overrides, settings, profile, server)
+            run = create_run(checked)
+            setup = fresh_setup(run, checked)
+        with _with_screen(run, setup, server, live) as training:
+            yield training
+
+
 # ------------------------------------------------------------------------------------------------ folders
+
+
+def _prepare_here(
+    target: Target | Experiment,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+    profile: str | None,
+    server: ForkServer,
+) -> CheckedExperiment:
+    if profile is not None and pick_profile(load_site()[0], profile).launcher != "local":
+        raise UseError(f"profile {profile!r} submits a job; train() runs here", f"tiltyard train ... --on {profile}")
+    return prepare(target, overrides, settings=settings, profile=profile, server=server)
 
 
 def create_run(checked: CheckedExperiment, *, seed: int | None = None) -> Run:
@@ -101,28 +155,42 @@ def create_run(checked: CheckedExperiment, *, seed: int | None = None) -> Run:
     return run
 
 
-def fresh_setup(run: Run, spec: EnvSpec) -> AttemptSetup:
+def fresh_setup(run: Run, checked: CheckedExperiment) -> AttemptSetup:
     """The setup of the first attempt at a new run."""
     experiment = run.experiment()
-    return AttemptSetup(experiment, experiment, spec)
+    same = experiment.seed == checked.experiment.seed  # runs with other seeds build their own nets
+    schedule = checked.schedule or SettingsSchedule()
+    return AttemptSetup(experiment, experiment, checked.spec, checked.net if same else None, schedule=schedule)
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def run_training(run: Run, setup: AttemptSetup, *, live: bool | None = None) -> Outcome:
-    """Train the run in this process, segment by segment of its settings schedule, and print what to type next."""
+def run_training(
+    run: Run, setup: AttemptSetup, server: ForkServer | None = None, *, live: bool | None = None
+) -> Outcome:
+    """Train the run in this process until it is finished or stopped, and print what to type next."""
     while True:
-        screen = Screen(run, setup.experiment, live=live)
-        try:
-            outcome = train_run(run, setup, screen=screen)
-            lines = [] if outcome.has_next_segment else next_commands(run, outcome)
-            screen.finish(f"{outcome.state}: {outcome.reason}", lines)
-        finally:
-            screen.close()
-        if not outcome.has_next_segment:
-            return outcome
-        setup = prepare_resume(run, trust_code=True)[1]  # its code was accepted for the first segment
+        with _with_screen(run, setup, server, live) as training:
+            for _ in training:
+                pass
+        assert training.outcome is not None
+        if not training.outcome.continues:
+            return training.outcome
+        setup = prepare_resume(run, trust_code=True, server=server)[1]  # its code was accepted before
+
+
+@contextmanager
+def _with_screen(run: Run, setup: AttemptSetup, server: ForkServer | None, live: bool | None) -> Iterator[Training]:
+    screen = Screen(run, setup.experiment, live=live)
+    try:
+        with open_training(run, setup, server, screen) as training:
+            yield training
+        outcome = training.outcome
+        assert outcome is not None
+        screen.finish(f"{outcome.state}: {outcome.reason}", [] if outcome.continues else next_commands(run, outcome))
+    finally:
+        screen.close()
 
 
 def next_commands(run: Run, outcome: Outcome) -> list[str]:

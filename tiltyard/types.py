@@ -40,8 +40,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str
     options: tuple[int, ...] = ()
-    image: bool = False
-    """three dimensions, the smallest of first and last being channels: conv nets apply"""
+    image: bool = False  # three dimensions, the smallest of first and last being channels: conv nets apply
 
 
 @dataclass(frozen=True)
@@ -82,25 +81,17 @@ class EnvSpec:
 
     obs: Mapping[str, ArraySpec]
     action: ActionSpec
-    agents: tuple[str, ...] = ("agent",)
-    """the agents of one env, one row each; at times some have nothing to decide"""
-    parallel: bool = False
-    """agents act at the same time and have names, as in PettingZoo's parallel envs"""
-    masked: bool = False
-    """the env has action masks"""
-    frameskip: int = 1
-    """simulator frames per env step: the setting times the frames that the env skips itself"""
+    agents: tuple[str, ...] = ("agent",)  # the agents of one env, one row each; at times some have nothing to decide
+    parallel: bool = False  # agents act at the same time and have names, as in PettingZoo's parallel envs
+    masked: bool = False  # the env has action masks
+    frameskip: int = 1  # simulator frames per env step: the setting times the frames that the env skips itself
     episode_limit: int | None = None
-    restore_mode: Literal["state", "rerun", "fresh"] = "rerun"
-    """how a running episode is restored from a checkpoint"""
-    renders: bool = False
-    """the env renders RGB arrays"""
-    env_bytes: int = 0
-    """memory per env, measured by the probe"""
-    step_seconds: float = 0.0
-    """time per step, measured by the probe"""
-    notes: tuple[str, ...] = ()
-    """messages from the probe to the user"""
+    restore_mode: Literal["state", "rerun", "fresh"] = "rerun"  # how a running episode is restored from a checkpoint
+    renders: bool = False  # the env renders RGB arrays
+    takes_options: bool = False  # the env has set_options(): its options can change while it is trained in
+    env_bytes: int = 0  # memory per env, measured by the probe
+    step_seconds: float = 0.0  # time per step, measured by the probe
+    notes: tuple[str, ...] = ()  # messages from the probe to the user
 
     @property
     def filmable(self) -> bool:
@@ -124,8 +115,7 @@ class EpisodeEnd:
     metrics: Mapping[str, float] = field(default_factory=dict)
     returns: Mapping[str, float] = field(default_factory=dict)
     """with several policies: the mean return of each policy's agents"""
-    begun: int = 0
-    """with several policies: the version of the weights that it began with"""
+    begun: int = 0  # with several policies: the version of the weights that it began with
 
 
 @dataclass
@@ -140,8 +130,7 @@ class Step:
     valid: Array
     final_obs: Arrays
     """rows where terminated or truncated: the last observation of the ended episode; other rows are undefined"""
-    mask: Array | None
-    """[B, mask_size] bool: allowed categorical options for `obs`"""
+    mask: Array | None  # [B, mask_size] bool: allowed categorical options for `obs`
     episodes: list[EpisodeEnd]
 
 
@@ -209,6 +198,11 @@ class Progress:
     episodes: int = 0
     seconds: float = 0.0
 
+    def plus(self, env_steps: int, frames: int, updates: int, episodes: int, seconds: float) -> Progress:
+        """The progress after one more engine step."""
+        more = (env_steps, frames, updates, episodes, seconds)
+        return Progress(*(own + new for own, new in zip(vars(self).values(), more, strict=True)))
+
 
 @dataclass(frozen=True)
 class Report:
@@ -217,10 +211,8 @@ class Report:
     progress: Progress
     metrics: Mapping[str, float]
     episodes: list[EpisodeEnd]
-    time_split: Mapping[str, float]
-    """seconds spent on env, inference, learn, other in this step"""
-    events: tuple[str, ...] = ()
-    """messages for events.jsonl"""
+    time_split: Mapping[str, float]  # seconds spent on env, inference, learn, other in this step
+    events: tuple[str, ...] = ()  # messages for events.jsonl
 
 
 @dataclass
@@ -242,23 +234,6 @@ class Checkpoint:
     env_steps: int
     score: float | None
     progress: Progress
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A measured policy: one number per episode, the mean and its 95 % interval."""
-
-    returns: tuple[float, ...]
-    lengths: tuple[int, ...]
-    seeds: tuple[int, ...]
-    mean: float
-    low: float
-    high: float
-    mean_length: float
-    greedy: bool
-    seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """means of what envs reported at the ends of episodes"""
 
 
 @dataclass
@@ -300,6 +275,9 @@ class Engine(Protocol):
     def adopt(self, policy: str | None, state: PolicyState | None, settings: dict[str, float]) -> dict[str, float]:
         """Between steps: replace weights and change settings; returns the values now in effect. Samples collected with
         the former weights are not learned from."""
+
+    def set_env_options(self, options: Mapping[str, Any]) -> None:
+        """Between steps: give every env these options before its next reset."""
 
     def past(self) -> dict[str, dict[int, Arrays]]:
         """A copy of the past versions of policies, by pool name and env step."""

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +28,7 @@ import pyarrow.parquet as pq
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run.lock import in_use
-from tiltyard.types import EnvSpec, Episode
-
-if TYPE_CHECKING:
-    from tiltyard.types import Array
+from tiltyard.types import Array, EnvSpec, Episode
 
 SCHEMA = 1
 MANIFEST = "manifest.jsonl"
@@ -160,14 +157,8 @@ def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], s
 def _binary(array: Array, rows: int) -> pa.Array:
     """Rows as fixed-size binary; rows beyond the array are null."""
     width = int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize
-    data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    missing = rows - len(array)
-    bits = None
-    if missing:
-        present = np.concatenate([np.ones(len(array), bool), np.zeros(missing, bool)])
-        bits = pa.py_buffer(np.packbits(present, bitorder="little").tobytes())
-        data += bytes(width * missing)
-    return pa.Array.from_buffers(pa.binary(width), rows, [bits, pa.py_buffer(data)], null_count=missing)
+    stored = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return pa.array([*(row.tobytes() for row in stored), *[None] * (rows - len(array))], pa.binary(width))
 
 
 def _plain(value: Any) -> Any:
@@ -194,9 +185,8 @@ def read_manifest(folder: Path) -> list[dict[str, Any]]:
         text = (folder / MANIFEST).read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise UseError(
-            f"no recorded episodes in {folder}: {MANIFEST}: {reason}", "give a folder of recorded episodes"
-        ) from error
+        hint = "give a folder of recorded episodes"
+        raise UseError(f"no recorded episodes in {folder}: {MANIFEST}: {reason}", hint) from error
     found: list[dict[str, Any]] = []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
@@ -240,15 +230,11 @@ def _read(path: Path) -> Episode:
 
     def array(name: str, rows: int) -> Array:
         saved = about["arrays"][name]
-        column = table.column(name).slice(0, rows).combine_chunks()
-        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-        data = b"".join(_bytes(chunk) for chunk in chunks)
-        return (
-            np.frombuffer(data, np.dtype(saved["dtype"]).newbyteorder("<"))
-            .reshape(rows, *saved["shape"])
-            .astype(saved["dtype"])
-        )
+        data = b"".join(table.column(name).slice(0, rows).to_pylist())
+        stored = np.frombuffer(data, np.dtype(saved["dtype"]).newbyteorder("<"))
+        return stored.reshape(rows, *saved["shape"]).astype(saved["dtype"])
 
+    texts = table.column("info").to_pylist()[:steps] if "info" in table.column_names else []
     return Episode(
         obs={name[4:]: array(name, steps + 1) for name in about["arrays"] if name.startswith("obs.")},
         action=array("action", steps),
@@ -256,15 +242,6 @@ def _read(path: Path) -> Episode:
         terminated=about["terminated"],
         truncated=about["truncated"],
         seed=about["seed"],
-        info=[json.loads(text) for text in table.column("info").to_pylist()[:steps]]
-        if "info" in table.column_names
-        else [],
+        info=[json.loads(text) for text in texts],
         meta=about["meta"],
     )
-
-
-def _bytes(chunk: pa.Array) -> bytes:
-    width, buffer = chunk.type.byte_width, chunk.buffers()[1]
-    if buffer is None or not len(chunk):
-        return b""
-    return bytes(memoryview(buffer)[chunk.offset * width : (chunk.offset + len(chunk)) * width])

@@ -1,4 +1,4 @@
-"""`evaluate`: measure the policy of a run or checkpoint, in this process or in several workers.
+"""Measure a policy: that of a run or checkpoint by `evaluate`, in this process or several, or while training.
 
 evaluate(run)  ->  load policy, probe env  ->  play_episodes() here, or in K child processes  ->  summarise()
 """
@@ -6,7 +6,7 @@ evaluate(run)  ->  load policy, probe env  ->  play_episodes() here, or in K chi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,33 @@ import torch
 from tiltyard.algos.rng import Generators
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load, override_list, parse_override
+from tiltyard.config.sections import Env
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import frozen_nets
+from tiltyard.engines.policies.matchmaking import VersionPool, fill_version_pools, read_versions
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
-from tiltyard.engines.policies.opponent_pool import VersionPool, fill_version_pools, read_versions
 from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.actors import scripted_actor, trained_actor
-from tiltyard.evaluation.evaluator import require_recordable
 from tiltyard.evaluation.recording import Keep, VideoTarget
-from tiltyard.evaluation.rollouts import EpisodeResult, episode_set, play_episodes
-from tiltyard.evaluation.statistics import summarise
+from tiltyard.evaluation.rollouts import (
+    EpisodeResult,
+    ScriptedPolicy,
+    episode_set,
+    play_episodes,
+    scripted_actor,
+    trained_actor,
+)
+from tiltyard.evaluation.statistics import Evaluation, summarise
 from tiltyard.evaluation.workers import run_workers
 from tiltyard.models.policy import load_policy
+from tiltyard.models.policy_net import PolicyNet
+from tiltyard.plugins.capture import name_of
 from tiltyard.run import atomic
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
 from tiltyard.run.redact import mask_all
-from tiltyard.types import Checkpoint, EnvSpec, Episode, Evaluation
+from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode
 
 MAX_COUNT = 1_000_000  # also the number of episodes when only steps are limited
 CHANGEABLE = ("env", "eval", "match")  # sections that an evaluation may change
@@ -44,8 +52,8 @@ RUN_SUBFOLDERS = ("plugins", "frozen", "checkpoints", "logs", "eval", "videos", 
 class VideoError(TiltyardError):
     """The video could not be made. `result` is the evaluation, which is complete."""
 
-    def __init__(self, error: TiltyardError, result: Evaluation) -> None:
-        super().__init__(error.message, error.hint, error.details)
+    def __init__(self, error: dict[str, str], result: Evaluation) -> None:
+        super().__init__(**error)
         self.result = result
 
 
@@ -57,8 +65,7 @@ class Task:
     overrides: list[str]
     first: int
     count: int
-    every: int
-    """play the episodes first, first + every, first + 2 every, ..., below count"""
+    every: int  # play the episodes first, first + every, first + 2 every, ..., below count
     slots: int
     steps: int | None
     seed: int
@@ -78,7 +85,7 @@ def evaluate(
     steps: int | None = None,
     at: int | str | None = None,
     greedy: bool | None = None,
-    policy: str | None = None,
+    policy: str | Callable[[EnvSpec], ScriptedPolicy] | None = None,
     workers: int = 1,
     video: Path | None = None,
     rollouts: Path | None = None,
@@ -87,8 +94,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the policy of a run (newest checkpoint, `at="best"` or `at=STEP`) or of one checkpoint folder.
 
-    `policy` is another policy for the same episodes: "random" or an import string (see actors.py). A video that cannot
-    be made raises VideoError, which has the result.
+    `policy` is another policy for the same episodes: "random", a class or its import string (see rollouts.py). A
+    video that cannot be made raises VideoError, which has the result.
     """
     started = time.monotonic()
     for name, count in (("episodes", episodes), ("steps", steps), ("workers", workers)):
@@ -114,7 +121,7 @@ def evaluate(
             steps=None if steps is None else -(-steps // workers),
             seed=settings.seed,
             greedy=settings.greedy if greedy is None else greedy,
-            policy=policy,
+            policy=name_of(policy) if callable(policy) else policy,
             video=str(video) if video is not None and k == 0 else None,
             rollouts=str(rollouts) if rollouts is not None else None,
             save_info=save_info,
@@ -122,14 +129,13 @@ def evaluate(
         )
         for k in range(workers)
     ]
-    if workers == 1:
-        answers = [_perform(tasks[0])]
-    else:
-        answers = [_from_json(each) for each in run_workers([asdict(task) for task in tasks])]
-    results = sorted((result for answer in answers for result in answer.results), key=lambda result: result.index)
+    shares = [asdict(task) for task in tasks]
+    answers = run_workers(shares) if workers > 1 else [perform(shares[0])]
+    results = [EpisodeResult(**each) for answer in answers for each in answer["results"]]
+    results.sort(key=lambda result: result.index)
     evaluation = summarise(results, tasks[0].greedy, time.monotonic() - started)
-    if answers[0].video_error is not None:
-        raise VideoError(answers[0].video_error, evaluation)
+    if answers[0]["video_errors"]:
+        raise VideoError(answers[0]["video_errors"][0], evaluation)
     return evaluation
 
 
@@ -137,10 +143,8 @@ def _require_count(name: str, count: object) -> None:
     if count is None and name != "workers":
         return
     if type(count) is not int or not 1 <= count <= MAX_COUNT:
-        raise UseError(
-            f"{name} = {count!r} must be a whole number from 1 to {MAX_COUNT:,}",
-            "leave it out for the default" if name != "workers" else "use workers=1 for a single process",
-        )
+        hint = "leave it out for the default" if name != "workers" else "use workers=1 for a single process"
+        raise UseError(f"{name} = {count!r} must be a whole number from 1 to {MAX_COUNT:,}", hint)
 
 
 def _require_apart_from_runs(folder: Path) -> None:
@@ -152,10 +156,9 @@ def _require_apart_from_runs(folder: Path) -> None:
             parts = place.relative_to(each).parts
             owner = each if not parts or parts[0].split(".")[0] in RUN_SUBFOLDERS else None
     if owner is not None:
-        raise UseError(
-            f"cannot write episodes to {folder}: it belongs to the run{'s' if owner == root else ''} in {owner}",
-            "choose another folder, like data",
-        )
+        message = f"cannot write episodes to {folder}: it belongs to the run{'s' if owner == root else ''} in {owner}"
+        hint = "choose another folder, like data"
+        raise UseError(message, hint)
 
 
 def choose_checkpoint(source: Run | str | Path, at: int | str | None = None) -> Checkpoint:
@@ -193,29 +196,10 @@ def _require_changeable(run: Run, sections: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------- one share
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The result of a task: its episodes, and why there is no video."""
-
-    results: list[EpisodeResult]
-    video_error: TiltyardError | None = None
-
-
-def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """Perform a task in JSON; the result is for `_from_json`."""
-    done = _perform(Task(**task))
-    error = done.video_error
-    fields = None if error is None else {"message": error.message, "hint": error.hint, "details": error.details}
-    return {"results": [asdict(result) for result in done.results], "video_error": fields}
-
-
-def _from_json(fields: dict[str, Any]) -> Answer:
-    error = fields["video_error"]
-    return Answer([EpisodeResult(**each) for each in fields["results"]], TiltyardError(**error) if error else None)
-
-
-def _perform(task: Task) -> Answer:
+def perform(fields: dict[str, Any]) -> dict[str, Any]:
+    """Perform a task, here or in a child: its episodes and why there is no video, as plain values like the task."""
     torch.set_num_threads(1)
+    task = Task(**fields)
     folder = Path(task.checkpoint)
     run = run_of(folder)
     run.require_own_code(task.trust_code)
@@ -249,7 +233,8 @@ def _perform(task: Task) -> Answer:
             keep=_writer(task, run, experiment, spec) if task.rollouts is not None else None,
             policies=several,
         )
-    return Answer(results, errors[0] if errors else None)
+    video_errors = [{"message": each.message, "hint": each.hint, "details": each.details} for each in errors]
+    return {"results": [asdict(result) for result in results], "video_errors": video_errors}
 
 
 def _writer(task: Task, run: Run, experiment: Experiment, spec: EnvSpec) -> Keep:
@@ -265,3 +250,50 @@ def _writer(task: Task, run: Run, experiment: Experiment, spec: EnvSpec) -> Keep
         writer.write(replace(episode, meta={**episode.meta, "episode": index}))
 
     return keep
+
+
+# ---------------------------------------------------------------------------------------------- while training
+
+
+class Evaluator:
+    """Evaluates the policies of one experiment, on weights passed to it."""
+
+    def __init__(self, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> None:
+        self.experiment, self.spec, self.base = experiment, spec, base
+        self.nets = {
+            name: PolicyNet(spec, experiment.model, base, seed=0, squashed=experiment.squashed).eval()
+            for name in experiment.learning
+        }
+        self.version_pools = {name: VersionPool(past, experiment, spec, base) for name, past in experiment.past.items()}
+        frozen = frozen_nets(experiment, spec, base)
+        self.actor = make_actor(experiment, spec, self.nets, frozen, self.version_pools, measured=True)
+
+    def evaluate(
+        self,
+        weights: Mapping[str, Arrays],
+        past: Mapping[str, Mapping[int, Arrays]],
+        video: VideoTarget | None,
+        cancelled: Callable[[], bool],
+    ) -> Evaluation:
+        """Evaluate these weights against past versions. Raises Cancelled soon after `cancelled` returns true."""
+        started, settings = time.monotonic(), self.experiment.eval
+        for name, net in self.nets.items():
+            net.load_arrays(weights[name])
+        fill_version_pools(self.version_pools, past)
+        wanted = episode_set(self.experiment, self.spec, self.base, range(settings.episodes), settings.seed)
+        with Generators(settings.seed).active():
+            results = play_episodes(
+                trained_actor(self.actor, settings.greedy, settings.seed),
+                wanted,
+                video=video,
+                policies=self.actor if isinstance(self.actor, MultiPolicyActor) else None,
+                cancelled=cancelled,
+            )
+        return summarise(results, settings.greedy, time.monotonic() - started)
+
+
+def require_recordable(spec: EnvSpec, env: Env) -> None:
+    """Raise UseError if a video of the env is impossible."""
+    if not spec.filmable:
+        hint = "leave out the video, or give the env render_mode='rgb_array'"
+        raise UseError(f"env {env.id} cannot be recorded: it has no rgb_array rendering and no image observation", hint)

@@ -106,7 +106,7 @@ class EpisodeRecorder:
     def after_step(self, rows: list[int], now: Step, playing: list[int | None]) -> None:
         """`playing` is the index of each env's episode."""
         for row in rows:
-            self._records[row].reward.append(float(self._group.raw_reward[row]))
+            self._records[row].reward.append(float(self._group.data.raw_reward[row]))
             self._records[row].info.append(deepcopy(self._group.infos[row]))  # an env may fill the same dict again
         for row in rows:
             if now.terminated[row] or now.truncated[row]:

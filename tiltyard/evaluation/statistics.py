@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -15,7 +15,22 @@ from typing import Any
 from tiltyard.errors import TiltyardError
 from tiltyard.evaluation.rollouts import EpisodeResult
 from tiltyard.run import atomic
-from tiltyard.types import Evaluation
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured policy: one number per episode, the mean and its 95 % interval."""
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    mean: float
+    low: float
+    high: float
+    mean_length: float
+    greedy: bool
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of what envs reported at the ends of episodes
 
 
 def summarise(played: Sequence[EpisodeResult], greedy: bool, seconds: float) -> Evaluation:

@@ -9,7 +9,7 @@ policy whose agents have the higher mean return wins the episode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,8 +26,7 @@ from tiltyard.engines.policies.matchmaking import Match
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.actors import trained_actor
-from tiltyard.evaluation.rollouts import EpisodeResult, episode_set, play_episodes
+from tiltyard.evaluation.rollouts import EpisodeResult, EpisodeSet, episode_set, play_episodes, trained_actor
 from tiltyard.models.policy import Policy, load_policy
 from tiltyard.run.folder import run_of
 from tiltyard.types import EnvSpec
@@ -47,10 +46,8 @@ class Bout:
     wins: int
     draws: int
     losses: int
-    returns: tuple[float, float]
-    """mean return of each"""
-    seats: dict[str, float]
-    """mean return of each agent of the env"""
+    returns: tuple[float, float]  # mean return of each
+    seats: dict[str, float]  # mean return of each agent of the env
 
 
 @dataclass(frozen=True)
@@ -98,20 +95,17 @@ def match(
     if len(spec.agents) < 2:
         raise UseError(f"env {experiment.env.id} has one agent, but a match needs two", "compare with `tiltyard eval`")
     for source, policy in policies.items():
-        _require_same(source, policy, spec)
+        try:
+            policy.require_same(spec)
+        except UseError as error:
+            raise UseError(f"{source}: {error.message}", "all policies of a match need the same env") from error
     seed = experiment.eval.seed if seed is None else seed
     greedy = experiment.eval.greedy if greedy is None else greedy
-    bouts = []
-    for one, other in _pairs(sources):
+    wanted, bouts = episode_set(experiment, spec, base, range(episodes), seed), []
+    for one, other in [seats for pair in itertools.combinations(sources, 2) for seats in (pair, pair[::-1])]:
         pair = {ONE: policies[one], OTHER: policies[other]}
-        bouts.append(_bout(one, other, _played(pair, experiment, spec, base, episodes, seed, greedy), spec))
+        bouts.append(_bout(one, other, _played(pair, experiment, wanted, greedy), spec))
     return Table(experiment.env.id, episodes, seed, greedy, bouts, ratings(list(sources), bouts, seed))
-
-
-def _pairs(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for one, other in itertools.combinations(sources, 2):
-        yield one, other
-        yield other, one
 
 
 def _contenders(sources: Sequence[str], trust_code: bool) -> tuple[dict[str, Policy], Experiment, Sequence[Path]]:
@@ -127,36 +121,17 @@ def _contenders(sources: Sequence[str], trust_code: bool) -> tuple[dict[str, Pol
     return policies, run.experiment(), run.base
 
 
-def _require_same(source: str, policy: Policy, spec: EnvSpec) -> None:
-    try:
-        policy.require_same(spec)
-    except UseError as error:
-        raise UseError(f"{source}: {error.message}", "all policies of a match need the same env") from error
-
-
 # ------------------------------------------------------------------------------------------------ playing
 
 
-def _played(
-    pair: dict[str, Policy],
-    experiment: Experiment,
-    spec: EnvSpec,
-    base: Sequence[Path],
-    episodes: int,
-    seed: int,
-    greedy: bool,
-) -> list[EpisodeResult]:
-    seated = {agent: {(ONE, OTHER)[place % 2]: 1.0} for place, agent in enumerate(spec.agents)}
-    who = Match(
-        experiment.model_copy(update={"policies": dict.fromkeys(pair, PolicySettings()), "match": seated}), spec.agents
-    )
+def _played(pair: dict[str, Policy], experiment: Experiment, wanted: EpisodeSet, greedy: bool) -> list[EpisodeResult]:
+    agents, seed = wanted.spec.agents, wanted.seed
+    seated = {agent: {(ONE, OTHER)[place % 2]: 1.0} for place, agent in enumerate(agents)}
+    both = {"policies": dict.fromkeys(pair, PolicySettings()), "match": seated}
+    who = Match(experiment.model_copy(update=both), agents)
     players = MultiPolicyActor({name: policy.net for name, policy in pair.items()}, list(pair), who, {})
     with Generators(seed).active():
-        return play_episodes(
-            trained_actor(players, greedy, seed),
-            episode_set(experiment, spec, base, range(episodes), seed),
-            policies=players,
-        )
+        return play_episodes(trained_actor(players, greedy, seed), wanted, policies=players)
 
 
 def _bout(one: str, other: str, played: Sequence[EpisodeResult], spec: EnvSpec) -> Bout:
@@ -186,9 +161,8 @@ def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[R
     places = {name: place for place, name in enumerate(policies)}
     rng = np.random.default_rng(seed)
     counts = [np.array([bout.wins, bout.draws, bout.losses]) for bout in bouts]
-    score = np.zeros(
-        (RESAMPLES + 1, len(policies), len(policies))
-    )  # wins of [row] against [column]; index 0: as played
+    # wins of [row] against [column]; index 0: as played
+    score = np.zeros((RESAMPLES + 1, len(policies), len(policies)))
     for bout, count in zip(bouts, counts, strict=True):
         resampled = rng.dirichlet(count + 1 / 3, RESAMPLES) * count.sum()
         wins, draws, losses = np.concatenate([count[None], resampled]).T
@@ -197,14 +171,16 @@ def ratings(policies: Sequence[str], bouts: Sequence[Bout], seed: int) -> list[R
     score += 0.5 * (score + score.swapaxes(1, 2) > 0)
     elo = _strengths(score)
     low, high = np.percentile(elo[1:], [2.5, 97.5], axis=0)
-    low, high = (
-        np.minimum(low, elo[0]),
-        np.maximum(high, elo[0]),
-    )  # a policy that won everything lies at the end of its interval
-    found = []
-    for name, place in places.items():
-        won, drawn, lost = _totals(name, bouts)
-        found.append(Rating(name, float(elo[0, place]), float(low[place]), float(high[place]), won, drawn, lost))
+    # A policy that won everything lies at the end of its interval.
+    low, high = np.minimum(low, elo[0]), np.maximum(high, elo[0])
+    totals = {name: np.zeros(3, int) for name in policies}  # wins, draws, losses
+    for bout, count in zip(bouts, counts, strict=True):
+        totals[bout.one] += count
+        totals[bout.other] += count[::-1]
+    found = [
+        Rating(name, float(elo[0, place]), float(low[place]), float(high[place]), *totals[name].tolist())
+        for name, place in places.items()
+    ]
     return sorted(found, key=lambda each: -each.elo)
 
 
@@ -223,10 +199,3 @@ def _strengths(score: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if longest.max() < _CLOSE:
             break
     return np.asarray(MIDDLE + SCALE / np.log(10) * strength)
-
-
-def _totals(name: str, bouts: Sequence[Bout]) -> tuple[int, int, int]:
-    own = [(bout.wins, bout.draws, bout.losses) for bout in bouts if bout.one == name]
-    own += [(bout.losses, bout.draws, bout.wins) for bout in bouts if bout.other == name]
-    won, drawn, lost = zip(*own, strict=True)
-    return sum(won), sum(drawn), sum(lost)

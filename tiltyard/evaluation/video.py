@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,10 +41,8 @@ def to_rgb(frame: NDArray[Any], seen: tuple[float, float] | None = None) -> NDAr
     """Convert to uint8 [H, W, 3]. `seen` is the value range of the video so far, for a steady brightness."""
     pixels = np.asarray(frame)
     if pixels.dtype.kind not in "buif" or pixels.size == 0 or not 2 <= pixels.ndim <= 4:
-        raise TiltyardError(
-            f"an array of shape {list(pixels.shape)} and dtype {pixels.dtype} is not an image",
-            "images are numbers of shape [H, W], [H, W, channels] or [channels, H, W]",
-        )
+        hint = "images are numbers of shape [H, W], [H, W, channels] or [channels, H, W]"
+        raise TiltyardError(f"an array of shape {list(pixels.shape)} and dtype {pixels.dtype} is not an image", hint)
     if pixels.ndim == 4:
         pixels = pixels[-1]
     if pixels.dtype != np.uint8:
@@ -95,7 +92,7 @@ def _fit(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class VideoWriter:
-    """Writes an mp4. As a context manager it completes the file, or discards it on an exception."""
+    """Writes an mp4: add frames, then `close` or `discard` it."""
 
     def __init__(self, path: Path | str, fps: float = 30.0) -> None:
         self.path = Path(path)
@@ -108,7 +105,7 @@ class VideoWriter:
         try:
             self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as ffmpeg
         except OSError as error:
-            raise TiltyardError(f"{self.path} could not be written: {error.strerror}", "free some space") from None
+            raise self._error(error.strerror, "free some space") from None
 
     def add(self, frame: NDArray[Any]) -> None:
         """Add a frame that `to_rgb` can convert; all frames must have one size."""
@@ -121,11 +118,9 @@ class VideoWriter:
             self._size = image.shape[:2]
             self._ffmpeg = self._start(self._size)
         if image.shape[:2] != self._size:
-            raise TiltyardError(
-                f"{self.path.name}: frame {self.frames} is {image.shape[1]} x {image.shape[0]} pixels, "
-                f"the first was {self._size[1]} x {self._size[0]}",
-                "render every frame of an episode in one size",
-            )
+            now, first = (f"{width} x {height}" for height, width in (image.shape[:2], self._size))
+            message = f"{self.path.name}: frame {self.frames} is {now} pixels, the first was {first}"
+            raise TiltyardError(message, "render every frame of an episode in one size")
         assert self._ffmpeg.stdin is not None
         try:
             self._ffmpeg.stdin.write(image.tobytes())
@@ -138,44 +133,26 @@ class VideoWriter:
         if self._ffmpeg is None:
             self._stderr.close()
             raise TiltyardError(f"{self.path} was not written: there are no frames", "the env rendered nothing")
-        assert self._ffmpeg.stdin is not None
-        try:
-            self._ffmpeg.stdin.close()
-        except OSError:
-            raise self._failure() from None
+        with suppress(OSError):  # ffmpeg has failed, as its exit code shows
+            self._ffmpeg.communicate()
         if self._ffmpeg.wait() != 0:
             raise self._failure()
         self._stderr.close()
         try:
             self._part.replace(self.path)
         except OSError as error:
-            raise TiltyardError(
-                f"{self.path} could not be written: {error.strerror}", "is a folder of that name in the way?"
-            ) from None
+            raise self._error(error.strerror, "is a folder of that name in the way?") from None
         return self.path
 
     def discard(self) -> None:
         """Stop ffmpeg and remove the incomplete file."""
         if self._ffmpeg is not None:
             self._ffmpeg.kill()
-            self._ffmpeg.wait()
-            assert self._ffmpeg.stdin is not None
             with suppress(OSError):  # the pipe's reader is gone
-                self._ffmpeg.stdin.close()
+                self._ffmpeg.communicate()
         self._stderr.close()
         with suppress(OSError):  # it may never have been created
             self._part.unlink()
-
-    def __enter__(self) -> VideoWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def _start(self, size: tuple[int, int]) -> subprocess.Popen[bytes]:
         import imageio_ffmpeg
@@ -183,30 +160,24 @@ class VideoWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise TiltyardError(
-                f"no video can be written to {self.path}: {error.strerror}", "choose another folder"
-            ) from None
+            message = f"no video can be written to {self.path}: {error.strerror}"
+            raise TiltyardError(message, "choose another folder") from None
         try:
             program = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError:
-            raise TiltyardError(
-                f"{self.path} could not be written: ffmpeg was not found",
-                "pip install --force-reinstall imageio-ffmpeg, or set IMAGEIO_FFMPEG_EXE",
-            ) from None
+            hint = "pip install --force-reinstall imageio-ffmpeg, or set IMAGEIO_FFMPEG_EXE"
+            raise self._error("ffmpeg was not found", hint) from None
         source = f"-f rawvideo -pix_fmt rgb24 -s {size[1]}x{size[0]} -r {self.fps:g} -i pipe:0"
         output = "-an -c:v libx264 -preset fast -crf 20 -pix_fmt yuv420p -threads 2 -movflags +faststart"
         command = [program, "-y", "-loglevel", "error", *source.split(), *output.split(), str(self._part)]
         # Stop signals may reach the whole process group, but only the training process handles them: blocked here,
         # they stay blocked in the child.
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP}
-        )
+        stops = {signal.SIGINT, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._stderr)
         except OSError as error:
-            raise TiltyardError(
-                f"{self.path} could not be written: {program}: {error.strerror}", "is IMAGEIO_FFMPEG_EXE an ffmpeg?"
-            ) from None
+            raise self._error(f"{program}: {error.strerror}", "is IMAGEIO_FFMPEG_EXE an ffmpeg?") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -218,6 +189,7 @@ class VideoWriter:
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         self.discard()
         reason = lines[-1] if lines else f"ffmpeg exited with code {self._ffmpeg.returncode}"
-        return TiltyardError(
-            f"{self.path} could not be written: {reason}", "check free space and permissions of the folder"
-        )
+        return self._error(reason, "check free space and permissions of the folder")
+
+    def _error(self, reason: str | None, hint: str) -> TiltyardError:
+        return TiltyardError(f"{self.path} could not be written: {reason}", hint)

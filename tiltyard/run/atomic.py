@@ -14,6 +14,7 @@ import json
 import math
 import operator
 import os
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -92,6 +93,14 @@ def write_text(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_private(path: Path, text: str, mode: int) -> None:
+    """Write a file that other users can never read."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, to_json(value, indent=2) + "\n")
 
@@ -107,21 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def append_line(path: Path, text: str) -> None:
     """Append one line; if a crash has torn the last line, start a new one."""
     try:
-        _append(path, text)
+        with path.open("a+b", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            line = (b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace") + b"\n"
+            while line:
+                line = line[file.write(line) :]
     except OSError as error:
         raise DiskError(path, error) from error
-
-
-def _append(path: Path, text: str) -> None:
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        line = (b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace") + b"\n"
-        while line:
-            line = line[os.write(handle, line) :]
-    finally:
-        os.close(handle)
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -150,6 +152,14 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 def absolute(path: Path) -> Path:
     """An absolute path without `..`; links are not resolved, because deletion must see them."""
     return Path(os.path.normpath(path.absolute()))
+
+
+def empty_draft(place: Path) -> Path:
+    """Create an empty folder beside the place, without leftovers of a killed process."""
+    draft = place.with_name(f".new-{place.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    return draft
 
 
 def sync_folder(folder: Path) -> None:

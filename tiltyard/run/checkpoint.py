@@ -26,30 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import tiltyard
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
-from tiltyard.run.state_file import read_tree, write_tree
 from tiltyard.types import Checkpoint, Progress
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Save
+    from tiltyard.config.sections import Save
     from tiltyard.run.folder import Run
-
-__all__ = [
-    "Checkpoint",
-    "commit",
-    "copy_into",
-    "link_files",
-    "list_checkpoints",
-    "newest_valid",
-    "pin",
-    "prune",
-    "read_tree",
-    "select",
-    "set_aside",
-    "unreadable",
-    "verify",
-    "was_set_aside",
-    "write_tree",
-]
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -78,8 +59,7 @@ def commit(
     draft = parent / f".tmp-{env_steps:012d}-{atomic.unique()}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        earlier = [manifest for _, manifest in _manifests(parent)]
-        order = 1 + max((manifest["order"] for manifest in earlier), default=0)
+        earlier = [manifest for _, manifest in _manifests(parent)[0]]
         draft.mkdir()
         writer(draft)
         manifest = {
@@ -89,7 +69,7 @@ def commit(
             "score": score,
             # A milestone stays one when the same env step is saved again.
             "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
-            "order": order,
+            "order": 1 + earlier[-1]["order"] if earlier else 1,
             "created": atomic.now(),
             "tiltyard": tiltyard.__version__,
             "files": _sync_and_hash(draft),
@@ -136,7 +116,7 @@ def _link_or_copy(path: str, to: str) -> None:
 
 
 def _what_is_left(parent: Path) -> str:
-    kept = sorted(_manifests(parent), key=lambda pair: pair[1]["order"])
+    kept, _ = _manifests(parent)
     return f"the previous checkpoint {kept[-1][0].name} is intact" if kept else "there is no earlier checkpoint"
 
 
@@ -169,18 +149,15 @@ def _publish(draft: Path, final: Path) -> Path:
         for path in final.parent.iterdir()
         if (match := FOLDER.fullmatch(path.name)) and int(match[1]) == int(final.name)
     ]
-    if not older:
-        draft.rename(final)
+    if older:
+        revision = 1 + max(int(path.name.partition(".")[2] or 0) for path in older)
+        draft = draft.rename(final.with_name(f"{final.name}.{revision}"))
         atomic.sync_folder(final.parent)
-        return final
-    revision = 1 + max(int(path.name.partition(".")[2] or 0) for path in older)
-    new = draft.rename(final.with_name(f"{final.name}.{revision}"))
-    atomic.sync_folder(final.parent)
     for path in older:
         _delete(path)
-    new = new.rename(final)
+    draft.rename(final)
     atomic.sync_folder(final.parent)
-    return new
+    return final
 
 
 def _delete(folder: Path) -> None:
@@ -217,9 +194,12 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
     return manifest
 
 
-def _manifests(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
-    pairs = ((folder, _read_manifest(folder)) for folder in _folders(parent))
-    return [(folder, manifest) for folder, manifest in pairs if not isinstance(manifest, str)]
+def _manifests(parent: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[tuple[Path, str]]]:
+    """Checkpoints with their manifests, newest last; and those with an invalid manifest, with the reason."""
+    pairs = [(folder, _read_manifest(folder)) for folder in _folders(parent)]
+    valid = [(folder, manifest) for folder, manifest in pairs if not isinstance(manifest, str)]
+    invalid = [(folder, reason) for folder, reason in pairs if isinstance(reason, str)]
+    return sorted(valid, key=lambda pair: pair[1]["order"]), invalid
 
 
 def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
@@ -228,13 +208,12 @@ def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """Checkpoints with a valid manifest, newest last. Cheap: the files themselves are not read."""
-    return [_checkpoint(*pair) for pair in sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])]
+    return [_checkpoint(*pair) for pair in _manifests(run.checkpoints)[0]]
 
 
 def unreadable(run: Run) -> list[str]:
     """A sentence for each checkpoint with an invalid manifest. As cheap as the listing."""
-    reasons = ((folder, _read_manifest(folder)) for folder in _folders(run.checkpoints))
-    return [f"checkpoint {folder.name}: {reason}" for folder, reason in reasons if isinstance(reason, str)]
+    return [f"checkpoint {folder.name}: {reason}" for folder, reason in _manifests(run.checkpoints)[1]]
 
 
 def verify(folder: Path) -> str | None:
@@ -261,15 +240,9 @@ def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
 
     (None, []) if there are no checkpoints; an error if there are some but none is valid: never start over silently.
     """
-    warnings: list[str] = []
-    valid: list[tuple[Path, dict[str, Any]]] = []
-    for folder in _folders(run.checkpoints):
-        manifest = _read_manifest(folder)
-        if isinstance(manifest, str):
-            warnings.append(f"Checkpoint {folder} cannot be used: {manifest}.")
-        else:
-            valid.append((folder, manifest))
-    for folder, manifest in sorted(valid, key=lambda pair: -pair[1]["order"]):
+    valid, invalid = _manifests(run.checkpoints)
+    warnings = [f"Checkpoint {folder} cannot be used: {reason}." for folder, reason in invalid]
+    for folder, manifest in reversed(valid):
         reason = verify(folder)
         if reason is None:
             return _checkpoint(folder, manifest), warnings
@@ -305,9 +278,8 @@ def select(
             raise UseError(f"run {run.id} has no checkpoint yet", f"train it first: tiltyard resume {run.typed}")
         for sentence in warnings:
             if warn is None:
-                raise TiltyardError(
-                    sentence, f"use another one; the newest valid one is at env step {checkpoint.env_steps}"
-                )
+                hint = f"use another one; the newest valid one is at env step {checkpoint.env_steps}"
+                raise TiltyardError(sentence, hint)
             warn(sentence)
         return checkpoint
     if isinstance(at, bool) or not (isinstance(at, str) or hasattr(at, "__index__")):
@@ -323,9 +295,8 @@ def _verified(folder: Path) -> Checkpoint:
     manifest = _read_manifest(folder) if folder.is_dir() else "there is no such folder"
     reason = manifest if isinstance(manifest, str) else verify(folder)
     if reason is not None or isinstance(manifest, str):
-        raise UseError(
-            f"checkpoint {folder} cannot be used: {reason}", "use another one; `tiltyard show RUN` lists them"
-        )
+        hint = "use another one; `tiltyard show RUN` lists them"
+        raise UseError(f"checkpoint {folder} cannot be used: {reason}", hint)
     return _checkpoint(folder, manifest)
 
 
@@ -333,9 +304,8 @@ def _at(run: Run, env_steps: int) -> Path:
     folders = [folder for folder in _folders(run.checkpoints) if int(folder.name.partition(".")[0]) == env_steps]
     if not folders:
         known = [str(checkpoint.env_steps) for checkpoint in list_checkpoints(run)]
-        raise UseError(
-            f"run {run.id} has no checkpoint at env step {env_steps}", f"it has: {', '.join(known) or 'none'}"
-        )
+        hint = f"it has: {', '.join(known) or 'none'}"
+        raise UseError(f"run {run.id} has no checkpoint at env step {env_steps}", hint)
     return folders[-1]
 
 
@@ -371,9 +341,8 @@ def copy_into(run: Run, source: Checkpoint, *, score: float | None, milestone: b
 
     reason = verify(source.folder)
     if reason is not None:
-        raise TiltyardError(
-            f"checkpoint {source.folder} cannot be used: {reason}", "fork from another checkpoint with --at"
-        )
+        hint = "fork from another checkpoint with --at"
+        raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", hint)
     return commit(run, source.env_steps, source.progress, score, write, milestone=milestone)
 
 
@@ -404,7 +373,7 @@ def prune(run: Run, save: Save) -> list[Checkpoint]:
 
     Only for the process that holds the run's lock, between saves. Checkpoints with an invalid manifest are kept.
     """
-    pairs = sorted(_manifests(run.checkpoints), key=lambda pair: pair[1]["order"])
+    pairs, _ = _manifests(run.checkpoints)
     every = [_checkpoint(*pair) for pair in pairs]
     keep = {checkpoint.folder for checkpoint in every[-save.last :]}
     keep |= {checkpoint.folder for checkpoint in _ranked(every, save.mode)[: save.best]}

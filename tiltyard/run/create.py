@@ -1,4 +1,5 @@
-"""Create run folders: prepared as `.new-0007`, then renamed, so that no listing sees half of one."""
+"""Create run folders: prepared as `.new-0007`, then renamed, so that no listing sees half of one; and find the
+checkpoints that a new run starts from."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies, copy_plugins
-from tiltyard.run import atomic, provenance
+from tiltyard.run import atomic, checkpoint, provenance
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import EXPERIMENT, Run
+from tiltyard.run.folder import EXPERIMENT, Run, find
 from tiltyard.run.names import ADJECTIVES, ANIMALS
-from tiltyard.run.status import STATUS, first_status, run_id
+from tiltyard.run.status import run_id, write_first_status
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
@@ -56,20 +57,19 @@ def create(
     `schedule` is for a run whose settings change on the way.
     """
     group = place.parent if place else atomic.absolute(root) / experiment.run_name
-    draft, number = (_empty_draft(place), 0) if place else _claim_number(group)
+    draft, number = (atomic.empty_draft(place), 0) if place else _claim_number(group)
     try:
         final = place or group / f"{number:04d}-{secrets.choice(ADJECTIVES)}-{secrets.choice(ANIMALS)}"
-        _fill(draft, run_id(final), experiment, source)
+        _fill(draft, final, experiment, source)
         if schedule is not None:
             schedule.write(draft)
         atomic.sync_folder(draft)
         draft.rename(final)
         atomic.sync_folder(group)
     except OSError as error:
-        raise TiltyardError(
-            f"the run folder could not be written in {group}: {error.strerror or error}",
-            "free some space and start again",
-        ) from error
+        message = f"the run folder could not be written in {group}: {error.strerror or error}"
+        hint = "free some space and start again"
+        raise TiltyardError(message, hint) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Run(final)
@@ -84,27 +84,15 @@ def _claim_number(group: Path) -> tuple[Path, int]:
             draft = group / f".new-{number:04d}"
             try:
                 draft.mkdir()
-            except FileExistsError:
-                continue
-            except FileNotFoundError:  # `remove` deleted the group with its last run
+            except (FileExistsError, FileNotFoundError):  # not found: `remove` deleted the group with its last run
                 continue
             # Another process may have finished and renamed a run of this number before our mkdir.
             if not any(path.name.startswith(f"{number:04d}-") for path in group.iterdir()):
                 return draft, number
             draft.rmdir()
     except OSError as error:
-        raise UseError(
-            f"the runs folder {group.parent} cannot be written: {error.strerror or error}",
-            "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours",
-        ) from error
-
-
-def _empty_draft(place: Path) -> Path:
-    """Create an empty folder beside the place, without leftovers of a killed process."""
-    draft = place.with_name(f".new-{place.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    return draft
+        hint = "set TILTYARD_RUNS (or `runs:` in tiltyard.yaml) to a folder of yours"
+        raise UseError(f"the runs folder {group.parent} cannot be written: {error.strerror or error}", hint) from error
 
 
 def _numbers(group: Path) -> list[int]:
@@ -112,7 +100,7 @@ def _numbers(group: Path) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def _fill(draft: Path, name: str, experiment: Experiment, source: Source) -> None:
+def _fill(draft: Path, place: Path, experiment: Experiment, source: Source) -> None:
     copies = source.copies
     if copies is None:
         copies = copy_plugins(experiment, source.base, draft)
@@ -127,16 +115,44 @@ def _fill(draft: Path, name: str, experiment: Experiment, source: Source) -> Non
     facts["seed"] = experiment.seed
     facts["plugins"] = {
         str(path.relative_to(draft)): provenance.sha256(path)
-        for place in ("plugins", "frozen")
-        for path in sorted((draft / place).rglob("*"))
+        for folder in ("plugins", "frozen")
+        for path in sorted((draft / folder).rglob("*"))
         if path.is_file()
     }
     atomic.write_json(draft / "provenance.json", facts)
     if diff:
         atomic.write_text(draft / "provenance.diff", diff)
     (draft / "checkpoints").mkdir()
-    atomic.write_json(draft / STATUS, first_status(name, frozen, source.parent, source.profile))
+    write_first_status(
+        draft,
+        place,
+        name=frozen.run_name,
+        env=frozen.env.id,
+        tags=frozen.tags,
+        notes=frozen.notes,
+        target_env_steps=frozen.stop.env_steps,
+        lineage=source.parent,
+        profile=source.profile,
+    )
     lineage = {"parent": source.parent} if source.parent else {}
-    log_event(Run(draft), "created", f"Run {name} was created.", **lineage)
+    log_event(Run(draft), "created", f"Run {run_id(place)} was created.", **lineage)
     for note in copies.notes:
         log_event(Run(draft), "warning", note)
+
+
+def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
+    """Replace `resume: PATH` and `model.init: RUN` by absolute checkpoint folders, which stay valid elsewhere."""
+    if experiment.resume not in ("auto", "never"):
+        experiment = experiment.model_copy(update={"resume": source_folder(experiment.resume, root)})
+    if experiment.model.init:
+        model = experiment.model.model_copy(update={"init": source_folder(experiment.model.init, root)})
+        experiment = experiment.model_copy(update={"model": model})
+    return experiment
+
+
+def source_folder(text: str, root: Path) -> str:
+    """The absolute checkpoint folder for a run's name or a path."""
+    folder = Path(text).expanduser().absolute()
+    if (folder / "manifest.json").is_file():
+        return str(checkpoint.select(folder).folder)
+    return str(checkpoint.select(find(text, root), None).folder)

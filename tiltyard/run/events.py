@@ -1,8 +1,4 @@
-"""events.jsonl: what happened to a run, one sentence per line, append only. Measurements are in metrics.jsonl.
-
-created  submitted  started  saved  evaluated  stopped  requeued  finished  failed  resumed  recovered  forked
-exploited  warning
-"""
+"""events.jsonl: what happened to a run, one sentence per line, append only. Measurements are in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,22 +9,12 @@ from tiltyard.run import atomic
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
 
+# fmt: off
 KINDS = (
-    "created",
-    "submitted",
-    "started",
-    "saved",
-    "evaluated",
-    "stopped",
-    "requeued",
-    "finished",
-    "failed",
-    "resumed",
-    "recovered",
-    "forked",
-    "exploited",
-    "warning",
+    "created", "submitted", "started", "saved", "evaluated", "stopped", "requeued", "finished", "failed", "resumed",
+    "recovered", "forked", "exploited", "changed", "warning",
 )
+# fmt: on
 
 
 def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:

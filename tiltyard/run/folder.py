@@ -22,34 +22,11 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.config.site_file import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import atomic
-from tiltyard.run.events import log_event, read_events
-from tiltyard.run.lock import Lock, read_owner
-from tiltyard.run.status import (
-    RUN_FOLDER,
-    SCHEMA,
-    STATUS,
-    list_runs,
-    observed_state,
-    run_folders,
-    run_id,
-    write_status,
-)
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import RUN_FOLDER, SCHEMA, STATUS, list_runs, observed_state, run_folders, run_id
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
-
-__all__ = [
-    "Lock",
-    "Run",
-    "find",
-    "list_runs",
-    "log_event",
-    "read_events",
-    "read_owner",
-    "remove",
-    "run_of",
-    "write_status",
-]
 
 EXPERIMENT = "experiment.yaml"
 PROGRAM = "program.json"  # instead of it, in a trial of a sweep that runs another program
@@ -221,18 +198,14 @@ def _is_end(text: str, folder: Path) -> bool:
 def _check(folder: Path, programs: bool = False) -> None:
     if (folder / PROGRAM).is_file():
         if not programs:
-            raise UseError(
-                f"{run_id(folder)} is a trial of another program, not a run of Tiltyard",
-                f"inspect it with: tiltyard show {run_id(folder)}, or tiltyard logs {run_id(folder)}",
-            )
+            hint = f"inspect it with: tiltyard show {run_id(folder)}, or tiltyard logs {run_id(folder)}"
+            raise UseError(f"{run_id(folder)} is a trial of another program, not a run of Tiltyard", hint)
         _read_status(folder)
         return
     missing = [name for name in (EXPERIMENT, STATUS) if not (folder / name).is_file()]
     if missing:
-        raise UseError(
-            f"{folder} is not a complete run: {' and '.join(missing)} is missing",
-            "it was partly copied or deleted; copy it again, or remove it with: tiltyard rm",
-        )
+        hint = "it was partly copied or deleted; copy it again, or remove it with: tiltyard rm"
+        raise UseError(f"{folder} is not a complete run: {' and '.join(missing)} is missing", hint)
     _read_status(folder)
 
 
@@ -241,19 +214,17 @@ def _read_status(folder: Path) -> dict[str, Any]:
     try:
         status = atomic.read_json(path)
     except FileNotFoundError as error:
-        raise UseError(
-            f"{folder} is not a complete run: {STATUS} is missing", "copy the run again, or remove it"
-        ) from error
+        hint = "copy the run again, or remove it"
+        raise UseError(f"{folder} is not a complete run: {STATUS} is missing", hint) from error
     except (OSError, ValueError) as error:
         raise UseError(f"{path} cannot be read: {error}", "restore the file, or remove the run") from error
     schema = status.get("schema")
     if not isinstance(schema, int) or schema < 1:
         raise UseError(f"{path} has no schema number", "restore the file, or remove the run")
     if schema > SCHEMA:
-        raise UseError(
-            f"{folder} was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})",
-            "update with: pip install -U tiltyard",
-        )
+        message = f"{folder} was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})"
+        hint = "update with: pip install -U tiltyard"
+        raise UseError(message, hint)
     return status
 
 
@@ -273,24 +244,20 @@ def remove_folder(run: Run, place: Path) -> None:
     folder = atomic.absolute(run.folder)
     group = folder.parent
     if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != place:
-        raise UseError(
-            f"{folder} is not a run folder inside the runs folder",
-            "runs are not removed through links; give another runs folder with --root",
-        )
+        hint = "runs are not removed through links; give another runs folder with --root"
+        raise UseError(f"{folder} is not a run folder inside the runs folder", hint)
     trash = group / f".trash-{folder.name}-{atomic.unique()}"
     with Lock.acquire(run):  # refuses a run that a process is writing
         try:
             folder.rename(trash)
         except OSError as error:
-            raise UseError(
-                f"{folder} cannot be removed: {error.strerror}", "check the folder's owner and permissions"
-            ) from error
+            hint = "check the folder's owner and permissions"
+            raise UseError(f"{folder} cannot be removed: {error.strerror}", hint) from error
     try:
         shutil.rmtree(trash)  # removes links, not their targets
     except OSError as error:
-        raise TiltyardError(
-            f"{trash} could not be deleted: {error}", "the run is no longer listed; delete the rest by hand"
-        ) from error
+        hint = "the run is no longer listed; delete the rest by hand"
+        raise TiltyardError(f"{trash} could not be deleted: {error}", hint) from error
     with contextlib.suppress(OSError):
         group.rmdir()  # fails unless that was its last run
 

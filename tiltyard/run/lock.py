@@ -46,9 +46,8 @@ def default_period() -> float:
     with contextlib.suppress(ValueError):
         period = float(text)
     if period is None or not 0.01 <= period <= 3600:
-        raise UseError(
-            f"TILTYARD_HEARTBEAT = {text} must be a number of seconds", "set it between 0.01 and 3600, or unset it"
-        )
+        hint = "set it between 0.01 and 3600, or unset it"
+        raise UseError(f"TILTYARD_HEARTBEAT = {text} must be a number of seconds", hint)
     return period
 
 
@@ -155,15 +154,14 @@ def _period_of(owner: Owner) -> float:
     return period if period is not None and 0 < period <= 3600 else 10.0
 
 
-def _describe(owner: Owner) -> str:
+def describe(owner: Owner) -> str:
+    """The process that holds a lock, for people."""
     return f"pid {owner.get('pid', '?')} on host {owner.get('host') or '?'}"
 
 
 def _busy(run: Run, owner: Owner) -> UseError:
-    return UseError(
-        f"run {run.id} is being written by {_describe(owner)}",
-        f"wait until it ends, or stop it with: tiltyard stop {run.typed}",
-    )
+    hint = f"wait until it ends, or stop it with: tiltyard stop {run.typed}"
+    return UseError(f"run {run.id} is being written by {describe(owner)}", hint)
 
 
 def refuse_if_running(run: Run) -> None:
@@ -222,7 +220,7 @@ class Lock:
         if self.taken_over:
             assert self._successor is not None
             raise TiltyardError(
-                f"run {self.run.id} was taken over by {_describe(self._successor)} while this process was suspended",
+                f"run {self.run.id} was taken over by {describe(self._successor)} while this process was suspended",
                 f"this process stops writing; follow the run with: tiltyard logs -f {self.run.typed}",
             )
 
@@ -260,7 +258,7 @@ class Lock:
                 raise _busy(self.run, owner)
             self._write()
         if owner is not None:
-            log_event(self.run, "recovered", f"The lock of {_describe(owner)} was taken over: {_why_taken(owner)}.")
+            log_event(self.run, "recovered", f"The lock of {describe(owner)} was taken over: {_why_taken(owner)}.")
         return None
 
     def _may_take(self, owner: Owner, given_up: Owner | None) -> bool:
@@ -315,18 +313,14 @@ def guard(run: Run) -> Iterator[None]:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise UseError(
-            f"run {run.id} cannot be written: {run.folder}: {error.strerror}",
-            "check the folder's owner and permissions, or fork the run into a runs folder of your own",
-        ) from error
+        hint = "check the folder's owner and permissions, or fork the run into a runs folder of your own"
+        raise UseError(f"run {run.id} cannot be written: {run.folder}: {error.strerror}", hint) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
-            raise UseError(
-                f"{path} cannot be locked: {error.strerror}",
-                "keep runs on a file system that supports flock (local disks and NFS 4 do)",
-            ) from error
+            hint = "keep runs on a file system that supports flock (local disks and NFS 4 do)"
+            raise UseError(f"{path} cannot be locked: {error.strerror}", hint) from error
         yield
     finally:
         os.close(handle)

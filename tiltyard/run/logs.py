@@ -29,6 +29,14 @@ def last_line(path: Path) -> str:
     return text.splitlines()[-1][:200] if text else ""
 
 
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a command's output; none if it is blank or cannot be read."""
+    try:
+        return _end_of(path, 100_000).strip().splitlines()[-count:]
+    except OSError:
+        return []
+
+
 def last_error(path: Path, since: int = 0) -> str:
     """The last `error: ...` line of a command's output, from byte `since` on; empty if there is none."""
     try:

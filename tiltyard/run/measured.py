@@ -46,7 +46,9 @@ def speed_text(env_steps: int, seconds: float, alone: float | None, host: str) -
 
 
 def _key(experiment: Experiment, host: str) -> str:
-    return f"{experiment.env.episode_digest()} x {experiment.engine.envs} rows on {host}"
+    from tiltyard.config.experiment import episode_digest
+
+    return f"{episode_digest(experiment.env)} x {experiment.engine.envs} rows on {host}"
 
 
 def _read(root: Path) -> dict[str, Any]:

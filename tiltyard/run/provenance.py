@@ -25,8 +25,6 @@ from typing import Any
 from tiltyard.run import atomic
 from tiltyard.run.redact import mask_all, mask_command, mask_secrets
 
-__all__ = ["collect_with_diff", "mask_secrets", "sha256"]
-
 # fmt: off
 PACKAGES = (
     "tiltyard", "torch", "numpy", "gymnasium", "pydantic", "ruamel.yaml", "safetensors", "pyarrow", "rich",
@@ -111,29 +109,21 @@ def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
 def _run_git(folder: Path, *words: str) -> str | None:
     """The output of git, or None. Reads little more than the diff's limit."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+    env, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}, subprocess.DEVNULL
     try:
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        ) as process:
-            return _read_limited(process)
+        process = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, env=env)
     except OSError:  # no git here
         return None
-
-
-def _read_limited(process: subprocess.Popen[bytes]) -> str | None:
     timer = threading.Timer(GIT_SECONDS, process.kill)
     timer.start()
     try:
-        assert process.stdout is not None
-        # Read beyond the limit, so that a secret that crosses it is still complete and can be masked.
-        data = process.stdout.read(DIFF_LIMIT + 65536)
-        cut = len(data) == DIFF_LIMIT + 65536
-        if cut:
-            process.kill()
-        return data.decode("utf-8", "replace") if process.wait() == 0 or cut else None
+        with process:
+            assert process.stdout is not None
+            # Read beyond the limit, so that a secret that crosses it is still complete and can be masked.
+            data = process.stdout.read(DIFF_LIMIT + 65536)
+            cut = len(data) == DIFF_LIMIT + 65536
+            if cut:
+                process.kill()
     finally:
         timer.cancel()
+    return data.decode("utf-8", "replace") if process.returncode == 0 or cut else None

@@ -1,17 +1,19 @@
 """stretches.json: settings that change at given env steps of a run, or a pause at one. Most runs have no such file.
 
+Written for members of populations, and by `Training.set` before a change takes effect.
+
     {"stretches": [{"from": 0, "settings": {"algo.lr": 0.001}}, {"from": 50000, "settings": {...}}],
      "until": 100000, "period": 3}
 
-The env steps of its newest checkpoint decide which segment a run is in, so it may be killed at any time. At the end of
-a segment the run saves and continues with the next; at `until` it saves and stops. Stop conditions and schedules refer
-to the whole run. `period` counts the periods of a member of a population.
+The env steps of its newest checkpoint decide which settings a run continues with, so it may be killed at any time. At
+`until` the run saves and stops. Stop conditions and schedules refer to the whole run. `period` counts the periods of a
+member of a population.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +25,25 @@ PAUSED = "paused at env step"  # start of the reason in the status of a run that
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a run with constant settings, up to env step `end`."""
-
-    settings: Mapping[str, Any]
-    end: int | None = None
-    last: bool = True
-    """whether no segment follows: at its end the run pauses"""
-
-
-WHOLE = Segment({})
-
-
-@dataclass(frozen=True)
 class SettingsSchedule:
-    """The settings of all segments, by the env step at which each begins."""
+    """The settings of each part of a run, by the env step at which it begins."""
 
-    parts: Sequence[tuple[int, Mapping[str, Any]]]
+    parts: Sequence[tuple[int, Mapping[str, Any]]] = ()
     until: int | None = None
     period: int = 0
 
-    def at(self, env_steps: int) -> Segment:
-        """The segment at an env step."""
+    def at(self, env_steps: int) -> Mapping[str, Any]:
+        """The settings at an env step."""
         begun = [settings for begins, settings in self.parts if begins <= env_steps]
-        current = begun[-1] if begun else {}
-        later = [begins for begins, _ in self.parts if begins > env_steps]
-        if later and (self.until is None or later[0] < self.until):
-            return Segment(current, later[0], last=False)
-        return Segment(current, self.until)
+        return begun[-1] if begun else {}
+
+    def changed(self, env_steps: int, now: Mapping[str, Any], before: Mapping[str, Any]) -> SettingsSchedule:
+        """The schedule with the settings `now` from an env step on, in place of what it has there and later. Earlier
+        parts get the values `before`: a run that continues from there must not use later ones."""
+        earlier = [(begins, {**before, **settings}) for begins, settings in self.parts if begins < env_steps]
+        if env_steps and not earlier:
+            earlier = [(0, dict(before))]
+        return replace(self, parts=[*earlier, (env_steps, now)])
 
     def write(self, folder: Path) -> None:
         parts = [{"from": begins, "settings": dict(settings)} for begins, settings in self.parts]

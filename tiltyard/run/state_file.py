@@ -57,16 +57,13 @@ def read_tree(folder: Path, name: str) -> Tree:
     except (OSError, ValueError, SafetensorError) as error:
         raise TiltyardError(f"{here} cannot be read: {error}", "the checkpoint is damaged; use another one") from error
     if head.get("schema") != 1:
-        raise TiltyardError(
-            f"{folder / name}.json has schema {head.get('schema')}, this Tiltyard reads 1",
-            "update with: pip install -U tiltyard",
-        )
+        hint = "update with: pip install -U tiltyard"
+        raise TiltyardError(f"{folder / name}.json has schema {head.get('schema')}, this Tiltyard reads 1", hint)
     try:
         return _decode(head.get("tree"), arrays, folder / f"{name}.json")
     except (KeyError, TypeError, ValueError) as error:
-        raise TiltyardError(
-            f"{folder / name}.json is invalid: {error!r}", "the checkpoint is damaged; use another one"
-        ) from error
+        hint = "the checkpoint is damaged; use another one"
+        raise TiltyardError(f"{folder / name}.json is invalid: {error!r}", hint) from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -104,19 +101,16 @@ def _encode(value: Any, path: str, arrays: Arrays) -> Any:
 
 def _unknown(path: str, what: str, value: object) -> TiltyardError:
     kind = type(value)
-    return TiltyardError(
-        f"the state to save has {what} {kind.__module__}.{kind.__qualname__} at {path or '/'}",
-        "use arrays, numbers, strings, booleans, None, and lists and dictionaries of them",
-    )
+    hint = "use arrays, numbers, strings, booleans, None, and lists and dictionaries of them"
+    return TiltyardError(f"the state to save has {what} {kind.__module__}.{kind.__qualname__} at {path or '/'}", hint)
 
 
 def _store(array: Array, path: str, arrays: Arrays) -> str:
     import numpy as np
 
     if array.dtype.name not in DTYPES:
-        raise TiltyardError(
-            f"the state to save has an array of dtype {array.dtype} at {path or '/'}", "convert it to numbers"
-        )
+        hint = "convert it to numbers"
+        raise TiltyardError(f"the state to save has an array of dtype {array.dtype} at {path or '/'}", hint)
     name = path.strip("/") or "array"
     # Two paths can have the same name ({"a/b": x} and {"a": {"b": x}}), and safetensors reserves one name.
     while name in arrays or name == "__metadata__":
@@ -134,9 +128,8 @@ def _decode(value: Any, arrays: Arrays, file: Path) -> Tree:
         (mark, inner), *_ = value.items()
         if mark == "$array":
             if inner not in arrays:
-                raise TiltyardError(
-                    f"{file} names an array {inner!r} that is missing", "the checkpoint is damaged; use another one"
-                )
+                hint = "the checkpoint is damaged; use another one"
+                raise TiltyardError(f"{file} names an array {inner!r} that is missing", hint)
             return arrays[inner] if arrays[inner].flags.writeable else arrays[inner].copy()
         if mark == "$float":
             return atomic.NOT_FINITE[inner]

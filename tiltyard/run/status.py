@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.run import atomic
 from tiltyard.run.lock import seems_alive
+from tiltyard.types import Progress
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Experiment
     from tiltyard.run.folder import Run
 
 SCHEMA = 1
@@ -26,58 +26,32 @@ RUN_FOLDER = re.compile(r"\d{4,}-[a-z]+-[a-z]+")
 SWEEP_FOLDER = re.compile(r"sweep-\d{4,}")
 
 
-def first_status(
-    run_id: str, experiment: Experiment, lineage: dict[str, Any] | None, profile: str | None
-) -> dict[str, Any]:
-    """The status of a run that has not been started."""
-    made = atomic.now()
-    return {
-        "schema": SCHEMA,
-        "id": run_id,
-        "name": experiment.run_name,
-        "env": experiment.env.id,
-        "tags": list(experiment.tags),
-        "notes": experiment.notes,
-        "state": "created",
-        "reason": "",
-        "progress": {"env_steps": 0, "frames": 0, "updates": 0, "episodes": 0, "seconds": 0.0},
-        "target_env_steps": experiment.stop.env_steps,
-        "return": None,
-        "eval_return": None,
-        "best": None,
-        "attempt": 0,
-        "heartbeat": 0,
-        "updated": made,
-        "created": made,
-        "host": "",
-        "pid": 0,
-        "lineage": lineage,
-        "profile": profile,
-        "job": None,
-    }
-
-
 # fmt: off
-FIELDS = frozenset((
-    "schema", "id", "name", "env", "tags", "notes", "state", "reason", "progress", "target_env_steps", "return",
-    "eval_return", "best", "attempt", "heartbeat", "updated", "created", "host", "pid", "lineage", "profile",
-    "job",
-))
+FIELDS: dict[str, Any] = {  # all fields, as they are before the run is started
+    "schema": SCHEMA, "id": "", "name": "", "env": "", "tags": [], "notes": "", "state": "created", "reason": "",
+    "progress": dataclasses.asdict(Progress()), "target_env_steps": None, "return": None, "eval_return": None,
+    "best": None, "attempt": 0, "heartbeat": 0, "updated": "", "created": "", "host": "", "pid": 0,
+    "lineage": None, "profile": None, "job": None,
+}
 # fmt: on
+
+
+def write_first_status(draft: Path, place: Path, **fields: Any) -> None:
+    """Write the status of a run that has not been started, into the draft of its folder."""
+    made = atomic.now()
+    atomic.write_json(draft / STATUS, FIELDS | {"id": run_id(place), "updated": made, "created": made} | fields)
 
 
 def write_status(run: Run, **changes: Any) -> dict[str, Any]:
     """Change some fields (heartbeat and updated change automatically); `progress` may be a Progress. Return all."""
-    unknown = sorted(set(changes) - FIELDS)
+    unknown = sorted(changes.keys() - FIELDS.keys())
     if unknown:
         raise ValueError(f"status.json has no field {', '.join(unknown)}")
     if changes.get("state", "created") not in STATES:
         raise ValueError(f"unknown state {changes['state']!r}; known: {', '.join(STATES)}")
-    status = run.status()
-    for field, value in changes.items():
-        status[field] = (
-            dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-        )
+    status = run.status() | changes
+    if isinstance(changes.get("progress"), Progress):
+        status["progress"] = dataclasses.asdict(changes["progress"])
     status["heartbeat"] = int(status.get("heartbeat") or 0) + 1
     status["updated"] = atomic.now()
     atomic.write_json(run.folder / STATUS, status)

@@ -1,9 +1,11 @@
-"""Show the progress of a run: a live panel on a terminal, plain lines everywhere else.
+"""Show the progress of a run: a live panel on a terminal and in a notebook, plain lines everywhere else.
 
 A terminal that goes away (closed window, broken pipe) silences the console but never stops training. Everything goes to
-stderr; stdout is for data. live_panel.py draws the panel.
+stderr, because stdout is for data; in a notebook to stdout, because notebooks colour stderr. live_panel.py draws the
+panel.
 
     terminal, UTF-8      a panel redrawn four times a second: progress, curve, returns, speed, where the time goes
+    Jupyter              the panel as an output of the cell, replaced in place (notebook_panel.py)
     anything else        a line per 1/50 of the budget, evaluation, or ten quiet seconds (a minute in long runs)
 """
 
@@ -19,21 +21,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Stop
 from tiltyard.processes import reaper
 from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
+from tiltyard.run.folder import Run
 from tiltyard.run.status import root_of
 from tiltyard.track.bottleneck import bottleneck
 from tiltyard.track.terminal_chart import Point, nice_number
 from tiltyard.types import Progress
+
+if TYPE_CHECKING:
+    from tiltyard.track.notebook_panel import NotebookPanel
 
 _LINES_PER_BUDGET = 50
 _QUIET_SECONDS = (10.0, 60.0)  # longest gap between plain lines: at first, and in runs over 20 minutes
@@ -123,8 +130,9 @@ class Console:
         self.experiment = experiment
         self.run_id = run_id
         self.folder = Path(folder)
-        self.stream = stream if stream is not None else sys.stderr
-        self.live = _is_live(self.stream) if live is None else live
+        self._in_notebook = stream is None and _is_kernel()
+        self.stream = stream if stream is not None else sys.stdout if self._in_notebook else sys.stderr
+        self.live = (self._in_notebook or _is_live(self.stream)) if live is None else live
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.split: dict[str, float] = {}  # decaying sums of seconds
@@ -135,8 +143,9 @@ class Console:
         self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
         self._line_steps = 0  # env steps of the last plain line
         self._gone = False
-        self.rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True)
-        self._live: Live | None = None
+        width = 104 if self._in_notebook else None  # the panel leaves four columns free
+        self.rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True, force_jupyter=False, width=width)
+        self._live: Live | NotebookPanel | None = None
         self._terminal: _Terminal | None = None
 
     def start(self, lines: Sequence[str]) -> None:
@@ -146,20 +155,7 @@ class Console:
         self._lines_at = (time.monotonic(), -1.0)
         self.updated = time.monotonic()
         if self.live and not self._gone:
-            self._load_history()
-            if self.stream.isatty():
-                with suppress(OSError, ValueError, termios.error):  # then it is not restored after a kill -9
-                    self._terminal = _Terminal(self.stream.fileno())
-            self._live = Live(
-                get_renderable=self.render,
-                console=self.rich,
-                refresh_per_second=4,
-                # Only if stdout is a terminal too: printing there would tear the panel.
-                redirect_stdout=sys.stdout.isatty(),
-                redirect_stderr=True,
-                vertical_overflow="crop",
-            )
-            self._live.start()
+            self._open_panel()
 
     def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
         """Show a record's metrics (`eval/...` with an evaluation) and its shares of time."""
@@ -178,7 +174,9 @@ class Console:
         evaluated = "eval/return" in metrics
         if evaluated:
             self.evaluations.append((progress.env_steps, float(metrics["eval/return"])))
-        if self._live is None and (evaluated or self._line_is_due()):
+        if self._in_notebook and self._live is not None:
+            self._live.refresh()
+        elif self._live is None and (evaluated or self._line_is_due()):
             self._lines_at = (time.monotonic(), nearest_budget(self.experiment.stop, progress)[2])
             self._line_steps = progress.env_steps
             self._write(self.plain_line(evaluated=evaluated))
@@ -216,6 +214,27 @@ class Console:
         self._write(f"{state} after {self.progress.env_steps:,} env steps in {clock(self.progress.seconds)}")
         for line in lines:
             self._write(line)
+
+    def _open_panel(self) -> None:
+        self._load_history()
+        if self.stream.isatty():
+            with suppress(OSError, ValueError, termios.error):  # then it is not restored after a kill -9
+                self._terminal = _Terminal(self.stream.fileno())
+        if self._in_notebook:
+            from tiltyard.track.notebook_panel import NotebookPanel
+
+            self._live = NotebookPanel(self.render, self.rich.width)
+        else:
+            self._live = Live(
+                get_renderable=self.render,
+                console=self.rich,
+                refresh_per_second=4,
+                # Only if stdout is a terminal too: printing there would tear the panel.
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=True,
+                vertical_overflow="crop",
+            )
+        self._live.start()
 
     def _load_history(self) -> None:
         """Load the curve of earlier attempts, so that a resumed run shows all of it."""
@@ -322,7 +341,54 @@ class _Terminal:
             reaper.set_terminal_mode(self._fd, self._mode)
 
 
+def _is_kernel() -> bool:
+    """Whether this process is a Jupyter kernel."""
+    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
 def _is_live(stream: TextIO) -> bool:
     """Whether the stream is a terminal that can move its cursor and show the chart's characters."""
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and encoding == "utf8"
+
+
+class Screen:
+    """The console on stderr and, from `begin` on, plain lines in logs/attempt-N.log."""
+
+    def __init__(self, run: Run, experiment: Experiment, *, live: bool | None = None) -> None:
+        self.run, self.experiment = run, experiment
+        self.log: TextIO | None = None
+        self.consoles = [Console(experiment, run.id, run.folder, live=live)]
+
+    def begin(self, attempt: int) -> None:
+        """Open the attempt's log. The caller holds the run's lock."""
+        logs = self.run.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        self.log = (logs / f"attempt-{attempt:03d}.log").open("a", encoding="utf-8", errors="replace")
+        self.consoles.append(Console(self.experiment, self.run.id, self.run.folder, live=False, stream=self.log))
+
+    def start(self, lines: Sequence[str], progress: Progress) -> None:
+        """Print what will be trained, and where it continues."""
+        for console in self.consoles:
+            console.progress = progress
+            console.start(lines)
+
+    def update(self, progress: Progress, metrics: Mapping[str, float], time_split: Mapping[str, float]) -> None:
+        for console in self.consoles:
+            console.update(progress, metrics, time_split)
+
+    def say(self, *sentences: str) -> None:
+        for console in self.consoles:
+            for sentence in sentences:
+                console.say(sentence)
+
+    def finish(self, state: str, lines: Sequence[str]) -> None:
+        for console in self.consoles:
+            console.finish(state, lines)
+
+    def close(self) -> None:
+        """Restore the terminal and close the log."""
+        for console in self.consoles:
+            console.close()
+        if self.log is not None:
+            self.log.close()

@@ -1,4 +1,4 @@
-"""Plot the learning curve of a run from metrics.jsonl; the only module that imports matplotlib.
+"""Plot the learning curve of a run from metrics.jsonl. Also the style of all plots, with matplotlib.
 
 line       train/return, the mean of the last 100 training episodes
 diamonds   eval/return, with a band from eval/return_low to eval/return_high (95 %)
@@ -10,44 +10,75 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
-from tiltyard.run.folder import Run
+from tiltyard.run.folder import Run, find
 
-_INK, _SOFT, _GRID = "#22262b", "#6b7280", "#e5e7eb"
+INK, SOFT, GRID = "#22262b", "#6b7280", "#e5e7eb"
 _TRAINING, _EVALUATION = "#2563eb", "#d97706"
 _KINDS = ("png", "svg", "pdf")
 
 
-def learning_curve(run_folder: Path, out: Path) -> Path:
-    """Plot the run in `run_folder` to `out` (png, svg or pdf by its suffix) and return `out`."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
+def plot(source: Run | str | Path, out: Path | str) -> Path:
+    """Plot the learning curve of a run to `out` (png, svg or pdf by its suffix) and return its path."""
+    out, run = Path(out), source if isinstance(source, Run) else find(source)
+    require_matplotlib()
     kind = out.suffix.lstrip(".").lower()
     if kind not in _KINDS:
         raise UseError(f"{out} is not an image file", "use a name that ends with " + ", ".join("." + k for k in _KINDS))
-    records = metrics.read(run_folder)
+    records = metrics.read(run)
     training = _finite(records, "train/return")
     evaluated = [record for record in records if math.isfinite(record["metrics"].get("eval/return", math.nan))]
     if not training and not evaluated:
-        raise UseError(
-            f"{run_folder} has no return to plot yet: no finished episode and no evaluation",
-            "train longer, or watch it with: tiltyard logs -f",
-        )
-    figure = _draw(run_folder, training, evaluated)
+        hint = "train longer, or watch it with: tiltyard logs -f"
+        raise UseError(f"{run.folder} has no return to plot yet: no finished episode and no evaluation", hint)
+    return save(_draw(run, training, evaluated), out, "choose another place")
+
+
+def require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UseError("a plot needs the package matplotlib, which is not installed", "pip install 'tiltyard[plot]'")
+
+
+def new_figure(
+    title: str, width: float = 8.0, height: float = 4.5, ratios: Sequence[float] = (1,)
+) -> tuple[Any, list[Any]]:
+    """A figure and its panels, one below the other. Not through pyplot: no display, no global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")
+    axes = list(figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0])
+    axes[0].set_title(plain(title), loc="left", color=INK, fontsize=12)
+    for each in axes:
+        each.tick_params(colors=SOFT, length=0)
+        each.set_axisbelow(True)
+        for side, spine in each.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(GRID)
+    return figure, axes
+
+
+def plain(text: str) -> str:
+    """Escape $, which matplotlib reads as the start of a formula."""
+    return text.replace("$", r"\$")
+
+
+def save(figure: Any, out: Path, hint: str) -> Path:
+    """Write a figure atomically, in the format of its suffix."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(part, format=kind)
+        figure.savefig(part, format=out.suffix.lstrip(".").lower())
         part.replace(out)
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise TiltyardError(f"{out} could not be written: {error.strerror}", "choose another place") from error
+        raise TiltyardError(f"{out} could not be written: {error.strerror}", hint) from error
     return out
 
 
@@ -55,13 +86,11 @@ def _finite(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]
     return [(x, y) for x, y in zip(*metrics.series(records, name), strict=True) if math.isfinite(y)]
 
 
-def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[dict[str, Any]]) -> Any:
-    # Figures made directly, not through pyplot: no display, no global state.
-    from matplotlib.figure import Figure
+def _draw(run: Run, training: list[tuple[int, float]], evaluated: list[dict[str, Any]]) -> Any:
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8.0, 4.5), dpi=160, facecolor="white", layout="constrained")
-    axes = figure.add_subplot()
+    experiment = run.experiment()
+    figure, (axes,) = new_figure(f"{experiment.env.id}   {run.id}")
     if training:
         axes.plot(
             *zip(*training, strict=True),
@@ -82,29 +111,21 @@ def _draw(run_folder: Path, training: list[tuple[int, float]], evaluated: list[d
             axes.errorbar(steps, means, yerr=[[means[0] - low[0]], [high[0] - means[0]]], color=_EVALUATION, capsize=4)
         label = "evaluation, with 95 % interval" if banded else "evaluation"
         axes.plot(steps, means, color=_EVALUATION, linewidth=1.4, marker="D", markersize=4.5, label=label)
-    run = Run(run_folder)
-    experiment = run.experiment()
     if experiment.stop.return_ is not None:
-        axes.axhline(experiment.stop.return_, color=_SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.axhline(experiment.stop.return_, color=SOFT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(
             f"goal {experiment.stop.return_:g}",
             (0, experiment.stop.return_),  # on the left, where the curve is still low
             xycoords=("axes fraction", "data"),
             xytext=(4, 4),
             textcoords="offset points",
-            color=_SOFT,
+            color=SOFT,
             fontsize=9,
         )
-    axes.set_title(f"{experiment.env.id}   {run.id}", loc="left", color=_INK, fontsize=12)
-    axes.set_xlabel("env steps", color=_SOFT)
-    axes.set_ylabel("return", color=_SOFT)
+    axes.set_xlabel("env steps", color=SOFT)
+    axes.set_ylabel("return", color=SOFT)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.tick_params(colors=_SOFT, length=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.margins(x=0.01, y=0.08)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_GRID)
-    axes.legend(loc="best", frameon=False, labelcolor=_INK, fontsize=9)
+    axes.legend(loc="best", frameon=False, labelcolor=INK, fontsize=9)
     return figure

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiltyard.config.experiment import Experiment, Track
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Track
 from tiltyard.processes.reaper import unmarked
 from tiltyard.track import wandb
 from tiltyard.track.tensorboard import TensorBoardTracker

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Wandb
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Wandb
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
 from tiltyard.run.redact import mask_all, mask_secrets
@@ -32,15 +33,11 @@ TIMEOUT = 30  # seconds for W&B to start, and to finish
 def check(settings: Wandb) -> None:
     """UseError for settings that cannot work, before a run folder exists."""
     if importlib.util.find_spec("wandb") is None:
-        raise UseError(
-            f"track.wandb.mode = {settings.mode} needs the package wandb, which is not installed",
-            "pip install 'tiltyard[wandb]', or leave track.wandb out",
-        )
+        hint = "pip install 'tiltyard[wandb]', or leave track.wandb out"
+        raise UseError(f"track.wandb.mode = {settings.mode} needs the package wandb, which is not installed", hint)
     if settings.mode == "online" and not _logged_in():
-        raise UseError(
-            "track.wandb.mode = online needs a W&B login, but this machine has none",
-            "run `wandb login`, set WANDB_API_KEY, or use track.wandb=offline",
-        )
+        hint = "run `wandb login`, set WANDB_API_KEY, or use track.wandb=offline"
+        raise UseError("track.wandb.mode = online needs a W&B login, but this machine has none", hint)
 
 
 def _logged_in() -> bool:

@@ -20,16 +20,18 @@ from pathlib import Path
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.evaluator import Evaluator
+from tiltyard.evaluation.evaluate import Evaluator
 from tiltyard.evaluation.recording import VideoTarget
 from tiltyard.evaluation.rollouts import Cancelled
+from tiltyard.evaluation.statistics import Evaluation
 from tiltyard.models.policy_files import saved_policies
-from tiltyard.run import atomic, checkpoint, metrics
+from tiltyard.models.policy_net import PolicyNet
+from tiltyard.run import atomic, checkpoint, metrics, state_file
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.run.settings_schedule import WHOLE, Segment
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.run.status import write_status
-from tiltyard.track.screen import Screen
+from tiltyard.track.console import Screen
 from tiltyard.track.trackers import Trackers
 from tiltyard.training.loop_state import LoopState, score_terms
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
@@ -44,11 +46,13 @@ class AttemptSetup:
     experiment: Experiment
     """the settings to train with: the stored ones, or those changed by the overrides in `changes`"""
     spec: EnvSpec
+    net: PolicyNet | None = None
+    """the first policy's net, if it was built with these settings and for this attempt"""
     changes: tuple[str, ...] = ()
     from_scratch: bool = False
     """set the run's checkpoints aside and start from the beginning"""
-    segment: Segment = WHOLE
-    """the part of the run's settings schedule to train now; the whole run for most runs"""
+    schedule: SettingsSchedule = field(default_factory=SettingsSchedule)
+    """settings that change at given env steps"""
 
 
 @dataclass
@@ -143,10 +147,9 @@ def find_start(run: Run, experiment: Experiment) -> tuple[Checkpoint | None, lis
     if experiment.resume not in ("auto", "never"):
         return checkpoint.select(Path(experiment.resume)), warnings
     if run.status().get("lineage"):
-        raise UseError(
-            f"run {run.id} is a fork without the checkpoint it should start from: forking was interrupted",
-            f"remove it with: tiltyard rm {run.id}, and fork again",
-        )
+        message = f"run {run.id} is a fork without the checkpoint it should start from: forking was interrupted"
+        hint = f"remove it with: tiltyard rm {run.id}, and fork again"
+        raise UseError(message, hint)
     return None, warnings
 
 
@@ -173,7 +176,7 @@ def restore(
         return LoopState(), Progress()
     for message in engine.load(found.folder):
         log("warning", message)
-    state = LoopState.read(checkpoint.read_tree(found.folder, "loop"), experiment)
+    state = LoopState.read(state_file.read_tree(found.folder, "loop"), experiment)
     state.saved = found.progress
     metrics.rewind(run.metrics_file, state.recorded_to(found.env_steps), number)
     log("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
@@ -185,7 +188,7 @@ def _take_weights(engine: Engine, policy: str, source: Path) -> str:
     chosen = checkpoint.select(source)
     there = saved_policies(chosen.folder)
     other = policy if policy in there else there[0]
-    theirs = checkpoint.read_tree(chosen.folder / "policies", other)["weights"]
+    theirs = state_file.read_tree(chosen.folder / "policies", other)["weights"]
     ours = engine.snapshot(policy)
     fit = [name for name, array in ours.weights.items() if name in theirs and theirs[name].shape == array.shape]
     left = [
@@ -194,17 +197,17 @@ def _take_weights(engine: Engine, policy: str, source: Path) -> str:
         if name not in fit
     ] + [f"{name} (only there)" for name in theirs if name not in ours.weights]
     if not fit:
-        raise TiltyardError(
-            f"model.init = {source}: none of its weights fits this model", "compare both with `tiltyard diff`"
-        )
+        hint = "compare both with `tiltyard diff`"
+        raise TiltyardError(f"model.init = {source}: none of its weights fits this model", hint)
     engine.adopt(policy, replace(ours, weights={**ours.weights, **{name: theirs[name] for name in fit}}), {})
     rest = f"; left as initialised: {', '.join(left)}" if left else ""
     whose = f" of {other} for {policy}" if (policy, other) != ("main", "main") else ""
     return f"took {len(fit)} of {len(ours.weights)} weights{whose} from {chosen.folder}{rest}"
 
 
-def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float] | None:
-    """Evaluate the present policy with separate seeds, envs and random streams. None if cancelled.
+def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> tuple[Evaluation, dict[str, float]] | None:
+    """Evaluate the present policy with separate seeds, envs and random streams: the result and its metrics, None if
+    cancelled.
 
     A video that cannot be made is only a warning.
     """
@@ -227,7 +230,7 @@ def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> dict[str, float
         found |= {"eval/return_low": result.low, "eval/return_high": result.high}
     state.latest |= found
     log_event(run, "evaluated", f"return {result.mean:.4g} at env step {env_steps:,}", returns=result.returns)
-    return found
+    return result, found
 
 
 def record(attempt: Attempt, found: dict[str, float]) -> None:
@@ -254,7 +257,7 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
             checkpoint.link_files(same[-1].folder, folder, but="loop")
         else:
             attempt.engine.save(folder, cut=attempt.stepping)
-        checkpoint.write_tree(folder, "loop", {**state.dump(), "terms": score_terms(attempt.experiment)})
+        state_file.write_tree(folder, "loop", {**state.dump(), "terms": score_terms(attempt.experiment)})
 
     score = state.score(save, progress.env_steps)
     checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)

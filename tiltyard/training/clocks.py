@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tiltyard.config.experiment import Experiment, Save, Stop
-from tiltyard.run.settings_schedule import Segment
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Save, Stop
 from tiltyard.training.loop_state import LoopState
 from tiltyard.types import Progress
 
@@ -26,11 +26,6 @@ def stop_reason(stop: Stop, progress: Progress, state: LoopState) -> str | None:
         if wanted is not None and now is not None and now >= wanted:
             return f"stop.{name}={wanted:,} reached ({now:,.6g})"
     return None
-
-
-def should_pause(segment: Segment, progress: Progress) -> bool:
-    """Whether the present segment of the settings schedule is over."""
-    return segment.end is not None and progress.env_steps >= segment.end
 
 
 def should_evaluate(experiment: Experiment, before: Progress, now: Progress) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import EXIT_FAILED, DivergedError, EnvError, TiltyardError, raised
 from tiltyard.plugins.resolve import user_traceback
-from tiltyard.run import checkpoint
+from tiltyard.run import state_file
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -24,15 +24,12 @@ from tiltyard.training.attempt import Attempt, save_checkpoint, write_progress
 CLOSE_TIMEOUT = 300.0  # seconds that closing everything may take after a failure
 
 
-def explain(experiment: Experiment, error: BaseException, *, interrupted: bool) -> BaseException:
+def explain(experiment: Experiment, error: BaseException) -> BaseException:
     """The error to report: `error`, or for an exit that no signal asked for, one that names env and model."""
-    if interrupted or isinstance(error, Exception):
+    if isinstance(error, Exception):
         return error
-    return TiltyardError(
-        f"env {experiment.env.id} or model {experiment.model.id} {raised(error)}, which no signal asked for",
-        "the traceback shows where",
-        user_traceback(error),
-    )
+    message = f"env {experiment.env.id} or model {experiment.model.id} {raised(error)}, which no signal asked for"
+    return TiltyardError(message, "the traceback shows where", user_traceback(error))
 
 
 def record(run: Run, attempt: Attempt | None, error: BaseException) -> None:
@@ -48,7 +45,7 @@ def record(run: Run, attempt: Attempt | None, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
     try:
         if isinstance(error, DivergedError) and error.batch:
-            checkpoint.write_tree(run.folder / "bad_batch", "batch", error.batch)
+            state_file.write_tree(run.folder / "bad_batch", "batch", error.batch)
         (run.folder / "error.txt").write_text("".join(traceback.format_exception(error)))
         if attempt is None:
             write_status(run, state="failed", reason=reason)
@@ -85,9 +82,8 @@ def exit_hung(run: Run, attempt: Attempt, lock: Lock, message: str) -> None:
 
 def close_deadline() -> threading.Timer:
     """A timer that ends this process when closing takes too long: an env that hung may hang in close() too."""
-    error = EnvError(
-        f"closing takes more than {CLOSE_TIMEOUT:g} s: an env may hang in it", "`tiltyard show` shows what failed"
-    )
+    message = f"closing takes more than {CLOSE_TIMEOUT:g} s: an env may hang in it"
+    error = EnvError(message, "`tiltyard show` shows what failed")
     timer = threading.Timer(CLOSE_TIMEOUT, _exit, (error,))
     timer.daemon = True
     return timer

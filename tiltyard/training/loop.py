@@ -1,30 +1,37 @@
-"""The one training loop. Read it top to bottom:
+"""The one training loop, for `tiltyard train` and for scripts that drive it. Read it top to bottom:
 
-    lock the folder -> build the engine -> restore -> { step, record, save } -> finish, stop or pause
-    where an evaluation is due:                       { step, save, evaluate, record both, score the checkpoint }
+    lock the folder -> build the engine -> restore -> { step, record, yield, save } -> finish, stop or pause
+    where an evaluation is due:                       { step, yield, save, evaluate, record both, score the checkpoint }
 
 The loop calls the engine, never the other way round. When things happen is clocks.py, what they do to engine and folder
-is attempt.py. A population or a settings schedule adds one call each (pbt.py, settings_check.py).
+is attempt.py, settings that change on the way are live_settings.py. A population adds one call (pbt.py).
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import as_overrides
 from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watchdog
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, UseError
+from tiltyard.evaluation.statistics import Evaluation
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
-from tiltyard.run.settings_schedule import PAUSED, Segment
-from tiltyard.track.screen import Screen
+from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
+from tiltyard.track.console import Screen
 from tiltyard.track.trackers import Trackers
-from tiltyard.training import clocks, failure
+from tiltyard.training import clocks, failure, live_settings
 from tiltyard.training.attempt import (
     Attempt,
     AttemptSetup,
@@ -56,41 +63,54 @@ class Outcome:
     """whether there was anything left to train"""
     filmable: bool
     latest: dict[str, float]
-    has_next_segment: bool = False
-    """whether only a segment of the settings schedule is over, and another one follows"""
+    continues: bool = False
+    """whether it only stopped for scheduled settings that need another engine"""
 
     @property
     def exit_code(self) -> int:
         return EXIT_DONE if self.state == "finished" else EXIT_RESUMABLE
 
 
-def train_run(run: Run, setup: AttemptSetup, *, screen: Screen) -> Outcome:
-    """Train the run in `run.folder` from where it stands until it is finished, stopped or failed."""
+@contextmanager
+def open_training(run: Run, setup: AttemptSetup, server: ForkServer | None, screen: Screen) -> Iterator[Training]:
+    """Lock the run in `run.folder`, restore it and save it at the end; an error of the block is the run's failure."""
     experiment, spec = setup.experiment, setup.spec
     with Lock(run) as lock, StopSignals() as signals, ExitStack() as resources:
         if run.experiment() != setup.stored:
             raise UseError(f"the settings of run {run.id} were changed by another process just now", "try again")
-        attempt = None
+        attempt = training = None
         deadline = failure.close_deadline()
         resources.callback(deadline.cancel)
         try:
             number = start_attempt(run, setup, screen)
             start = None if setup.from_scratch else find_start(run, experiment)
             continues = start[0].folder if start and start[0] else None
-            engine = make_engine(experiment, spec, run.base, continues, same_run=number > 1)
+            engine = make_engine(
+                experiment, spec, run.base, continues, same_run=number > 1, server=server, net=setup.net
+            )
             resources.callback(engine.close)
             state, progress = restore(run, setup, engine, number, screen, start)
-            if setup.segment.settings:
-                check_restored(experiment, setup.segment.settings, engine)
+            check_restored(experiment, setup.schedule.at(progress.env_steps), engine)
             trackers = Trackers(run.folder, experiment, state.recorded_to(progress.env_steps))
             resources.callback(lambda: screen.say(*trackers.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             attempt = Attempt(run, experiment, spec, number, engine, screen, state, progress, trackers)
+            training = Training(attempt, setup.schedule, lock, signals)
             on_hang = partial(failure.exit_hung, run, attempt, lock)
             with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, on_hang):
-                return _loop(attempt, setup.segment, lock, signals)
+                try:
+                    yield training
+                except (SystemExit, GeneratorExit, KeyboardInterrupt):
+                    if training.is_busy or signals.interrupted:  # an env or model has called sys.exit(), or a second ^C
+                        raise
+                    training.finish()
+                    raise
+                training.finish()
         except BaseException as error:
-            reported = failure.explain(experiment, error, interrupted=signals.interrupted)
+            if training is not None and training.outcome is not None:
+                raise
+            outside = signals.interrupted or (training is not None and not training.is_busy)
+            reported = error if outside else failure.explain(experiment, error)
             if not lock.taken_over:  # otherwise the folder belongs to another process now
                 failure.record(run, attempt, reported)
             deadline.start()
@@ -99,101 +119,216 @@ def train_run(run: Run, setup: AttemptSetup, *, screen: Screen) -> Outcome:
             raise reported from error
 
 
-def _loop(attempt: Attempt, segment: Segment, lock: Lock, signals: StopSignals) -> Outcome:
-    experiment, state, first = attempt.experiment, attempt.state, attempt.progress
-    watch = clocks.Stopwatch(first)
-    reason = clocks.stop_reason(experiment.stop, first, state)
-    complete = _catch_up(attempt, reason, lock, signals, watch)
-    reason = clocks.stop_reason(experiment.stop, first, state)
-    selection = PbtSelection(attempt, experiment.population) if experiment.population else None
-    while reason is None and complete and not signals.received and not clocks.should_pause(segment, attempt.progress):
-        before = attempt.progress
-        report = _step(attempt, lock)
-        if segment.settings and before == first:
-            check_learned(experiment, segment.settings, attempt.engine, report.metrics)
-        progress = attempt.progress = report.progress
-        metrics = state.add(report)
-        if selection is not None:
-            selection.select(metrics)
-        watch.add(report.time_split)
-        for message in report.events:
-            attempt.log("warning", message)
+class Training:
+    """A run that is being trained. Iterate over it for a report after each update; the training continues with the next
+    iteration. A checkpoint or an evaluation that is due is made after the body of the loop, so that a run which is
+    killed and continued repeats what the body did."""
 
-        reason = clocks.stop_reason(experiment.stop, progress, state)
-        evaluation = clocks.should_evaluate(experiment, before, progress)
-        evaluation |= clocks.should_evaluate_at_end(experiment, reason, state, progress)
-        if evaluation:
-            state.unrecorded = metrics  # becomes one record with the evaluation
-        elif clocks.should_record(experiment, progress) or reason:
-            record(attempt, metrics | watch.metrics(progress))
-        if time.monotonic() - attempt.last_status > STATUS_SECONDS:
-            write_progress(attempt)
+    def __init__(self, attempt: Attempt, schedule: SettingsSchedule, lock: Lock, signals: StopSignals) -> None:
+        self._attempt, self._schedule, self._lock, self._signals = attempt, schedule, lock, signals
+        self._first = self._before = attempt.progress  # before all updates, and before the newest until it is saved
+        self._watch = clocks.Stopwatch(attempt.progress)
+        self._scheduled = schedule.at(attempt.progress.env_steps)  # those in effect
+        self._new_settings = set(self._scheduled)  # not used by an update yet
+        self._reports = self._loop()
+        self._stop_reason: str | None = None  # why it stops before it is finished
+        self._finished: str | None = None  # the stop condition that was reached
+        self._save_due = self._continues = False
+        self.is_busy = False
+        """whether it is training, and not the body of the user's loop that runs"""
+        self.outcome: Outcome | None = None
 
-        milestone = clocks.passes_milestone(experiment.save, before, progress)
-        due = clocks.should_save(experiment.save, state.saved, progress, time.monotonic() - attempt.last_save)
-        if milestone or due or (evaluation and reason):  # before the evaluation, which may take long
-            with watch.measuring("save"):
-                save_checkpoint(attempt, milestone=milestone)
-        if evaluation:
-            complete = _evaluate(attempt, lock, signals, watch)
-            reason = clocks.stop_reason(experiment.stop, progress, state)
+    @property
+    def run(self) -> Run:
+        return self._attempt.run
 
-    lock.check()
-    if state.saved != attempt.progress:
-        save_checkpoint(attempt)
-    return _finish(attempt, segment, reason if complete else None, signals, trained=attempt.progress != first)
+    @property
+    def experiment(self) -> Experiment:
+        """The settings in effect."""
+        return self._attempt.experiment
 
+    @property
+    def progress(self) -> Progress:
+        return self._attempt.progress
 
-def _catch_up(attempt: Attempt, reason: str | None, lock: Lock, signals: StopSignals, watch: clocks.Stopwatch) -> bool:
-    """Do what an earlier attempt left undone: an evaluation, or only its record. False when a signal interrupted it."""
-    experiment, state = attempt.experiment, attempt.state
-    missing = clocks.should_evaluate_at_end(experiment, reason, state, attempt.progress)
-    if missing or (experiment.eval.every and state.unrecorded is not None):
-        return _evaluate(attempt, lock, signals, watch)
-    if state.unrecorded is not None:  # evaluations were switched off since
-        record(attempt, state.unrecorded)
+    def __iter__(self) -> Iterator[Report]:
+        return self
+
+    def __next__(self) -> Report:
+        self._require_open()
+        self.is_busy = True
+        report = next(self._reports, None)
+        self.is_busy = False
+        if report is None:
+            raise StopIteration
+        return report
+
+    # ------------------------------------------------------------------------------------------ for the loop's body
+
+    def set(self, changes: Mapping[str, Any]) -> None:
+        """Change settings from here on: `training.set({"algo.lr": 1e-4, "env.options.level": 3})`.
+
+        Written to the run folder before it takes effect; a resume uses the settings of its checkpoint's env step.
+        """
+        self._require_open()
+        changes = {key: value.item() if isinstance(value, np.generic) else value for key, value in changes.items()}
+        live_settings.require_live(self._attempt, changes)
+        new, before = live_settings.differences(self.experiment, changes)
+        if not new:
+            return
+        experiment = live_settings.with_settings(self.run, self.experiment, as_overrides(new))
+        self._scheduled = {**self._scheduled, **new}
+        self._schedule = self._schedule.changed(self.progress.env_steps, self._scheduled, before)
+        self._schedule.write(self.run.folder)
+        self._change(experiment, new)
+        if self._attempt.state.saved == self.progress:  # that checkpoint's loop state is of the former settings
+            save_checkpoint(self._attempt)
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate the policy now and record it, with the update that waits for an evaluation. A checkpoint of this
+        moment gets the score, and a new best is saved.
+
+        None when a signal interrupted it: nothing of it is kept. The next attempt makes an evaluation that was due.
+        """
+        self._require_open()
+        attempt, state, progress = self._attempt, self._attempt.state, self.progress
+        with self._watch.measuring("eval"):
+            found = evaluate(attempt, lambda: self._signals.received is not None)
+        self._lock.check()
+        if found is None:
+            attempt.screen.update(progress, state.unrecorded or {}, {})
+            return None
+        result, measured = found
+        self._save_due = state.improves(self.experiment.save, progress.env_steps) or state.saved == progress
+        timing = self._watch.metrics(progress) if progress != self._watch.since else {}
+        record(attempt, (state.unrecorded or {}) | measured | timing)
         state.unrecorded = None
-    return True
+        return result
 
+    def save(self) -> None:
+        """Write a checkpoint, unless there is one of this moment."""
+        self._require_open()
+        milestone = clocks.passes_milestone(self.experiment.save, self._before, self.progress)
+        if milestone or self._save_due or self._attempt.state.saved != self.progress:
+            self._save(milestone=milestone)
 
-def _step(attempt: Attempt, lock: Lock) -> Report:
-    attempt.stepping = True
-    report = attempt.engine.step()
-    attempt.stepping = False
-    lock.check()
-    return report
+    def stop(self) -> None:
+        """End the loop after this body; `resume` continues the run."""
+        self._stop_reason = self._stop_reason or "stop() was called"
 
+    def _require_open(self) -> None:
+        if not self._lock.held:
+            raise UseError("this training has ended", "continue it with tiltyard.iterate(training.run)")
 
-def _evaluate(attempt: Attempt, lock: Lock, signals: StopSignals, watch: clocks.Stopwatch) -> bool:
-    """Evaluate and record. A checkpoint of this moment gets the score; a new best is saved.
+    # ------------------------------------------------------------------------------------------ the loop
 
-    Returns False when a signal interrupted it: nothing of it is kept, and the next attempt evaluates here.
-    """
-    state, progress = attempt.state, attempt.progress
-    with watch.measuring("eval"):
-        measured = evaluate(attempt, lambda: signals.received is not None)
-    lock.check()
-    if measured is None:
-        attempt.screen.update(progress, state.unrecorded or {}, {})
-        return False
-    best = state.improves(attempt.experiment.save, progress.env_steps)
-    timing = watch.metrics(progress) if progress != watch.since else {}
-    record(attempt, (state.unrecorded or {}) | measured | timing)
-    state.unrecorded = None
-    if best or state.saved == progress:
-        with watch.measuring("save"):
-            save_checkpoint(attempt)
-    return True
+    def _loop(self) -> Iterator[Report]:
+        attempt, state, watch = self._attempt, self._attempt.state, self._watch
+        self._catch_up()
+        population = self.experiment.population
+        selection = PbtSelection(attempt, population) if population else None
+        while not self._is_over():
+            before = self._before = attempt.progress
+            report = self._step()
+            progress = attempt.progress = report.progress
+            metrics = state.add(report)
+            if selection is not None:
+                selection.select(metrics)
+            watch.add(report.time_split)
+            for message in report.events:
+                attempt.log("warning", message)
 
+            reason = clocks.stop_reason(self.experiment.stop, progress, state)
+            if clocks.should_evaluate(self.experiment, before, progress) or self._misses_last_evaluation(reason):
+                state.unrecorded = metrics  # becomes one record with the evaluation
+            elif clocks.should_record(self.experiment, progress) or reason:
+                record(attempt, metrics | watch.metrics(progress))
+            if time.monotonic() - attempt.last_status > STATUS_SECONDS:
+                write_progress(attempt)
+            yield replace(report, metrics=metrics)
 
-def _finish(attempt: Attempt, segment: Segment, reason: str | None, signals: StopSignals, *, trained: bool) -> Outcome:
-    """Write into the folder how it ended: finished, stopped by a signal, or paused at the end of a segment."""
-    state: Literal["finished", "stopped"] = "stopped" if reason is None else "finished"
-    paused = reason is None and not signals.received
-    if reason is None:
-        reason = f"received {signals.received}" if signals.received else f"{PAUSED} {segment.end:,} as scheduled"
-    progress = attempt.progress
-    write_progress(attempt, state=state, reason=reason)
-    log_event(attempt.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
-    latest, more = dict(attempt.state.latest), paused and not segment.last
-    return Outcome(state, reason, progress, trained, attempt.spec.filmable, latest, more)
+            self._apply_schedule()
+            save, since = self.experiment.save, time.monotonic() - attempt.last_save
+            milestone = clocks.passes_milestone(save, before, progress)
+            last = reason is not None and state.unrecorded is not None
+            if milestone or last or self._save_due or clocks.should_save(save, state.saved, progress, since):
+                self._save(milestone=milestone)  # before the evaluation, which may take long
+            if state.unrecorded is not None:
+                self.evaluate()
+            if self._save_due:
+                self._save()
+
+    def _is_over(self) -> bool:
+        """Whether training ends here: finished, stopped or paused."""
+        progress, state, until = self.progress, self._attempt.state, self._schedule.until
+        self._finished = clocks.stop_reason(self.experiment.stop, progress, state)
+        if state.unrecorded is not None:  # its evaluation was interrupted
+            self._finished = None
+        if self._signals.received:
+            self._stop_reason = f"received {self._signals.received}"
+        elif until is not None and progress.env_steps >= until:
+            self._stop_reason = f"{PAUSED} {until:,} as scheduled"
+        return self._finished is not None or self._stop_reason is not None
+
+    def _step(self) -> Report:
+        attempt = self._attempt
+        attempt.stepping = True
+        report = attempt.engine.step()
+        attempt.stepping = False
+        self._lock.check()
+        if self._new_settings:
+            check_learned(self.experiment, self._new_settings, attempt.engine, report.metrics)
+            self._new_settings = set()
+        return report
+
+    def _apply_schedule(self) -> None:
+        """Change to the settings that are scheduled from here on."""
+        env_steps = self.progress.env_steps
+        scheduled = self._schedule.at(env_steps)
+        if scheduled == self._scheduled:
+            return
+        self._scheduled = scheduled
+        new, _ = live_settings.differences(self.experiment, scheduled)
+        if new and not live_settings.are_live(self.experiment, new):
+            self._stop_reason, self._continues = f"{PAUSED} {env_steps:,} as scheduled", True
+        elif new:
+            self._change(live_settings.with_settings(self.run, self.experiment, as_overrides(new)), new)
+
+    def _change(self, experiment: Experiment, new: Mapping[str, Any]) -> None:
+        live_settings.apply(self._attempt, experiment, list(new))
+        self._new_settings |= set(new)
+        text, at = ", ".join(f"{key} = {value}" for key, value in new.items()), self.progress.env_steps
+        log_event(self.run, "changed", f"{text} from env step {at:,} on", settings=dict(new), env_steps=at)
+
+    def _misses_last_evaluation(self, reason: str | None) -> bool:
+        return clocks.should_evaluate_at_end(self.experiment, reason, self._attempt.state, self.progress)
+
+    def _catch_up(self) -> None:
+        """Do what an earlier attempt left undone: an evaluation, or only its record."""
+        attempt, state = self._attempt, self._attempt.state
+        if self._misses_last_evaluation(clocks.stop_reason(self.experiment.stop, self.progress, state)):
+            state.unrecorded = state.unrecorded or {}
+        elif state.unrecorded is not None and not self.experiment.eval.every:  # switched off since
+            record(attempt, state.unrecorded)
+            state.unrecorded = None
+        if state.unrecorded is not None:
+            self.evaluate()
+        if self._save_due:
+            self._save()
+
+    def _save(self, *, milestone: bool = False) -> None:
+        self._save_due, self._before = False, self.progress
+        with self._watch.measuring("save"):
+            save_checkpoint(self._attempt, milestone=milestone)
+
+    def finish(self) -> None:
+        """Save, and write into the folder how it ended: finished, or stopped by a signal, the schedule or the user."""
+        attempt, progress = self._attempt, self.progress
+        self._lock.check()
+        self.save()
+        state: Literal["finished", "stopped"] = "finished" if self._finished else "stopped"
+        reason = self._finished or self._stop_reason or "the loop was left"
+        write_progress(attempt, state=state, reason=reason)
+        log_event(self.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
+        latest, trained = dict(attempt.state.latest), progress != self._first
+        self.outcome = Outcome(state, reason, progress, trained, attempt.spec.filmable, latest, self._continues)

@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiltyard.config.experiment import Experiment, Save
+from tiltyard.config.experiment import Experiment, episode_digest
 from tiltyard.config.policies import PolicySettings
+from tiltyard.config.sections import Save
 from tiltyard.types import Progress, Report, Tree
 
 WINDOW = 100  # training episodes that train/return is the mean of
@@ -111,23 +112,11 @@ class LoopState:
 
     @staticmethod
     def _read(tree: Tree) -> LoopState:
-        extras, policies, alone = (
-            {name: deque(values, maxlen=WINDOW) for name, values in tree.get(windows, {}).items()}
-            for windows in ("extras", "policies", "alone")
-        )
-        return LoopState(
-            deque(tree["returns"], maxlen=WINDOW),
-            deque(tree["lengths"], maxlen=WINDOW),
-            extras,
-            policies,
-            alone,
-            dict(tree["latest"]),
-            tree["evaluated_at"],
-            tree["best"],
-            Progress(**tree["saved"]),
-            tree.get("unrecorded"),
-            tree.get("selection"),
-        )
+        windows: dict[str, Any] = {name: deque(tree[name], maxlen=WINDOW) for name in ("returns", "lengths")}
+        for name in ("extras", "policies", "alone"):
+            windows[name] = {key: deque(values, maxlen=WINDOW) for key, values in tree.get(name, {}).items()}
+        kept = {name: tree.get(name) for name in ("evaluated_at", "best", "unrecorded", "selection")}
+        return LoopState(**windows, **kept, latest=dict(tree["latest"]), saved=Progress(**tree["saved"]))
 
 
 def score_terms(experiment: Experiment) -> dict[str, Any]:
@@ -137,7 +126,7 @@ def score_terms(experiment: Experiment) -> dict[str, Any]:
         players = {name: member.from_ or _past(member) for name, member in experiment.policy_settings.items()}
         measured |= {"policies": players, "match": experiment.match}
     return {
-        "episodes": experiment.env.episode_digest(),
+        "episodes": episode_digest(experiment.env),
         "eval": measured,
         "score": {"metric": experiment.save.metric, "mode": experiment.save.mode},
     }

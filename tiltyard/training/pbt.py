@@ -19,11 +19,13 @@ from tiltyard.algos.pbt import Exploit, Member, Settings, is_due, replacements, 
 from tiltyard.algos.tunables import latin_hypercube, parse_tunables, perturb
 from tiltyard.config.policies import Population
 from tiltyard.config.schedules import KlAdaptive
-from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run.checkpoint import newest_valid, read_tree
+from tiltyard.errors import UseError, did_you_mean
+from tiltyard.run.checkpoint import newest_valid
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
+from tiltyard.run.state_file import read_tree
 from tiltyard.training.attempt import Attempt
+from tiltyard.training.live_settings import adopt
 from tiltyard.types import Tree
 
 DECISIONS = 7  # the role of decisions in the run's seed tree
@@ -76,9 +78,10 @@ class PbtSelection:
         experiment, now = self.attempt.experiment, PbtState(list(self.names))
         keys = [key for tunable in self.tunables for key in tunable.keys]
         for name, drawn in zip(self.names, latin_hypercube(self.tunables, len(self.names), self._rng(0)), strict=True):
-            own = {f"algo.{number}": value for number, value in experiment.policy_settings[name].algo.given().items()}
+            given = experiment.policy_settings[name].algo.model_dump(exclude_none=True)
+            own = {f"algo.{number}": value for number, value in given.items()}
             now.first[name] = now.settings[name] = drawn | {key: value for key, value in own.items() if key in keys}
-            self._adopt(name, None, now.first[name])
+            adopt(self.attempt.engine, name, None, now.first[name])
             self.attempt.log("started", f"policy {name} starts with {_text(now.first[name])}")
         return now
 
@@ -89,20 +92,8 @@ class PbtSelection:
         for name, settings in now.settings.items():
             numbers = {key: getattr(algo, key.removeprefix("algo."), None) for key in settings}
             decided = {key: value for key, value in settings.items() if not isinstance(numbers[key], KlAdaptive)}
-            self._adopt(name, None, decided)
+            adopt(self.attempt.engine, name, None, decided)
         return now
-
-    def _adopt(self, name: str, source: str | None, settings: Settings) -> None:
-        """Copy a policy and change its settings; TiltyardError unless these are then in effect."""
-        engine = self.attempt.engine
-        asked = {key.removeprefix("algo."): float(value) for key, value in settings.items()}
-        got = engine.adopt(name, None if source is None else engine.snapshot(source), asked)
-        for number, value in asked.items():
-            if got[number] != value:
-                raise TiltyardError(
-                    f"algo.{number} of policy {name} should be {value!r}, but the engine uses {got[number]!r}",
-                    "nothing was learned with it; internal error, please report it",
-                )
 
     # ------------------------------------------------------------------------------------------ decisions
 
@@ -121,7 +112,7 @@ class PbtSelection:
         """Replace a member by a copy of `source`."""
         now, name, other = self.now, self.names[member.number], self.names[source.number]
         before, after = now.settings[name], self._explore(name, other, rng)
-        self._adopt(name, other, after)
+        adopt(self.attempt.engine, name, self.attempt.engine.snapshot(other), after)
         self.attempt.state.forget(name)
         now.settings[name] = after
         assert member.score is not None and source.score is not None  # replacements() compares only scored members

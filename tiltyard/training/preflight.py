@@ -1,6 +1,6 @@
 """Everything checked before a run folder is made: a new experiment, a fork, or the schedule of a policy repeated.
 
-    prepare(TARGET)        load settings -> copy plug-ins -> probe env, build model once, check memory -> tune, if set
+    prepare(TARGET)        load settings -> copy plug-ins -> probe env, build net, check memory -> tune, if set
     prepare_fork(RUN)      the same from a run's settings, with one of its checkpoints to start from
     prepare_repeat(RUN)    the same with the settings schedule of one policy of a population
 
@@ -20,20 +20,22 @@ from typing import Any
 
 from tiltyard.config.cross_checks import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import COMMAND_LINE, Loaded, as_overrides, load, refuse_presets
+from tiltyard.config.load import COMMAND_LINE, Loaded, Target, as_overrides, load, refuse_presets
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
-from tiltyard.engines.local import PRELOAD
 from tiltyard.engines.policies.frozen import freeze
 from tiltyard.engines.preflight import check_engine, check_platform, has_workers
 from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
-from tiltyard.evaluation.evaluator import require_recordable
+from tiltyard.evaluation.evaluate import require_recordable
+from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins.resolve import short
 from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
-from tiltyard.processes import fork_server
+from tiltyard.processes.fork_server import ForkServer
+from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores
 from tiltyard.run import checkpoint, metric_names
+from tiltyard.run.create import with_found_sources
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import SettingsSchedule
@@ -66,6 +68,8 @@ class CheckedExperiment:
     loaded: Loaded
     root: Path
     spec: EnvSpec
+    net: PolicyNet
+    """the first policy's net with its initial weights, to be trained by one run"""
     copies: Copies
     """copies of its plug-ins, in a temporary folder that is deleted with this object"""
     profile: str | None = None
@@ -79,36 +83,40 @@ class CheckedExperiment:
 
 
 def prepare(
-    target: str | Path | Mapping[str, Any] | Experiment,
+    target: Target | Experiment,
     overrides: Sequence[str] = (),
     *,
+    settings: Mapping[str, Any] | None = None,
     profile: str | None = None,
     debug: bool = False,
     as_job: bool = False,
+    server: ForkServer | None = None,
 ) -> CheckedExperiment:
     """Load the settings and check all that can be checked without writing: env, model, trackers, memory.
 
-    `as_job`: it will be trained on another machine.
+    `as_job`: it will be trained on another machine. `server` will fork its workers; it is started early.
     """
     if isinstance(target, Experiment):
         target = target.model_dump(mode="json", by_alias=True)
     chosen = apply_profile(profile) if profile else None
-    loaded = load(target, overrides, profile=chosen, debug=debug)
+    loaded = load(target, overrides, settings=settings, profile=chosen, debug=debug)
     _refuse_tuning(loaded.experiment, as_job)
     root = runs_root()
     experiment = with_found_sources(loaded.experiment, root)
     loaded = replace(loaded, experiment=experiment)
     continues = None if experiment.resume in ("auto", "never") else Path(experiment.resume)
-    return _checked(loaded, root, continues, profile)
+    return _checked(loaded, root, continues, profile, server)
 
 
 def prepare_fork(
     source: Run | str | Path,
     overrides: Sequence[str] = (),
     *,
+    settings: Mapping[str, Any] | None = None,
     at: int | str | None = None,
     trust_code: bool = False,
     as_job: bool = False,
+    server: ForkServer | None = None,
 ) -> CheckedExperiment:
     """Check the parent's settings with changes, and the checkpoint to start from, as `prepare` does."""
     parent = resolve_run(source)
@@ -116,13 +124,12 @@ def prepare_fork(
     refuse_presets("fork", overrides)
     parent.require_own_code(trust_code)
     before, profile = parent.experiment(), parent.enter_profile()
-    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, base=parent.base)
+    loaded = load(before.model_dump(mode="json", by_alias=True), overrides, settings=settings, base=parent.base)
     _refuse_tuning(loaded.experiment, as_job)
     if loaded.origins["resume"] == COMMAND_LINE and loaded.experiment.resume != "auto":
-        raise UseError(
-            f"resume = {loaded.experiment.resume}: a fork continues from the checkpoint that it is forked at",
-            "leave it out; --at chooses the checkpoint, `tiltyard train` starts from scratch",
-        )
+        message = f"resume = {loaded.experiment.resume}: a fork continues from the checkpoint that it is forked at"
+        hint = "leave it out; --at chooses the checkpoint, `tiltyard train` starts from scratch"
+        raise UseError(message, hint)
     if loaded.experiment.model.init != before.model.init:
         raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
     # A fork continues from the copied checkpoint, whatever its parent started from.
@@ -130,7 +137,7 @@ def prepare_fork(
     # Compare ids before copying: a copy of another file than the parent's may get the same name.
     score = chosen.score if score_terms(before) == score_terms(loaded.experiment) else None
     origin = Origin(parent, chosen, score, mask_command(overrides))
-    return _checked(loaded, runs_root(), chosen.folder, profile, origin)
+    return _checked(loaded, runs_root(), chosen.folder, profile, server, origin)
 
 
 def prepare_repeat(
@@ -140,6 +147,7 @@ def prepare_repeat(
     *,
     trust_code: bool = False,
     as_job: bool = False,
+    server: ForkServer | None = None,
 ) -> CheckedExperiment:
     """Check a run that repeats the settings schedule of one policy of a population, for as many env steps, with the
     policy's share of the envs where that is possible."""
@@ -156,23 +164,30 @@ def prepare_repeat(
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
     loaded = load(values, [*as_overrides(schedule[0][1]), *overrides], base=parent.base)
     _refuse_tuning(loaded.experiment, as_job)
-    return replace(_checked(loaded, runs_root(), None, parent.enter_profile()), schedule=SettingsSchedule(schedule))
+    checked = _checked(loaded, runs_root(), None, parent.enter_profile(), server)
+    return replace(checked, schedule=SettingsSchedule(schedule))
 
 
 def _checked(
-    loaded: Loaded, root: Path, continues: Path | None, profile: str | None, origin: Origin | None = None
+    loaded: Loaded,
+    root: Path,
+    continues: Path | None,
+    profile: str | None,
+    server: ForkServer | None,
+    origin: Origin | None = None,
 ) -> CheckedExperiment:
     """Check with copies of the plug-ins, made in a temporary folder and later put into the run folder."""
     folder = Path(tempfile.mkdtemp(prefix="tiltyard-plugins-"))
+    start_early(server, loaded.experiment)
     try:
-        copies, spec = check_copies(loaded.experiment, loaded.base, continues, folder)
+        copies, spec, net = check_new(loaded.experiment, loaded.base, continues, folder)
         spec = replace(spec, notes=(*loaded.warnings, *spec.notes, *copies.notes))
         if loaded.experiment.engine.tune:
-            loaded, spec = _tuned(loaded, copies, spec)
+            loaded, spec = _tuned(loaded, copies, spec, server)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    checked = CheckedExperiment(loaded, root, spec, copies, profile, origin)
+    checked = CheckedExperiment(loaded, root, spec, net, copies, profile, origin)
     weakref.finalize(checked, shutil.rmtree, folder, ignore_errors=True)
     return checked
 
@@ -186,34 +201,38 @@ def _refuse_tuning(experiment: Experiment, as_job: bool) -> None:
         )
 
 
-def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec) -> tuple[Loaded, EnvSpec]:
+def _tuned(loaded: Loaded, copies: Copies, spec: EnvSpec, server: ForkServer | None) -> tuple[Loaded, EnvSpec]:
     """Replace settings by those that were measured to be fastest, and add notes with the reasons."""
     sys.stderr.write(f"tuning for about {TUNE_SECONDS:.0f} s, plus the time to start envs (engine.tune)\n")
-    found = tune(loaded, copies, spec, TUNE_SECONDS)
+    found = tune(loaded, copies, spec, TUNE_SECONDS, server)
     notes = (*spec.notes, f"tuned: {' '.join(found.overrides)}", *found.lines())
     return replace(loaded, experiment=found.experiment), replace(spec, notes=notes)
 
 
-def check_copies(
+def check_new(
     experiment: Experiment, base: Sequence[Path], continues: Path | None, folder: Path
-) -> tuple[Copies, EnvSpec]:
-    """Run `check` with copies of the plug-ins made in `folder`: what passes works in the run folder too."""
+) -> tuple[Copies, EnvSpec, PolicyNet]:
+    """Check that new settings make sense and work here, with copies of the plug-ins made in `folder`: what passes works
+    in the run folder too."""
+    trackers.check(experiment.track)  # only for new runs: a tracker lost since must not stop a resume
+    check_metric(experiment)
+    ignored = list(ignored_settings(experiment))
+    if ignored:
+        raise ConfigError(ignored, "the model's settings")
     try:
         copies = copy_plugins(experiment, base, folder)
         if experiment.several_policies:
             copies = freeze(experiment, base, copies)
     except OSError as error:
-        raise TiltyardError(
-            f"the plug-ins could not be copied to {folder}: {error.strerror or error}",
-            "free some space, or set TMPDIR to another folder",
-        ) from error
+        hint = "free some space, or set TMPDIR to another folder"
+        raise TiltyardError(f"the plug-ins could not be copied to {folder}: {error.strerror or error}", hint) from error
     if not copies.ids:
-        return copies, check(experiment, base, continues)
+        return copies, *check_on_this_machine(experiment, base, continues)
     try:
-        return copies, check(copies.named_in(experiment), (folder,), continues)
+        return copies, *check_on_this_machine(copies.named_in(experiment), (folder,), continues)
     except UseError as error:
         failed = error
-    check(experiment, base, continues)  # an error of the plug-in itself is reported with its own paths
+    check_on_this_machine(experiment, base, continues)  # an error of the plug-in itself is reported with its own paths
     raise UseError(
         f"a plug-in works in its place but not as a copy, which a run uses: {failed.message}",
         "copied are the modules it imports from its folder and the files there, up to "
@@ -222,36 +241,28 @@ def check_copies(
     )
 
 
-def check(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
-    """Check that new settings make sense and work on this machine."""
-    trackers.check(experiment.track)  # only for new runs: a tracker lost since must not stop a resume
-    check_metric(experiment)
-    ignored = list(ignored_settings(experiment))
-    if ignored:
-        raise ConfigError(ignored, "the model's settings")
-    return check_on_this_machine(experiment, base, continues)
+def start_early(server: ForkServer | None, experiment: Experiment) -> None:
+    """Let the fork server import torch while the env is probed, if there will certainly be workers."""
+    free_cores.cache_clear()  # measured before an earlier training
+    if server is not None and has_workers(experiment) and is_linux():
+        if "auto" in (experiment.engine.workers, experiment.engine.threads):
+            free_cores()  # measured now, before the fork server loads the cores
+        server.start()
 
 
-def check_on_this_machine(experiment: Experiment, base: Sequence[Path], continues: Path | None) -> EnvSpec:
-    """Probe the env in a child process, build the engine's model once, check memory.
+def check_on_this_machine(
+    experiment: Experiment, base: Sequence[Path], continues: Path | None
+) -> tuple[EnvSpec, PolicyNet]:
+    """Probe the env in a child process, build the net that is then trained, check memory.
 
     `continues` is the checkpoint to start from, if any: its weights must fit.
     """
-    check_platform(experiment)
-    free_cores.cache_clear()  # measured before an earlier training
-    if has_workers(experiment):
-        if "auto" in (experiment.engine.workers, experiment.engine.threads):
-            free_cores()  # measured now, before the fork server loads the cores
-        fork_server.standby.start(PRELOAD)  # it imports torch while the probe runs
-    try:
-        spec = probe(experiment.env, base=base, previous=experiment.model.previous)
-        if experiment.eval.video:
-            require_recordable(spec, experiment.env)
-        check_engine(experiment, spec, base, continues)
-    except BaseException:
-        fork_server.standby.end()
-        raise
-    return spec
+    if not is_linux():
+        check_platform(experiment)
+    spec = probe(experiment.env, base=base, previous=experiment.model.previous)
+    if experiment.eval.video:
+        require_recordable(spec, experiment.env)
+    return spec, check_engine(experiment, spec, base, continues)
 
 
 def check_metric(experiment: Experiment) -> None:
@@ -273,24 +284,6 @@ def require_metric(name: str, setting: str, *, also: Sequence[str] = ()) -> None
 def evaluates(experiment: Experiment) -> bool:
     """Whether this experiment ever evaluates."""
     return experiment.eval.every > 0 or experiment.eval.at_end
-
-
-def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
-    """Replace `resume: PATH` and `model.init: RUN` by absolute checkpoint folders, which stay valid elsewhere."""
-    if experiment.resume not in ("auto", "never"):
-        experiment = experiment.model_copy(update={"resume": source_folder(experiment.resume, root)})
-    if experiment.model.init:
-        model = experiment.model.model_copy(update={"init": source_folder(experiment.model.init, root)})
-        experiment = experiment.model_copy(update={"model": model})
-    return experiment
-
-
-def source_folder(text: str, root: Path) -> str:
-    """The absolute checkpoint folder for a run's name or a path."""
-    folder = Path(text).expanduser().absolute()
-    if (folder / "manifest.json").is_file():
-        return str(checkpoint.select(folder).folder)
-    return str(checkpoint.select(find(text, root), None).folder)
 
 
 def resolve_run(source: Run | str | Path) -> Run:

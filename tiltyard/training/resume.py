@@ -12,23 +12,29 @@ from typing import Any
 
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import flat
-from tiltyard.config.load import as_overrides, load, override_list, parse_override, refuse_presets
+from tiltyard.config.load import as_overrides, override_list, parse_override, refuse_presets
 from tiltyard.errors import UseError
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_if_running
 from tiltyard.run.redact import mask_command
-from tiltyard.run.settings_schedule import WHOLE, Segment
+from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.track import trackers
 from tiltyard.training.attempt import AttemptSetup, find_start
-from tiltyard.training.preflight import check_metric, check_on_this_machine, resolve_run
+from tiltyard.training.live_settings import with_settings
+from tiltyard.training.preflight import check_metric, check_on_this_machine, resolve_run, start_early
 
 # Changing one of these makes another run: use `fork`.
 IDENTITY = ("env", "model", "policies", "match", "seed", "name", "engine")
 
 
 def prepare_resume(
-    source: Run | str | Path, overrides: Sequence[str] = (), *, trust_code: bool = False
+    source: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    trust_code: bool = False,
+    server: ForkServer | None = None,
 ) -> tuple[Run, AttemptSetup]:
     """The run and the setup of its next attempt. Everything is checked; the folder is unchanged."""
     run = resolve_run(source)
@@ -40,60 +46,45 @@ def prepare_resume(
     asked = dict(map(parse_override, words))
     from_scratch = asked.get("resume") == "never"
     start = None if from_scratch else find_start(run, found)[0]
-    segment, scheduled = _segment(run, start.env_steps if start is not None else 0, asked)
-    before = settings = _changed(run, found, scheduled)
+    schedule = read_schedule(run.folder) or SettingsSchedule()
+    scheduled = _scheduled(run, schedule.at(start.env_steps if start is not None else 0), asked)
+    before = settings = with_settings(run, found, scheduled)
     if words:
-        settings = _changed(run, before, words)
+        settings = with_settings(run, before, words)
         if settings.resume in ("auto", "never"):
             # `resume` holds for this attempt only; the run's file keeps what the run was created with.
             settings = settings.model_copy(update={"resume": found.resume})
     _require_same_run(run, before, settings, words)
     run.enter_profile()
-    spec = check_on_this_machine(settings, run.base, start.folder if start is not None else None)
-    return run, AttemptSetup(found, settings, spec, tuple(mask_command([*scheduled, *words])), from_scratch, segment)
+    start_early(server, settings)
+    spec, net = check_on_this_machine(settings, run.base, start.folder if start is not None else None)
+    changes = tuple(mask_command([*scheduled, *words]))
+    return run, AttemptSetup(found, settings, spec, net, changes, from_scratch, schedule)
 
 
-def _changed(run: Run, experiment: Experiment, words: Sequence[str]) -> Experiment:
-    if not words:
-        return experiment
-    return load(experiment.model_dump(mode="json", by_alias=True), words, base=run.base).experiment
-
-
-def _segment(run: Run, env_steps: int, asked: Mapping[str, Any]) -> tuple[Segment, list[str]]:
-    """The present segment of the run's settings schedule, and the overrides that put its settings into effect."""
-    schedule = read_schedule(run.folder)
-    if schedule is None:
-        return WHOLE, []
-    segment = schedule.at(env_steps)
-    twice = sorted(set(asked) & set(segment.settings))
+def _scheduled(run: Run, settings: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """The overrides that put scheduled settings into effect."""
+    twice = sorted(set(asked) & set(settings))
     if twice:
-        raise UseError(
-            f"`resume` cannot change {twice[0]}: stretches.json of {run.id} sets it",
-            f"start a new run from its checkpoint: tiltyard fork {run.typed} {twice[0]}=...",
-        )
+        hint = f"start a new run from its checkpoint: tiltyard fork {run.typed} {twice[0]}=..."
+        raise UseError(f"`resume` cannot change {twice[0]}: stretches.json of {run.id} sets it", hint)
     now = dict(flat(run.experiment().model_dump(mode="json", by_alias=True)))
-    new = {key: value for key, value in segment.settings.items() if now.get(tuple(key.split("."))) != value}
-    return segment, as_overrides(new)
+    return as_overrides({key: value for key, value in settings.items() if now.get(tuple(key.split("."))) != value})
 
 
 def _require_same_run(run: Run, before: Experiment, now: Experiment, overrides: Sequence[str]) -> None:
     """UseError for changes that would make it another run."""
     changed = [name for name in IDENTITY if getattr(before, name) != getattr(now, name)]
     if changed:
-        raise UseError(
-            f"`resume` cannot change {changed[0]}: that would be another run than {run.id}",
-            f"start one from its checkpoint: tiltyard fork {run.typed} {shlex.join(overrides)}",
-        )
+        hint = f"start one from its checkpoint: tiltyard fork {run.typed} {shlex.join(overrides)}"
+        raise UseError(f"`resume` cannot change {changed[0]}: that would be another run than {run.id}", hint)
     if now.resume != before.resume:
-        raise UseError(
-            f"resume = {now.resume}: {run.id} continues from its own checkpoints",
-            "start a new run from that one: tiltyard fork CHECKPOINT",
-        )
+        hint = "start a new run from that one: tiltyard fork CHECKPOINT"
+        raise UseError(f"resume = {now.resume}: {run.id} continues from its own checkpoints", hint)
     if now.save.metric != before.save.metric:
-        raise UseError(
-            f"`resume` cannot change save.metric: the checkpoints of {run.id} are ranked by {before.save.metric}",
-            f"start a new run with other scores: tiltyard fork {run.typed} {shlex.join(overrides)}",
-        )
+        message = f"`resume` cannot change save.metric: the checkpoints of {run.id} are ranked by {before.save.metric}"
+        hint = f"start a new run with other scores: tiltyard fork {run.typed} {shlex.join(overrides)}"
+        raise UseError(message, hint)
     if now != before:
         check_metric(now)
     if now.track != before.track:

@@ -34,10 +34,9 @@ def _compare(experiment: Experiment, names: Iterable[str], policy: str, found: M
         wanted = getattr(algo, name)
         if name in found and is_number(wanted) and found[name] != wanted:
             whose = f" of policy {policy}" if experiment.several_policies else ""
-            raise TiltyardError(
-                f"algo.{name}{whose} is {wanted!r} in the run's settings, but {where} {found[name]!r}",
-                "nothing was learned with it; internal error, please report it",
-            )
+            message = f"algo.{name}{whose} is {wanted!r} in the run's settings, but {where} {found[name]!r}"
+            hint = "nothing was learned with it; internal error, please report it"
+            raise TiltyardError(message, hint)
 
 
 def _numbers(experiment: Experiment, names: Iterable[str]) -> list[str]:

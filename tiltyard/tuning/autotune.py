@@ -26,7 +26,7 @@ from tiltyard.engines.preflight import check_engine
 from tiltyard.engines.topology import topology
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies
-from tiltyard.processes import fork_server
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.resources import usable_cores
 from tiltyard.track.bottleneck import bottleneck
 from tiltyard.types import Engine, EnvSpec, Report
@@ -45,16 +45,41 @@ FINAL_DUEL_AT = 0.9  # of the tuning time: then the best races the experiment's 
 TUNED = ("engine.workers", "engine.envs", "algo.rollout", "algo.minibatch")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
-    """The speed of one point."""
+    """A point, its engine during a race, and the results of its rounds."""
 
     point: Point
-    speed: float
-    """env steps per second, learning included: the median of the last rounds"""
-    rounds: int
-    bound: str
+    engine: Engine | None = None
+    threads: int = 1
+    speeds: list[float] = field(default_factory=list)
+    split: dict[str, float] = field(default_factory=dict)
+    workers: dict[str, float] = field(default_factory=dict)
+    env_steps: int = 0
     failed: str = ""
+
+    def add(self, report: Report) -> None:
+        self.env_steps = report.progress.env_steps
+        for part, seconds in report.time_split.items():
+            self.split[part] = self.split.get(part, 0.0) + seconds
+        found = report.metrics.items()
+        self.workers = {name.removeprefix("workers/"): value for name, value in found if name.startswith("workers/")}
+
+    @property
+    def speed(self) -> float:
+        """Env steps per second, learning included: the median of the last rounds."""
+        return median(self.speeds[-DUEL_ROUNDS:]) if self.speeds and not self.failed else 0.0
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether most of the learner's time goes into sampling."""
+        return self.split.get("env", 0.0) + self.split.get("wait", 0.0) > sum(self.split.values()) / 2
+
+    @property
+    def bound(self) -> str:
+        """What limits the speed."""
+        total = sum(self.split.values()) or 1.0
+        return bottleneck({part: seconds / total for part, seconds in self.split.items()}, self.workers)
 
 
 @dataclass(frozen=True)
@@ -75,14 +100,11 @@ class Tuned:
     def lines(self) -> list[str]:
         """The choice as lines for the console."""
         tried = f"{len(self.measurements)} settings tried in {self.seconds:.0f} s"
+        own, speed = self.own.speed, f"{self.chosen.speed:,.0f} env steps per second"
         if self.chosen is self.own:
-            choice = f"the experiment's own settings, {self.own.speed:,.0f} env steps per second: none was faster"
+            choice = f"the experiment's own settings, {speed}: none was faster"
         else:
-            gain = self.chosen.speed / self.own.speed
-            choice = (
-                f"{self.chosen.speed:,.0f} env steps per second, {gain:.2f} times the experiment's own "
-                f"{self.own.speed:,.0f}"
-            )
+            choice = f"{speed}, {self.chosen.speed / own:.2f} times the experiment's own {own:,.0f}"
         kept = [f"kept    as set: {', '.join(self.kept)}"] if self.kept else []
         bound = [f"bound   {self.chosen.bound}"] if self.chosen.bound else []
         return [f"choice  {choice} ({tried})", *bound, *kept, f"rule    {RULE}"]
@@ -93,29 +115,28 @@ def tune(
     copies: Copies,
     spec: EnvSpec,
     seconds: float,
+    server: ForkServer | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Measure and choose in about `seconds`, plus at most MAX_START_FACTOR times that for engine starts."""
+    """Measure and choose in about `seconds`, plus at most MAX_START_FACTOR times that for engine starts.
+
+    All engines get copies of one fork server: without it, each would import torch again."""
     experiment = copies.named_in(loaded.experiment)
     if experiment.engine.kind == "rllib":
-        raise UseError(
-            "engine.kind = rllib cannot be tuned: its processes may be on other machines", "set engine.kind=local"
-        )
+        hint = "set engine.kind=local"
+        raise UseError("engine.kind = rllib cannot be tuned: its processes may be on other machines", hint)
     base = (copies.folder,) if copies.ids else loaded.base
     kept = fixed_settings(loaded)
     began = time.monotonic()
     threads = torch.get_num_threads()
-    contest = _Contest(experiment, spec, base, began, seconds, say)
-    with fork_server.standby.shared():
-        try:
-            own, chosen = _search(contest, kept)
-        finally:
-            contest.close()
-            torch.set_num_threads(threads)
-    measurements = [entry.measurement() for entry in contest.entries.values()]
-    found = {measurement.point: measurement for measurement in measurements}
-    chosen_experiment = chosen.applied(loaded.experiment)
-    return Tuned(chosen_experiment, measurements, found[own], found[chosen], kept, time.monotonic() - began)
+    contest = _Contest(experiment, spec, base, server, seconds, say, began)
+    try:
+        own, chosen = _search(contest, kept)
+    finally:
+        contest.close()
+        torch.set_num_threads(threads)
+    found, passed = contest.entries, time.monotonic() - began
+    return Tuned(chosen.applied(loaded.experiment), [*found.values()], found[own], found[chosen], kept, passed)
 
 
 def fixed_settings(loaded: Loaded) -> list[str]:
@@ -156,59 +177,23 @@ def _climb(contest: _Contest, around: Candidates, best: Point, until: float) -> 
 
 
 @dataclass
-class _Entry:
-    """A point, its engine during a race, and the results of its rounds."""
-
-    point: Point
-    engine: Engine | None = None
-    threads: int = 1
-    speeds: list[float] = field(default_factory=list)
-    split: dict[str, float] = field(default_factory=dict)
-    workers: dict[str, float] = field(default_factory=dict)
-    env_steps: int = 0
-    failed: str = ""
-
-    def add(self, report: Report) -> None:
-        self.env_steps = report.progress.env_steps
-        for part, seconds in report.time_split.items():
-            self.split[part] = self.split.get(part, 0.0) + seconds
-        worker_metrics = [
-            (name.split("/", 1), value) for name, value in report.metrics.items() if name.startswith("workers/")
-        ]
-        self.workers = {part: value for (_, part), value in worker_metrics}
-
-    @property
-    def speed(self) -> float:
-        return median(self.speeds[-DUEL_ROUNDS:]) if self.speeds and not self.failed else 0.0
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether most of the learner's time goes into sampling."""
-        return self.split.get("env", 0.0) + self.split.get("wait", 0.0) > sum(self.split.values()) / 2
-
-    def measurement(self) -> Measurement:
-        total = sum(self.split.values()) or 1.0
-        shares = {part: seconds / total for part, seconds in self.split.items()}
-        return Measurement(self.point, self.speed, len(self.speeds), bottleneck(shares, self.workers), self.failed)
-
-
 class _Contest:
     """All entries, their common clock, and the running engines."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        spec: EnvSpec,
-        base: Sequence[Path],
-        began: float,
-        seconds: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self.experiment, self.spec, self.base, self.say = experiment, spec, base, say
-        self.began, self.seconds = began, seconds
-        self.starting = 0.0  # seconds spent in engine starts
-        self.round_seconds = max(MIN_ROUND_SECONDS, seconds * FIRST_ROUND)
-        self.entries: dict[Point, _Entry] = {}
+    experiment: Experiment
+    spec: EnvSpec
+    base: Sequence[Path]
+    server: ForkServer | None
+    seconds: float
+    say: Callable[[str], None]
+    began: float
+    starting: float = 0.0
+    """seconds spent in engine starts"""
+    entries: dict[Point, Measurement] = field(default_factory=dict)
+
+    @property
+    def round_seconds(self) -> float:
+        return max(MIN_ROUND_SECONDS, self.seconds * FIRST_ROUND)
 
     def used(self) -> float:
         """The share of the tuning time used, without engine starts."""
@@ -219,42 +204,41 @@ class _Contest:
 
     def race(self, champion: Point, rivals: Sequence[Point], until: float) -> Point:
         """The fastest of a point and the rivals there is time for; the champion if none is faster by the margin."""
-        alive = [self.entries[champion]]
-        for rival in rivals:
-            if self.used() >= until and not self._is_up(rival):
-                break
-            if self.enter(rival):
-                alive.append(self.entries[rival])
+        first, rest = self.entries[champion], self._entered(rivals, until)
         seconds_each, duels = self.round_seconds, 0
-        while len(alive) > 1 and duels < DUEL_ROUNDS:
-            duels += len(alive) == 2
-            for entry in alive:
+        while rest and duels < DUEL_ROUNDS:
+            duels += len(rest) == 1
+            for entry in (first, *rest):
                 self._run_round(entry, seconds_each)
-            first, *rest = alive
             rest = sorted((entry for entry in rest if not entry.failed), key=lambda entry: -entry.speed)
-            self._leave(rest[-(-len(rest) // 2) :])
             seconds_each *= 2 if len(rest) > 1 else 1
-            alive = [first, *rest[: -(-len(rest) // 2)]]
+            half = -(-len(rest) // 2)
+            self._leave(rest[half:])
+            rest = rest[:half]
             if self.used() >= until:
                 break
-        first, *rest = alive
         fastest = max(rest, key=lambda entry: entry.speed, default=first)
         winner = fastest if fastest.speed > MARGIN * first.speed else first
-        self._leave([entry for entry in alive if entry is not winner and entry.point != self._own])
-        return winner.point
+        return self._won(winner, [first, *rest])
 
     def quick_race(self, champion: Point, rivals: Sequence[Point], until: float) -> Point:
         """A race that a rival wins at once if its first round is clearly faster, as in many steps of a climb."""
-        up = [rival for rival in rivals if (self.used() < until or self._is_up(rival)) and self.enter(rival)]
-        fastest = max((self.entries[rival] for rival in up), key=lambda entry: entry.speed, default=None)
-        if fastest is None or fastest.speed < CLEAR_MARGIN * self.entries[champion].speed:
-            return self.race(champion, up, until)
-        losers = [self.entries[point] for point in (champion, *up) if point not in (fastest.point, self._own)]
-        self._leave(losers)
-        return fastest.point
+        first, up = self.entries[champion], self._entered(rivals, until)
+        fastest = max(up, key=lambda entry: entry.speed, default=None)
+        if fastest is None or fastest.speed < CLEAR_MARGIN * first.speed:
+            return self.race(champion, [entry.point for entry in up], until)
+        return self._won(fastest, [first, *up])
 
-    def _is_up(self, point: Point) -> bool:
-        return point in self.entries and self.entries[point].engine is not None
+    def _entered(self, points: Sequence[Point], until: float) -> list[Measurement]:
+        """Those of the points that run already or that there is time to start."""
+        up = {point for point, entry in self.entries.items() if entry.engine is not None}
+        wanted = (point for point in points if self.used() < until or point in up)
+        return [self.entries[point] for point in wanted if self.enter(point)]
+
+    def _won(self, winner: Measurement, entries: Sequence[Measurement]) -> Point:
+        """End the engines of the others, except the experiment's own."""
+        self._leave([entry for entry in entries if entry is not winner and entry.point != self._own])
+        return winner.point
 
     @property
     def _own(self) -> Point:
@@ -263,12 +247,12 @@ class _Contest:
 
     def enter(self, point: Point, *, must: bool = False) -> bool:
         """Start the point's engine if needed and run its first round; returns whether that worked."""
-        entry = self.entries.setdefault(point, _Entry(point))
+        entry = self.entries.setdefault(point, Measurement(point))
         if entry.engine is None and not entry.failed:
             settings, began = point.applied(self.experiment), time.monotonic()
             try:
                 check_engine(settings, self.spec, self.base)
-                entry.engine = make_engine(settings, self.spec, self.base)
+                entry.engine = make_engine(settings, self.spec, self.base, server=self.server)
                 entry.threads = torch.get_num_threads()
                 entry.env_steps = entry.engine.step().progress.env_steps  # the first update is the slowest
             except TiltyardError as error:
@@ -282,7 +266,7 @@ class _Contest:
                 self.say(f"{entry.speed:>12,.0f} env steps/s  {' '.join(point.words())}")
         return not entry.failed
 
-    def _run_round(self, entry: _Entry, seconds: float) -> None:
+    def _run_round(self, entry: Measurement, seconds: float) -> None:
         """Train for some seconds while the other engines are idle."""
         engine = entry.engine
         if engine is None:
@@ -304,12 +288,12 @@ class _Contest:
                 raise
             self._fail(entry, error)
 
-    def _fail(self, entry: _Entry, error: TiltyardError) -> None:
+    def _fail(self, entry: Measurement, error: TiltyardError) -> None:
         entry.failed = error.message
         self.say(f"{'failed':>12}  {' '.join(entry.point.words())}: {error.message}")
         self._leave([entry])
 
-    def _leave(self, entries: Sequence[_Entry]) -> None:
+    def _leave(self, entries: Sequence[Measurement]) -> None:
         for entry in entries:
             if entry.engine is not None:
                 entry.engine.close()

@@ -1,15 +1,16 @@
 """The sampler: the speed of an env with random actions and no learning, in 1 .. k processes. No torch, no run folder.
 
-    bench                                  child: python -m tiltyard.tuning.sampler PARENT
+    bench                                  child: `perform`
       its share of the envs  -> task  --------> builds the same group as training -> ready
       all are ready          -> go  ----------> only steps its envs, for the given seconds
-                             <- ticks --------- (monotonic time, env steps, frames, seconds in resets) so far
+                             <- ticks --------- (monotonic time, env steps, frames, seconds in resets) since it began
 
 The best speed is an upper bound of training's: `run.measured` stores it, `train` and `show` compare with it.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -18,32 +19,29 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tiltyard.config.experiment import Env, Experiment
+from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
+from tiltyard.config.sections import Env
 from tiltyard.config.site_file import runs_root
 from tiltyard.envs.env_errors import env_error
-from tiltyard.envs.native_vector import NativeStepping
 from tiltyard.envs.probe import probe
 from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.single_agent_vector import NativeStepping
 from tiltyard.envs.spaces import spec_from_json, spec_to_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.plugins.snapshot import copy_plugins
-from tiltyard.processes.child import Parent, children, serve
+from tiltyard.processes.child import Parent, children
 from tiltyard.processes.resources import rss_bytes, usable_cores
 from tiltyard.run import measured
 from tiltyard.types import Array, EnvSpec, Step
 
-if TYPE_CHECKING:
-    from tiltyard.types import Array
-
 SECONDS = 12.0  # of stepping, in total
 WINDOWS = (1, 10, 60)  # seconds
-MAX_TICKS = 100  # lines of a child: all fit into its pipe, so that it never waits for the reader
-MIN_TICK_SECONDS = 0.1  # seconds
+MAX_TICKS, MIN_TICK_SECONDS = 100, 0.1
 
 
 @dataclass(frozen=True)
@@ -98,23 +96,18 @@ def bench(
             say(f"note    {note}")
         envs = experiment.engine.envs
         if workers is not None and workers > envs:
-            say(
-                f"note    engine.envs={envs} is fewer than {workers} processes; with engine.envs={workers} each has one"
-            )
+            more = f"with engine.envs={workers} each has one"
+            say(f"note    engine.envs={envs} is fewer than {workers} processes; {more}")
         counts = process_counts(min(workers or usable_cores(), envs))
         sampled = []
         for count in counts:
             each = sample(experiment, spec, base, count, seconds / len(counts))
             say(f"{count} process{'es' if count > 1 else ''}: {each.env_steps_per_second:,.0f} env steps per second")
             sampled.append(each)
-    best = max(sampled, key=lambda each: each.env_steps_per_second)
-    figures = {
-        "env_steps_per_second": best.env_steps_per_second,
-        "frames_per_second": best.frames_per_second,
-        "processes": best.processes,
-    }
-    file = measured.remember(root, experiment, figures)
-    return Bench(loaded.experiment.env.id, experiment.engine.envs, sampled, file)
+    found = Bench(loaded.experiment.env.id, envs, sampled, root / measured.FILE)
+    stored = ("env_steps_per_second", "frames_per_second", "processes")
+    measured.remember(root, experiment, {name: getattr(found.best, name) for name in stored})
+    return found
 
 
 def process_counts(most: int) -> list[int]:
@@ -136,16 +129,12 @@ def sample(experiment: Experiment, spec: EnvSpec, base: Sequence[Path], processe
         "seconds": seconds,
     }
     tasks = [{**task, "first": a, "envs": b - a} for a, b in pairwise(first)]
-    with children("tiltyard.tuning.sampler", tasks, "sampling process", "run the env by itself to see why") as started:
+    hint = "run the env by itself to see why"
+    with children("tiltyard.tuning.sampler:perform", tasks, "sampling process", hint) as started:
         env_bytes = [child.recv()["env_bytes"] for child in started]
         for child in started:
             child.send({"go": True})
-        ticks = []
-        for child in started:
-            messages = [child.recv()]
-            while "over" not in messages[-1]:
-                messages.append(child.recv())
-            ticks.append(np.array([each["tick"] for each in messages[:-1]]))
+        ticks = [np.array(child.recv()["ticks"]) for child in started]
     return summary(ticks, envs, env_bytes[0])  # the first process measures its memory
 
 
@@ -195,7 +184,7 @@ class _TimedResets:
         return getattr(self._env, name)
 
 
-def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
+def perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     """Build the group, report ready, wait for go, then step."""
     env, spec = Env.model_validate(task["env"]), spec_from_json(task["spec"])
 
@@ -226,23 +215,23 @@ def _perform(task: dict[str, Any], parent: Parent) -> dict[str, Any]:
     group.envs[:] = timed
     parent.send({"ready": True, "env_bytes": env_bytes})
     parent.recv()
-    _step(EnvStepper(group, now), timed, task["seconds"], parent)
+    ticks = _step(EnvStepper(group, now), timed, task["seconds"])
     group.close()
-    return {"over": True}
+    return {"ticks": ticks}
 
 
-def _step(stepper: EnvStepper, timed: Sequence[_TimedResets], seconds: float, parent: Parent) -> None:
-    """Step for `seconds`, sending ticks."""
+def _step(stepper: EnvStepper, timed: Sequence[_TimedResets], seconds: float) -> list[list[float]]:
+    """Step for `seconds`; returns the ticks."""
     interval = max(MIN_TICK_SECONDS, seconds / MAX_TICKS)
     mark = began = time.monotonic()
-    parent.send({"tick": [began, 0, 0, 0.0]})
+    ticks = [[began, 0, 0, 0.0]]
     while mark < began + seconds:
         due = min(mark + interval, began + seconds)
         while mark < due:
             stepper.step()
             mark = time.monotonic()
-        resets = sum(each.seconds for each in timed)
-        parent.send({"tick": [mark, stepper.env_steps, stepper.frames, resets]})
+        ticks.append([mark, stepper.env_steps, stepper.frames, sum(each.seconds for each in timed)])
+    return ticks
 
 
 ACTION_SETS = 256  # env steps with actions drawn in advance, used in a cycle
@@ -256,81 +245,66 @@ class EnvStepper:
         self.env_steps = self.frames = 0
         self._rng = np.random.default_rng(0)
         self._limit = group.env.time_limit or group.spec.episode_limit or sys.maxsize
-        self._next = 0
-        self._actions: list[Any] = []
-        self.step = self._choose_step()
-        """One env step of every row."""
-
-    def _choose_step(self) -> Callable[[], None]:
-        group = self.group
+        self._row, self._doing = 0, "step"  # for errors
         if group.spec.parallel or group.spec.masked or group.env.isolate != "none":
-            return self._step_as_training
-        self._actions = [group.codec.random_rows(self._rng, group.rows) for _ in range(ACTION_SETS)]
+            self.step = self._step_as_training
+            """One env step of every row."""
+            return
+        actions: list[Any] = [group.codec.random_rows(self._rng, group.rows) for _ in range(ACTION_SETS)]
+        self._step, self._lengths = self._step_single, np.zeros(group.rows, np.int64)
         if isinstance(group.stepping, NativeStepping):
-            self._actions = [np.asarray(group.codec.decode_rows(actions)) for actions in self._actions]
-            self._lengths: Array = np.zeros(group.rows, np.int64)
-            return self._step_native
+            actions = [np.asarray(group.codec.decode_rows(each)) for each in actions]
+            self._step = self._step_native
+        self._actions = itertools.cycle(actions)
         self._calls = [env.step for env in group.envs]
         self._left = [self._limit] * group.rows
-        return self._step_single
+        self.step = self._step_with_errors
 
-    def _next_actions(self) -> Any:
-        self._next = (self._next + 1) % ACTION_SETS
-        return self._actions[self._next]
-
-    def _step_single(self) -> None:
-        calls, envs, left = self._calls, self.group.envs, self._left
-        actions = self.group.codec.decode_rows(self._next_actions())  # decoded again: an env may modify its action
-        skip, each, row, doing = self.group.env.frameskip, self.group.spec.frameskip, 0, "step"
-        each //= skip
+    def _step_with_errors(self) -> None:
         try:
-            for row, call in enumerate(calls):
-                for _ in range(skip):
-                    _, _, over, cut, _ = call(actions[row])
-                    self.frames += each
-                    if over or cut:
-                        break
-                left[row] -= 1
-                if over or cut or not left[row]:
-                    doing, left[row] = "reset", self._limit
-                    envs[row].reset(seed=None)
-                    doing = "step"
+            self._step(next(self._actions))
         except KeyboardInterrupt:  # by the user
             raise
         except BaseException as error:
-            raise self._env_error(error, row, doing) from error
-        self.env_steps += len(calls)
+            where = f"env {self.group.env.id}, row {self.group.first_row + self._row}, env step {self.env_steps}"
+            raise env_error(error, where, self._doing) from error
+        self.env_steps += self.group.rows
 
-    def _step_native(self) -> None:
-        group = self.group
+    def _step_single(self, actions: Any) -> None:
+        calls, envs, left = self._calls, self.group.envs, self._left
+        actions = self.group.codec.decode_rows(actions)  # decoded again: an env may modify its action
+        skip = self.group.env.frameskip
+        each = self.group.spec.frameskip // skip
+        for self._row, call in enumerate(calls):
+            row = self._row
+            for _ in range(skip):
+                _, _, over, cut, _ = call(actions[row])
+                self.frames += each
+                if over or cut:
+                    break
+            left[row] -= 1
+            if over or cut or not left[row]:
+                self._doing, left[row] = "reset", self._limit
+                envs[row].reset(seed=None)
+                self._doing = "step"
+
+    def _step_native(self, actions: Any) -> None:
+        group, lengths = self.group, self._lengths
         assert isinstance(group.stepping, NativeStepping)
-        lengths, doing, row = self._lengths, "step", 0
-        try:
-            _, _, terminated, truncated = group.stepping.vector.step(self._next_actions())
-            lengths += 1
-            ended = terminated | truncated | (lengths >= self._limit)
-            if ended.any():
-                lengths[ended] = 0
-                doing = "reset"
-                for row in np.flatnonzero(ended).tolist():
-                    group.envs[row].reset(seed=None)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise self._env_error(error, row, doing) from error
-        self.env_steps += group.rows
+        self._row = 0
+        _, _, terminated, truncated = group.stepping.vector.step(actions)
+        lengths += 1
+        ended = terminated | truncated | (lengths >= self._limit)
+        if ended.any():
+            lengths[ended] = 0
+            self._doing = "reset"
+            for self._row in np.flatnonzero(ended).tolist():
+                group.envs[self._row].reset(seed=None)
+            self._doing = "step"
         self.frames += group.rows * group.spec.frameskip
 
     def _step_as_training(self) -> None:
-        before = self.group.frames_taken
+        before = self.group.stats.frames_taken
         self.now = self.group.step(self.group.codec.random_rows(self._rng, self.group.rows, self.now.mask))
         self.env_steps += int(self.now.valid.sum())
-        self.frames += self.group.frames_taken - before
-
-    def _env_error(self, error: BaseException, row: int, doing: str) -> Exception:
-        where = f"env {self.group.env.id}, row {self.group.first_row + row}, env step {self.env_steps}"
-        return env_error(error, where, doing)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), _perform)
+        self.frames += self.group.stats.frames_taken - before
