@@ -3,17 +3,20 @@
 ppo, a2c                  Tiltyard's own, on every engine (a2c: not on rllib)
 appo, impala, dqn, sac    RLlib's; they select engine.kind = rllib
 rllib:NAME                RLlib's algorithm with RLlib's own names and defaults
+path/file.py:Name         the user's own
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from tiltyard.config.fields import Count, NotNegative, Positive, Settings, Unit, Whole
-from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, Sac
+from tiltyard.config.fields import Count, NotNegative, Options, PluginRef, Positive, Settings, Unit, Whole
+from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, NamedReplaying, NamedSampling, Sac
 from tiltyard.config.schedules import Scheduled
+from tiltyard.plugins.resolve import is_own_algo
 
 
 class Ppo(Settings):
@@ -54,6 +57,8 @@ class Ppo(Settings):
     """Normalise the advantages of each minibatch to mean 0 and variance 1."""
     adam_eps: Positive = 1e-5
     """Epsilon of Adam."""
+    loss: PluginRef | None = None
+    """Your own term of the loss, `path/file.py:name`, added to the others. Default: none."""
 
 
 class A2c(Settings):
@@ -78,13 +83,47 @@ class A2c(Settings):
     """Normalise the advantages of the batch to mean 0 and variance 1."""
     adam_eps: Positive = 1e-5
     """Epsilon of Adam."""
+    loss: PluginRef | None = None
+    """Your own term of the loss, `path/file.py:name`, added to the others. Default: none."""
+
+
+class OwnAlgo(Settings):
+    """Your own algorithm: a class in your own code, on the local and serial engines."""
+
+    id: str = Field(min_length=1, max_length=500)
+    """`path/file.py:Name` or `package.module:Name`."""
+    rollout: Whole = Field(default=128, ge=1, le=1_000_000)
+    """Env steps per env copy and update."""
+    options: Options = {}
+    """Keyword arguments, checked against the signature before anything starts."""
+
+
+def ids_of(model: type[Settings]) -> tuple[str, ...]:
+    """The words that select an algorithm's settings."""
+    return get_args(model.model_fields["id"].annotation)
 
 
 Own = Ppo | A2c
-Algo = Own | Impala | Appo | Dqn | Sac | Named
+BUILT_IN = {word: model for model in (Ppo, A2c, Impala, Appo, Dqn, Sac, *get_args(Named)) for word in ids_of(model)}
 
 
-def family(algo: Algo) -> str:
-    """ppo, a2c, impala, appo, dqn or sac, for RLlib's own names too."""
-    word = algo.id.removeprefix("rllib:").lower()
-    return "sac" if word == "tqc" else word
+def _tag(value: Any) -> str | None:
+    """The class of settings that an id selects."""
+    word = value.get("id") if isinstance(value, Mapping) else getattr(value, "id", None)
+    if isinstance(word, str) and word in BUILT_IN:
+        return ids_of(BUILT_IN[word])[0]
+    return "own" if is_own_algo(word) else None if word is None else str(word)
+
+
+Algo = Annotated[
+    Annotated[Ppo, Tag("ppo")]
+    | Annotated[A2c, Tag("a2c")]
+    | Annotated[Impala, Tag("impala")]
+    | Annotated[Appo, Tag("appo")]
+    | Annotated[Dqn, Tag("dqn")]
+    | Annotated[Sac, Tag("sac")]
+    | Annotated[NamedSampling, Tag("rllib:PPO")]
+    | Annotated[NamedReplaying, Tag("rllib:DQN")]
+    | Annotated[OwnAlgo, Tag("own")],
+    Discriminator(_tag),
+]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from tiltyard.config.algos import Ppo, family
-from tiltyard.config.experiment import Experiment, Model, Stop
+from tiltyard.config.algos import OwnAlgo, Ppo
+from tiltyard.config.experiment import Experiment, family
 from tiltyard.config.policy_checks import check_policies
 from tiltyard.config.rllib_algos import ONLY_RLLIB
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
+from tiltyard.config.sections import Engine, Model, Stop
 from tiltyard.errors import Problem
 from tiltyard.plugins.resolve import kind_of, short
 
@@ -25,6 +26,7 @@ def cross_check(experiment: Experiment) -> list[Problem]:
     several = experiment.policies or experiment.match or experiment.population is not None
     return [
         *_batches(experiment),
+        *(_own_algo(experiment, experiment.algo) if isinstance(experiment.algo, OwnAlgo) else ()),
         *_schedules(experiment),
         *(check_policies(experiment) if several else ()),
         *_workers(experiment),
@@ -39,22 +41,19 @@ LAYERS = ("hidden", "activation", "encoder", "encoders", "critic", "memory.kind"
 
 def makes_own_layers(model_id: str) -> bool:
     """Whether a model id names a user's own model."""
-    return kind_of(model_id, ("actor_critic",)) not in (None, "builtin")
+    return kind_of(model_id) is not None
 
 
 def ignored_settings(experiment: Experiment) -> Iterator[Problem]:
     """Settings of the built-in model's layers that a user's own model would silently ignore."""
     model, plain = experiment.model, Model()
+    message = f"applies to the built-in model only, and model.id = {model.id}"
     if makes_own_layers(model.id):
         for name in LAYERS:
             value = attrgetter(name)(model)
             if value != attrgetter(name)(plain):
-                yield _ignored(f"model.{name}", value, model.id)
-
-
-def _ignored(setting: str, value: object, model: str) -> Problem:
-    hint = "pass it to your own model in model.options, or leave it out"
-    return Problem(setting, short(value), f"applies to the built-in model only, and model.id = {model}", hint)
+                hint = "pass it to your own model in model.options, or leave it out"
+                yield Problem(f"model.{name}", short(value), message, hint)
 
 
 def _batches(experiment: Experiment) -> Iterator[Problem]:
@@ -63,9 +62,8 @@ def _batches(experiment: Experiment) -> Iterator[Problem]:
     if recurrent and algo.rollout % memory.bptt:
         near = max(1, round(algo.rollout / memory.bptt)) * memory.bptt
         message = f"must be a multiple of model.memory.bptt = {memory.bptt}"
-        yield Problem(
-            "algo.rollout", str(algo.rollout), message, f"set algo.rollout={near}, or change model.memory.bptt"
-        )
+        hint = f"set algo.rollout={near}, or change model.memory.bptt"
+        yield Problem("algo.rollout", str(algo.rollout), message, hint)
     if not isinstance(algo, Ppo):
         return
     if algo.minibatch > experiment.batch:
@@ -75,6 +73,20 @@ def _batches(experiment: Experiment) -> Iterator[Problem]:
     if recurrent and algo.minibatch < memory.bptt:
         message = f"is less than model.memory.bptt = {memory.bptt}"
         yield Problem("algo.minibatch", str(algo.minibatch), message, f"set algo.minibatch={memory.bptt} or more")
+
+
+def _own_algo(experiment: Experiment, algo: OwnAlgo) -> Iterator[Problem]:
+    """What a user's own algorithm does not support."""
+    engine, reason = experiment.engine, f"is not supported by your own algorithm, algo.id = {algo.id}"
+    refused = (
+        (engine.kind == "rllib", "engine.kind", "rllib", "set engine.kind=local"),
+        (engine.learners > 1, "engine.learners", engine.learners, "set engine.learners=1"),
+        (experiment.several_policies, "policies", len(experiment.policy_settings), "leave policies out"),
+        (experiment.population is not None, "population", "", "leave population out"),
+    )
+    for wrong, setting, value, hint in refused:
+        if wrong:
+            yield Problem(setting, str(value), reason, hint)
 
 
 def _schedules(experiment: Experiment) -> Iterator[Problem]:
@@ -105,19 +117,21 @@ def _workers(experiment: Experiment) -> Iterator[Problem]:
         message = f"is more than {MOST_THREADS:,}, the maximum"
         yield Problem("engine.threads", str(engine.threads), message, "set engine.threads=auto")
     if engine.kind == "serial" or engine.workers == 0:
-        other = "engine.kind = serial" if engine.kind == "serial" else "engine.workers = 0"
-        none = f"needs workers, but {other} has none"
-        if engine.mode == "async":
-            hint = "set engine.mode=sync, or engine.kind=local with workers"
-            yield Problem("engine.mode", "'async'", none, hint)
-        if engine.affinity:
-            yield Problem("engine.affinity", "true", none, "leave engine.affinity out")
-        if engine.inference == "batched":
-            hint = "set engine.inference=auto, or engine.kind=local with workers"
-            yield Problem("engine.inference", "'batched'", none, hint)
+        yield from _without_workers(engine)
     if engine.inference == "batched" and experiment.several_policies:
         message = f"works with one policy, but policies has {len(experiment.policy_settings)}"
         yield Problem("engine.inference", "'batched'", message, "set engine.inference=worker")
+
+
+def _without_workers(engine: Engine) -> Iterator[Problem]:
+    none = f"needs workers, but {'engine.kind = serial' if engine.kind == 'serial' else 'engine.workers = 0'} has none"
+    if engine.mode == "async":
+        yield Problem("engine.mode", "'async'", none, "set engine.mode=sync, or engine.kind=local with workers")
+    if engine.affinity:
+        yield Problem("engine.affinity", "true", none, "leave engine.affinity out")
+    if engine.inference == "batched":
+        hint = "set engine.inference=auto, or engine.kind=local with workers"
+        yield Problem("engine.inference", "'batched'", none, hint)
 
 
 RLLIB_SETTINGS = ("runners", "envs_per_runner", "cpus", "gpus", "object_store", "temp_dir", "address", "nodes")
@@ -142,9 +156,8 @@ def _rllib(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("population", "", message, "set engine.kind=local, or use a sweep with search: population")
     for name in experiment.past:
         message = "is not supported by engine.kind = rllib, whose runners cannot load new versions"
-        yield Problem(
-            f"policies.{name}.past", "", message, "set engine.kind=local, or freeze one with policies.NAME.from"
-        )
+        hint = "set engine.kind=local, or freeze one with policies.NAME.from"
+        yield Problem(f"policies.{name}.past", "", message, hint)
     runners = engine.runners if isinstance(engine.runners, int) else None
     if engine.envs_per_runner is not None and runners is None:
         message = "needs a fixed number of runners, but engine.runners is auto"

@@ -74,20 +74,9 @@ def explain(model: type[Settings], values: dict[str, Any], error: Mapping[str, A
         words = list(section.tags)
         if isinstance(value, Mapping):
             path, value = (*path, section.tag), value.get(section.tag)
-        found = (
-            f"must be one of {', '.join(words)}"
-            if kind.endswith("invalid")
-            else f"is missing: one of {', '.join(words)}"
-        )
-        yield (
-            path,
-            Problem(
-                ".".join(path),
-                "" if value is None else short(value),
-                found,
-                did_you_mean(str(value), words) if value else "",
-            ),
-        )
+        message = f"{'must be' if kind.endswith('invalid') else 'is missing:'} one of {', '.join(words)}"
+        hint = did_you_mean(str(value), words) if value else ""
+        yield path, Problem(".".join(path), "" if value is None else short(value), message, hint)
     else:
         message, hint = _sentence(kind, value, error.get("ctx") or {}, section)
         if "points" in path:
@@ -108,7 +97,7 @@ def _locate(
         section = shape if isinstance(shape, Section) and not there else None
         if section and section.scheduled and name.startswith(("tagged-union", "constrained-float", "float")):
             branch = "schedule" if name.startswith("tagged-union") else "number"
-        elif section and name in section.tags:
+        elif section and name in (*section.tags, "own"):
             continue
         elif isinstance(value, Mapping) and (there or (i == len(loc) - 1 and kind == "missing")):
             path.append(name)
@@ -132,17 +121,9 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
-_TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a whole number",
-    "float_type": "a number",
-    "string_type": "text",
-    "string_unicode": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-}
+_TYPES = dict.fromkeys(("int_type", "int_from_float", "int_parsing_size"), "a whole number")
+_TYPES |= {"float_type": "a number", "string_type": "text", "string_unicode": "text", "bool_type": "true or false"}
+_TYPES |= {"list_type": "a list", "dict_type": "a mapping"}
 
 
 def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Section | Free | None) -> tuple[str, str]:
@@ -153,13 +134,11 @@ def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Sectio
     if kind == "finite_number":
         return "must be a finite number", ""
     if kind == "literal_error":
-        words_known = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        if not words_known:
-            return f"must be {context.get('expected')}", ""
-        hint = did_you_mean(value, words_known) if isinstance(value, str) else ""
-        return f"must be one of {', '.join(words_known)}" if len(
-            words_known
-        ) > 1 else f"must be {words_known[0]}", "" if hint.startswith("known") else hint
+        expected = str(context.get("expected"))
+        known = re.findall(r"'([^']*)'", expected) or [expected]
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        message = f"must be {'one of ' * (len(known) > 1)}{', '.join(known)}"
+        return message, "" if hint.startswith("known") else hint
     if kind == "value_error":
         return str(context.get("error", "is not accepted")), ""
     if kind in ("string_too_short", "too_short"):
@@ -172,11 +151,8 @@ def _sentence(kind: str, value: Any, context: Mapping[str, Any], section: Sectio
         return f"must be {_TYPES[kind]}", _type_hint(kind, value)
     if kind in ("model_type", "model_attributes_type", "dict_attributes_type"):
         names = ", ".join(list(fields(section.models[0]))[:4]) if isinstance(section, Section) else ""
-        named = isinstance(section, Section) and section.short == "id"
-        return (
-            "must be a name or a mapping" if named else "must be a mapping",
-            f"its settings are {names}, ..." if names else "",
-        )
+        named = "a name or " if isinstance(section, Section) and section.short == "id" else ""
+        return f"must be {named}a mapping", f"its settings are {names}, ..." if names else ""
     return "is not accepted here", ""
 
 

@@ -8,7 +8,7 @@ discards only its options. Lists are replaced as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import Settings
 from tiltyard.errors import Problem
-from tiltyard.plugins.resolve import short
+from tiltyard.plugins.resolve import is_own_algo, short
+
+Keys = tuple[str, ...]
+Shape = Union["Section", "Free", None]
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ class Section:
     def chosen(self, values: Any) -> type[Settings]:
         """The model that `values` select, else the first."""
         word = values.get(self.tag) if self.tag and isinstance(values, Mapping) else None
-        return self.tags.get(word, self.models[0]) if isinstance(word, str) else self.models[0]
+        own = self.models[-1 if is_own_algo(word) else 0]  # path/file.py:Name selects the last
+        return self.tags.get(word, own) if isinstance(word, str) else own
 
-    def field(self, name: str) -> Section | Free | None:
+    def field(self, name: str) -> Shape:
         """The shape of the setting called `name`; None for a plain value or an unknown setting."""
         return next((fields(model)[name] for model in self.models if name in fields(model)), None)
 
@@ -70,7 +74,7 @@ class Free:
     whole: bool = False
 
 
-def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
+def inside(shape: Shape, name: str) -> Shape:
     """The shape of the key `name` in a mapping of shape `shape`."""
     if isinstance(shape, Section):
         return shape.field(name)
@@ -78,55 +82,50 @@ def inside(shape: Section | Free | None, name: str) -> Section | Free | None:
 
 
 @cache
-def fields(model: type[Settings]) -> dict[str, Section | Free | None]:
+def fields(model: type[Settings]) -> dict[str, Shape]:
     """The shape of each setting of a model, by its name in files."""
     return {info.alias or name: _shape(info.annotation) for name, info in model.model_fields.items()}
 
 
-def _shape(annotation: Any) -> Section | Free | None:
-    annotation = _bare(annotation)
-    if get_origin(annotation) is dict:
-        inner = _shape(get_args(annotation)[1])
+def _shape(annotation: Any) -> Shape:
+    options = _members(annotation)
+    if get_origin(options[0]) is dict:
+        inner = _shape(get_args(options[0])[1])
         return Free(inner if isinstance(inner, Section) else None, whole=isinstance(inner, Free))
-    options = [_bare(each) for each in _members(annotation)]
     models = tuple(each for each in options if isinstance(each, type) and issubclass(each, Settings))
     return Section(models, scheduled=float in options, optional=type(None) in options) if models else None
 
 
 def _members(annotation: Any) -> list[Any]:
-    annotation = _bare(annotation)
+    """The types of a union, or the one type."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         return [member for each in get_args(annotation) for member in _members(each)]
     return [annotation]
 
 
-def _bare(annotation: Any) -> Any:
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
+ROOT = Section((Experiment,))
+MAX_LEVELS = 50
 
 
-def split_key(key: str, root: Section) -> tuple[str, ...]:
+def split_key(key: str) -> Keys:
     """The keys of a dotted name. Names of observations and policies may contain dots: model.encoders.camera.left.id
     has four keys."""
     parts = key.split(".")
-    place: Section | Free | None = root
+    place: Shape = ROOT
     for i, part in enumerate(parts):
         if isinstance(place, Free) and place.item is not None:
             rest, known = parts[i:], fields(place.item.models[0])
-            ends = [
+            ends = (
                 j
                 for j, word in enumerate(rest)
                 if j > 0 and word in known and (known[word] is not None or j == len(rest) - 1)
-            ]
-            end = ends[0] if ends else len(rest)
+            )
+            end = next(ends, len(rest))
             return (*parts[:i], ".".join(rest[:end]), *rest[end:])
         place = place.field(part) if isinstance(place, Section) else None
     return tuple(parts)
-
-
-ROOT = Section((Experiment,))
-MAX_LEVELS = 50
 
 
 @dataclass
@@ -134,13 +133,13 @@ class Merged:
     """The layers merged so far. `origins` is keyed by the path of each value; absent values are defaults."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
+    origins: dict[Keys, str] = field(default_factory=dict)
 
     def add(self, layer: Mapping[str, Any], origin: str) -> None:
         for name, value in layer.items():
             self._put(self.values, (name,), value, ROOT.field(name), origin)
 
-    def origin(self, path: tuple[str, ...]) -> str:
+    def origin(self, path: Keys) -> str:
         """Where the value at `path` came from."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
@@ -156,9 +155,7 @@ class Merged:
             place.pop(path[-1], None)
         self._forget(path)
 
-    def _put(
-        self, into: dict[str, Any], path: tuple[str, ...], value: Any, shape: Section | Free | None, origin: str
-    ) -> None:
+    def _put(self, into: dict[str, Any], path: Keys, value: Any, shape: Shape, origin: str) -> None:
         name = path[-1]
         value = _long_form(value, shape)
         if shape is None or not isinstance(value, Mapping):
@@ -180,9 +177,7 @@ class Merged:
                 below = Free()  # mappings inside options are merged too
             self._put(lower, (*path, key), inner, below, origin)
 
-    def _discard_lower(
-        self, lower: dict[str, Any], path: tuple[str, ...], value: Mapping[str, Any], shape: Section
-    ) -> None:
+    def _discard_lower(self, lower: dict[str, Any], path: Keys, value: Mapping[str, Any], shape: Section) -> None:
         """Discard values of lower layers that belong to another id or kind."""
         tag = shape.tag or ("id" if "options" in shape.models[0].model_fields else None)
         if tag is None or tag not in value:
@@ -197,53 +192,50 @@ class Merged:
             del lower[key]
             self._forget((*path, key))
 
-    def _forget(self, path: tuple[str, ...]) -> None:
+    def _forget(self, path: Keys) -> None:
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
 
 
-def _long_form(value: Any, shape: Section | Free | None) -> Any:
+def _long_form(value: Any, shape: Shape) -> Any:
     """Expand `env: X` to `env: {id: X}`, and null to an empty section."""
     if isinstance(shape, Section) and not shape.scheduled:
         if value is None and not shape.optional:
             return {}
-        if isinstance(value, str) and shape.short:
+        if (isinstance(value, str) or callable(value)) and shape.short:
             return {shape.short: value}
     if isinstance(shape, Free) and value is None:
         return {}
     return value
 
 
-def nested(layer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """A layer with dotted top-level names (`algo.lr: 3e-4`) as nested mappings, and problems with duplicate names."""
+def as_layer(settings: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], list[Problem]]:
+    """Settings with dotted names (`algo.lr`) as one nested layer, and problems with names that are set twice.
+
+    Of two values the last counts. Another id discards nothing here, so the order of settings does not matter.
+    """
     made: dict[str, Any] = {}
-    problems = []
+    twice: list[Problem] = []
+    for key, value in settings:
+        layer: Any = value
+        for name in reversed(split_key(key)):
+            layer = {name: layer}
+        _join(made, layer, ROOT, (), twice)
+    return with_new_names(made), twice
+
+
+def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Shape, path: Keys, twice: list[Problem]) -> None:
     for key, value in layer.items():
-        if "." not in key:
-            if key in made and isinstance(made[key], dict) and isinstance(value, Mapping):
-                for inner, each in value.items():
-                    if inner in made[key]:
-                        problems.append(_twice(f"{key}.{inner}", each))
-                    made[key][inner] = each
-            elif key in made:
-                problems.append(_twice(key, value))
-            else:
-                made[key] = dict(value) if isinstance(value, Mapping) else value
-            continue
-        *sections, last = split_key(key, ROOT)
-        place = made
-        for name in sections:
-            inner = _long_form(place.setdefault(name, {}), ROOT.field(name) if place is made else None)
-            if not isinstance(inner, dict):
-                problems.append(_twice(key, value))
-                break
-            place[name] = inner = dict(inner)
-            place = inner
+        below, here = inside(shape, key), (*path, key)
+        value = _long_form(value, below)
+        if key in into and not (isinstance(value, Mapping) and isinstance(into[key], dict)):
+            message = "is set twice, once by its dotted name and once inside its section"
+            twice.append(Problem(".".join(here), short(value), message, "keep one of them"))
+            del into[key]
+        if isinstance(value, Mapping):
+            _join(into.setdefault(key, {}), value, below, here, twice)
         else:
-            if last in place:
-                problems.append(_twice(key, value))
-            place[last] = value
-    return with_new_names(made), problems
+            into[key] = value
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
@@ -257,39 +249,11 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "env": env}
 
 
-def _twice(key: str, value: Any) -> Problem:
-    return Problem(
-        key, short(value), "is set twice, once by its dotted name and once inside its section", "keep one of them"
-    )
+def plain(value: Any, path: Keys = ()) -> Any:
+    """A deep copy of plain YAML values, or a ValueError that names the place. Tuples become lists, paths strings.
 
-
-def override_layer(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Overrides as one layer. If a name is given twice, the last value counts."""
-    made = Merged()
-    for key, value in pairs:
-        path = split_key(key, ROOT)
-        layer: Any = value
-        for name in reversed(path):
-            layer = {name: layer}
-        _join(made.values, layer, ROOT)
-    return with_new_names(made.values)
-
-
-def _join(into: dict[str, Any], layer: Mapping[str, Any], shape: Section | Free | None) -> None:
-    """Add one override to the others. Another id discards nothing here, so the order of overrides does not matter."""
-    for key, value in layer.items():
-        below = inside(shape, key)
-        value = _long_form(value, below)
-        if isinstance(value, Mapping):
-            if not isinstance(into.get(key), dict):
-                into[key] = {}
-            _join(into[key], value, below)
-        else:
-            into[key] = value
-
-
-def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
-    """A deep copy of plain YAML values, or a ValueError that names the place. Tuples become lists, paths strings."""
+    Classes and functions stay, except in options, until plugins/capture.py names them.
+    """
     if len(path) > MAX_LEVELS:
         raise ValueError(f"{'.'.join(path[:6])}... is nested more than {MAX_LEVELS} levels deep")
     if isinstance(value, Mapping):
@@ -305,6 +269,6 @@ def plain(value: Any, path: tuple[str, ...] = ()) -> Any:
         if any("\ud800" <= letter <= "\udfff" for letter in value):
             raise ValueError(f"{'.'.join(path)} contains text that is not valid Unicode")
         return str(value)
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int | float) or (callable(value) and "options" not in path):
         return value
     raise ValueError(f"{'.'.join(path)} has a value of type {type(value).__name__}, which YAML cannot express")

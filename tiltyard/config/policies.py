@@ -86,10 +86,6 @@ class Changes(Settings):
     value_coef: NotNegative | None = None
     """Weight of this policy's value loss. Default: algo.value_coef."""
 
-    def given(self) -> dict[str, float]:
-        """The numbers that are set, by name."""
-        return {name: value for name, value in self.model_dump().items() if value is not None}
-
 
 class PolicySettings(Settings):
     """One of several policies. It learns unless `from` or `past` is set."""
@@ -102,8 +98,3 @@ class PolicySettings(Settings):
     """Use a frozen policy: of a run's newest checkpoint (RUN), of another of its checkpoints (RUN@STEP, RUN@best) or of
     a checkpoint folder. It never learns; a copy is kept in the run folder."""
     past: Past | None = None
-
-    @property
-    def learns(self) -> bool:
-        """Whether it is neither frozen nor a pool of past versions."""
-        return self.from_ is None and self.past is None

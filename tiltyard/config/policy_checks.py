@@ -26,11 +26,11 @@ def _policies(experiment: Experiment) -> Iterator[Problem]:
             rule = "a policy's name must be 1 to 80 letters, digits and . _ + -, starting with a letter or digit"
             yield Problem(setting, "", rule, "give it another name")
         why = "past" if policy.past is not None else "from"
-        if not policy.learns and index == 0:
+        if name not in experiment.learning and index == 0:
             hint, given = f"name one that learns before {name}", "" if policy.from_ is None else short(policy.from_)
             yield Problem(f"{setting}.{why}", given, "the first policy must learn", hint)
-        for number, value in policy.algo.given().items():
-            if not policy.learns:
+        for number, value in policy.algo.model_dump(exclude_none=True).items():
+            if name not in experiment.learning:
                 message = f"{name} does not learn, because {setting}.{why} is set"
                 yield Problem(f"{setting}.algo.{number}", short(value), message, "leave one of them out")
             elif number not in type(algo).model_fields:
@@ -67,9 +67,8 @@ def _population(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("population", "", message, "set policies={a: {}, b: {}, c: {}, d: {}}")
     if not population.metric.startswith(_PER_POLICY):
         message = "must be a metric that each policy has"
-        yield Problem(
-            "population.metric", short(population.metric), message, "return, episode/NAME, loss/... , learn/..."
-        )
+        hint = "return, episode/NAME, loss/... , learn/..."
+        yield Problem("population.metric", short(population.metric), message, hint)
     if not population.space:
         yield Problem("population.space", "", "is empty", "list the settings to vary: algo.lr: {log: [1e-5, 1e-2]}")
     known = [name for name in Changes.model_fields if name in type(experiment.algo).model_fields]

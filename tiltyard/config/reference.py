@@ -104,7 +104,7 @@ def _rows(model: type[Settings], prefix: str, suffix: str) -> Iterator[Row]:
             meaning = info.description or " Or: ".join(inner.__doc__ or "" for inner in shape.models)
             yield f"{prefix}{name}{suffix}", f"mapping{short}", "", meaning
             for i, inner in enumerate(shape.models):
-                words = " or ".join(word for word, model in shape.tags.items() if model is inner)
+                words = " or ".join(word for word, model in shape.tags.items() if model is inner) or "your own"
                 chosen = f" ({shape.tag}: {words})" if i else suffix
                 yield from _rows(inner, f"{prefix}{name}.", chosen)
             continue

@@ -10,10 +10,10 @@ from tiltyard.config.fields import Count, CountOrZero, Finite, NotNegative, Posi
 from tiltyard.config.schedules import Linear, Scheduled
 
 
-class Impala(Settings):
-    """RLlib's IMPALA: runners sample while the learner learns, and V-trace corrects for the age of the samples."""
+class _Sampling(Settings):
+    """Settings of algorithms whose runners sample while the learner learns."""
 
-    id: Literal["impala"]
+    id: str
     rollout: Whole = Field(default=50, ge=1, le=1_000_000)
     """Env steps per env copy that a runner sends to the learner at once."""
     batch: Count = 500
@@ -34,36 +34,24 @@ class Impala(Settings):
     """Epsilon of Adam."""
 
 
-class Appo(Settings):
+class Impala(_Sampling):
+    """RLlib's IMPALA: runners sample while the learner learns, and V-trace corrects for the age of the samples."""
+
+    id: Literal["impala"]
+
+
+class Appo(_Sampling):
     """RLlib's asynchronous PPO: IMPALA's sampling and V-trace with PPO's clipped loss and a target policy."""
 
     id: Literal["appo"]
-    rollout: Whole = Field(default=50, ge=1, le=1_000_000)
-    """Env steps per env copy that a runner sends to the learner at once."""
-    batch: Count = 500
-    """Env steps per update and learner."""
-    lr: Scheduled = 5e-4
-    """Learning rate of Adam, a number or a schedule."""
-    gamma: Unit = 0.99
-    """Discount factor per env step."""
     clip: Positive = 0.4
     """Clip range of the probability ratio."""
-    value_coef: NotNegative = 0.5
-    """Weight of the value loss."""
-    entropy: Scheduled = 0.01
-    """Weight of the entropy bonus."""
     kl: NotNegative = 0.0
     """Initial weight of the KL penalty towards the target policy, adapted to reach `kl_target`; 0 turns it off."""
     kl_target: Positive = 0.01
     """Target KL divergence."""
-    rho_clip: Positive = 1.0
-    """Upper bound of V-trace's importance ratios."""
     target_every: Count = 2
     """Updates between copies of the weights into the target policy."""
-    max_grad_norm: Positive | None = 40.0
-    """Maximum gradient norm; null turns clipping off."""
-    adam_eps: Positive = 1e-5
-    """Epsilon of Adam."""
 
 
 class Replay(Settings):

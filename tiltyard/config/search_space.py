@@ -34,6 +34,9 @@ class Choices:
     def grid(self) -> list[Point]:
         return [dict(zip(self.keys, value, strict=True)) for value in self.values]
 
+    def count(self) -> int:
+        return len(self.values)
+
     def draw(self, rng: random.Random) -> Point:
         return dict(zip(self.keys, rng.choice(self.values), strict=True))
 
@@ -121,9 +124,8 @@ def _choices(keys: tuple[str, ...], value: list[Any]) -> Choices:
     else:
         wrong = [each for each in value if not isinstance(each, list) or len(each) != len(keys)]
         if wrong:
-            raise ValueError(
-                f"{short(wrong[0])} must have a value for each of {len(keys)} settings", "write [[64, 128], [128, 256]]"
-            )
+            hint = "write [[64, 128], [128, 256]]"
+            raise ValueError(f"{short(wrong[0])} must have a value for each of {len(keys)} settings", hint)
         rows = [tuple(each) for each in value]
     if len({fingerprint(row) for row in rows}) != len(rows):
         raise ValueError("has a choice twice", "each choice is tried once")

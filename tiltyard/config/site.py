@@ -290,9 +290,8 @@ def pick_profile(site: Site, name: str, path: Path | None = None) -> Profile:
     if not site.profiles:
         where = f"{path} has no profiles" if path else f"there is no site file {FILE} here or above"
         raise UseError(f"there is no profile {name!r}: {where}", "add it under `profiles:`")
-    raise UseError(
-        f"there is no profile {name!r}{f' in {path}' if path else ''}", did_you_mean(str(name), site.profiles)
-    )
+    hint = did_you_mean(str(name), site.profiles)
+    raise UseError(f"there is no profile {name!r}{f' in {path}' if path else ''}", hint)
 
 
 def apply_profile(name: str) -> Profile:

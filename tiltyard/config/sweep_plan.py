@@ -127,8 +127,8 @@ class Plan(Settings):
         return 1.0 if self.goal == "maximise" else -1.0
 
 
-def load_plan(source: str | Path | Mapping[str, Any]) -> tuple[Plan, Path]:
-    """The plan in a YAML file or mapping, and the folder that the experiment's path is relative to."""
+def load_plan(source: str | Path | Mapping[str, Any]) -> Plan:
+    """The plan in a YAML file or mapping; an experiment's file is searched for next to the plan's."""
     if isinstance(source, Mapping):
         try:
             values, where, shown = plain(source), Path.cwd(), "the plan"
@@ -148,7 +148,9 @@ def load_plan(source: str | Path | Mapping[str, Any]) -> tuple[Plan, Path]:
             plan = plan.model_copy(update={"metric": plan.metric.model_copy(update={"of": "last"})})
     if problems or plan is None:
         raise ConfigError(problems, shown)
-    return plan, where
+    if isinstance(plan.experiment, str) and (where / plan.experiment).is_file():
+        plan = plan.model_copy(update={"experiment": str(where / plan.experiment)})
+    return plan
 
 
 def _cross_check(plan: Plan) -> list[Problem]:

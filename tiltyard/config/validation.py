@@ -16,7 +16,7 @@ from tiltyard.config.experiment import SCHEMA
 from tiltyard.config.fields import Settings
 from tiltyard.config.rllib_algos import NAMED, NOT_NAMED, ONLY_RLLIB
 from tiltyard.errors import Problem, did_you_mean
-from tiltyard.plugins.resolve import short
+from tiltyard.plugins.resolve import is_own_algo, short
 
 Found = list[tuple[Keys, Problem]]
 Model = TypeVar("Model", bound=Settings)
@@ -36,7 +36,7 @@ def special_answers(values: dict[str, Any]) -> Found:
             found.append(((*path, "framework"), Problem(setting, given, message, "leave framework out")))
     algo = values.get("algo")
     word = algo.get("id") if isinstance(algo, dict) else None
-    if isinstance(word, str) and word not in _KNOWN:
+    if isinstance(word, str) and word not in _KNOWN and not is_own_algo(word):
         found.append((("algo",), Problem("algo.id", short(word), *_algorithm(word))))
         del values["algo"]  # its other settings cannot be checked
     version = values.get("version")
