@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.errors import EnvError
 from tiltyard.types import EnvSpec
 
@@ -79,9 +79,8 @@ def _actions(group: EnvGroup, index: int, now: Step) -> Any:
 def _restore(env: Env, old: EnvGroup, new: EnvGroup) -> None:
     messages = new.load(old.save())
     if messages:
-        raise EnvError(
-            f"env {env.id} was not restored: {messages[0]}", "set env.restore_mode=fresh, or make it repeatable"
-        )
+        hint = "set env.restore_mode=fresh, or make it repeatable"
+        raise EnvError(f"env {env.id} was not restored: {messages[0]}", hint)
 
 
 def _same(env: Env, one: Step, two: Step, when: str) -> None:

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import NoReturn
 
@@ -28,34 +28,52 @@ from tiltyard.errors import (
 )
 from tiltyard.processes.platforms import refuse_windows
 
-# verb -> (module with configure_VERB and run_VERB, one-line summary)
-VERBS: dict[str, tuple[str, str]] = {
-    "train": ("tiltyard.cli.train", "train an experiment: a YAML file or an env id, with key=value settings"),
-    "resume": ("tiltyard.cli.train", "continue a run, or train a finished one longer"),
-    "fork": ("tiltyard.cli.train", "start a new run from a checkpoint, with changed settings"),
-    "eval": ("tiltyard.cli.evaluate", "evaluate a policy: mean return and interval, video, rollout files"),
-    "match": ("tiltyard.cli.evaluate", "play policies against each other: wins for every seating, and an Elo table"),
-    "sweep": ("tiltyard.cli.sweep", "many runs from one plan: start, status, watch, best, plot, retry, extend, stop"),
-    "bench": ("tiltyard.cli.bench", "measure how fast an env steps without learning, in 1 to k processes"),
-    "tune": ("tiltyard.cli.bench", "find the processes and batch sizes that train fastest on this machine"),
-    "ls": ("tiltyard.cli.runs", "list runs"),
-    "show": ("tiltyard.cli.runs", "show a run: state, progress, results, checkpoints"),
-    "logs": ("tiltyard.cli.runs", "print a run's log, or follow it"),
-    "stop": ("tiltyard.cli.runs", "ask a running run to save and stop"),
-    "rm": ("tiltyard.cli.runs", "delete runs"),
-    "diff": ("tiltyard.cli.runs", "list the settings in which two runs or files differ"),
-    "config": ("tiltyard.cli.config", "print a resolved experiment, the JSON schema or the settings reference"),
-    "shell": ("tiltyard.cli.nodes", "open a terminal on a node: of a run's job, or a new one by a profile"),
-    "top": ("tiltyard.cli.nodes", "show processes, threads, memory and GPUs of a running run"),
-    "doctor": ("tiltyard.cli.doctor", "check this machine, or a profile's nodes, and report what is missing"),
-    "version": ("tiltyard.cli.doctor", "print the version"),
+HELP = ("-h", "--help", "help")
+
+# command -> (module below tiltyard.cli with configure_X and run_X, where X is the last word; one-line summary)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("train", "train an experiment: a YAML file or an env id, with key=value settings"),
+    "resume": ("train", "continue a run, or train a finished one longer"),
+    "fork": ("train", "start a new run from a checkpoint, with changed settings"),
+    "eval": ("evaluate", "evaluate a policy: mean return and interval, video, rollout files"),
+    "match": ("evaluate", "play policies against each other: wins for every seating, and an Elo table"),
+    "sweep start": ("sweep", "check every trial of a plan, then run the sweep; or continue a sweep"),
+    "sweep status": ("sweep_results", "print the state and results of a sweep"),
+    "sweep watch": ("sweep_results", "print the status whenever it changes, until nothing runs"),
+    "sweep best": ("sweep_results", "print the best settings and the best run with them"),
+    "sweep plot": ("sweep_results", "draw plots of the results"),
+    "sweep retry": ("sweep", "start failed trials again"),
+    "sweep extend": ("sweep", "add combinations or seeds"),
+    "sweep stop": ("sweep", "ask all trials to save and stop, and wait until they have"),
+    "sweep lineage": ("population", "print which member of a population was copied from which"),
+    "sweep replay": ("population", "train one run with the settings schedule of one member of a population"),
+    "bench": ("bench", "measure how fast an env steps without learning, in 1 to k processes"),
+    "tune": ("bench", "find the processes and batch sizes that train fastest on this machine"),
+    "ls": ("runs", "list runs"),
+    "show": ("show", "show a run: state, progress, results, checkpoints"),
+    "logs": ("runs", "print a run's log, or follow it"),
+    "stop": ("runs", "ask a running run to save and stop"),
+    "rm": ("runs", "delete runs"),
+    "diff": ("runs", "list the settings in which two runs or files differ"),
+    "config show": ("config", "print the settings in effect; reads files, imports no plug-in"),
+    "config schema": ("config", "print a JSON schema for editors"),
+    "config reference": ("config", "print every setting, as Markdown"),
+    "shell": ("nodes", "open a terminal on a node: of a run's job, or a new one by a profile"),
+    "top": ("nodes", "show processes, threads, memory and GPUs of a running run"),
+    "doctor": ("doctor", "check this machine, or a profile's nodes, and report what is missing"),
+    "completion": ("completion", "print a script that completes commands, options and settings in your shell"),
+    "version": ("doctor", "print the version"),
+}
+WITH_ACTIONS = {
+    "sweep": "many runs from one plan: start, status, watch, best, plot, retry, extend, stop",
+    "config": "print a resolved experiment, the JSON schema or the settings reference",
 }
 
 GROUPS = (
     ("train and evaluate", ("train", "resume", "fork", "eval", "match", "sweep")),
     ("measure speed", ("bench", "tune")),
     ("inspect runs", ("ls", "show", "logs", "top", "diff")),
-    ("manage", ("stop", "rm", "config", "shell", "doctor", "version")),
+    ("manage", ("stop", "rm", "config", "shell", "doctor", "completion", "version")),
 )
 
 
@@ -85,28 +103,44 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def dispatch(words: list[str]) -> int:
     """Run one command; returns the exit code."""
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in HELP:
         sys.stdout.write(overview())
         return EXIT_DONE if words else EXIT_WRONG_USE
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"{__version__}\n")
         return EXIT_DONE
-    verb, rest = words[0], words[1:]
-    if verb not in VERBS:
-        sys.stderr.write(f"error: unknown command {verb!r}\nhint: {did_you_mean(verb, VERBS)}\n")
-        return EXIT_WRONG_USE
-    module, summary = VERBS[verb]
-    commands = importlib.import_module(module)
-    parser = Parser(prog=f"tiltyard {verb}", description=summary, allow_abbrev=False)
-    getattr(commands, f"configure_{verb}")(parser)
-    command: list[str] = []
+    command, rest = words[0], words[1:]
+    if actions := actions_of(command):
+        if not rest or rest[0] in HELP:
+            sys.stdout.write(actions_overview(command))
+            return EXIT_DONE if rest else EXIT_WRONG_USE
+        if rest[0] not in actions:
+            raise UseError(f"unknown action {rest[0]!r} of `tiltyard {command}`", did_you_mean(rest[0], actions))
+        command, rest = f"{command} {rest[0]}", rest[1:]
+    elif command not in COMMANDS:
+        raise UseError(f"unknown command {command!r}", did_you_mean(command, [name.split()[0] for name in COMMANDS]))
+    parser, run = load_command(command)
+    program: list[str] = []
     if parser.get_default("command") is not None and "--" in rest:  # everything after it is a command
-        rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+        rest, program = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     args = parser.parse_intermixed_args(rest)
-    if command:
-        args.command = command
-    code = getattr(commands, f"run_{verb}")(args)
-    return int(code)
+    if program:
+        args.command = program
+    return run(args) or EXIT_DONE
+
+
+def actions_of(command: str) -> list[str]:
+    """The actions of `sweep` or `config`; none of other commands."""
+    return [name.split()[1] for name in COMMANDS if name.startswith(f"{command} ")]
+
+
+def load_command(name: str) -> tuple[Parser, Callable[[argparse.Namespace], int | None]]:
+    """The parser of a command, and the function that runs it and returns an exit code, or None if it is done."""
+    module, summary = COMMANDS[name]
+    commands, last = importlib.import_module(f"tiltyard.cli.{module}"), name.split()[-1]
+    parser = Parser(prog=f"tiltyard {name}", description=summary, allow_abbrev=False)
+    getattr(commands, f"configure_{last}")(parser)
+    return parser, getattr(commands, f"run_{last}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,10 +149,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = f"see: {self.prog} --help"
         if message.startswith("the following arguments are required:"):
-            needed = [
-                action.metavar or action.dest for action in self._actions if action.required and action.nargs != "*"
-            ]
-            message = f"{self.prog} needs {' and '.join(str(name) for name in needed)}"
+            needed = [action for action in self._actions if action.required and action.nargs != "*"]
+            names = [[*action.option_strings, str(action.metavar or action.dest)][0] for action in needed]
+            message = f"{self.prog} needs {' and '.join(names)}"
         elif message.startswith("unrecognized arguments: "):
             word = message.removeprefix("unrecognized arguments: ").split()[0]
             near = did_you_mean(word, [name for action in self._actions for name in action.option_strings])
@@ -135,9 +168,16 @@ def overview() -> str:
     """The text of `tiltyard --help`."""
     lines = ["usage: tiltyard COMMAND ...", "", "Train reinforcement-learning agents, and never lose a run.", ""]
     for title, verbs in GROUPS:
-        lines += [f"{title}:"] + [f"  {verb:<9}{VERBS[verb][1]}" for verb in verbs] + [""]
+        lines += [f"{title}:", *(f"  {verb:<12}{WITH_ACTIONS.get(verb) or COMMANDS[verb][1]}" for verb in verbs), ""]
     lines += ["Help for a command: tiltyard COMMAND --help", "Start here: tiltyard train CartPole-v1", ""]
     return "\n".join(lines)
+
+
+def actions_overview(command: str) -> str:
+    """The text of `tiltyard sweep --help`."""
+    lines = [f"usage: tiltyard {command} ACTION ...", "", WITH_ACTIONS[command].partition(":")[0], ""]
+    lines += [f"  {action:<12}{COMMANDS[f'{command} {action}'][1]}" for action in actions_of(command)]
+    return "\n".join([*lines, "", f"Help for an action: tiltyard {command} ACTION --help", ""])
 
 
 def report(error: TiltyardError) -> None:

@@ -10,18 +10,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tiltyard.cli import formatting
-from tiltyard.cli.arguments import positive, seconds
+from tiltyard.cli.arguments import add, positive, seconds
 from tiltyard.cli.output import data_stdout
-from tiltyard.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from tiltyard.tuning.autotune import Measurement, Tuned
     from tiltyard.tuning.sampler import Bench, Throughput
-
-
-def _target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="experiment file (YAML) or env id")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. engine.envs=64")
 
 
 def _say(sentence: str) -> None:
@@ -32,13 +26,13 @@ def _say(sentence: str) -> None:
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
-    _target(parser)
+    add(parser, "target", "overrides")
     parser.add_argument("--workers", type=positive, metavar="K", help="at most K processes (default: usable cores)")
     parser.add_argument("--seconds", type=seconds, metavar="N", help="seconds of stepping in total (default: 12)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout")
+    add(parser, "--json")
 
 
-def run_bench(args: argparse.Namespace) -> int:
+def run_bench(args: argparse.Namespace) -> None:
     from tiltyard.tuning.sampler import SECONDS, bench
 
     with data_stdout() as data:
@@ -48,7 +42,6 @@ def run_bench(args: argparse.Namespace) -> int:
     best = found.best
     _say(f"best    {best.env_steps_per_second:,.0f} env steps per second, stored in {found.file}")
     _say("next    train and show compare their speed with it")
-    return EXIT_DONE
 
 
 def _bench_json(found: Bench) -> str:
@@ -78,33 +71,33 @@ def _bench_table(found: Bench) -> str:
 
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
-    _target(parser)
-    parser.add_argument(
-        "--seconds", type=seconds, metavar="N", help="seconds of measuring, without starting envs (default: 60)"
-    )
-    parser.add_argument("--json", action="store_true", help="print all measurements and the choice as JSON on stdout")
+    add(parser, "target", "overrides")
+    about = "seconds of measuring, without starting envs (default: 60)"
+    parser.add_argument("--seconds", type=seconds, metavar="N", help=about)
+    add(parser, "--json")
 
 
-def run_tune(args: argparse.Namespace) -> int:
+def run_tune(args: argparse.Namespace) -> None:
+    from tiltyard.engines.local import PRELOAD
+    from tiltyard.processes.fork_server import ForkServer
     from tiltyard.training.preflight import prepare
     from tiltyard.tuning.autotune import SECONDS, tune
 
-    with data_stdout() as data:
-        prepared = prepare(args.target, [*args.overrides, "engine.tune=false"])
+    with data_stdout() as data, ForkServer(PRELOAD) as server:
+        prepared = prepare(args.target, [*args.overrides, "engine.tune=false"], server=server)
         for note in prepared.spec.notes:
             _say(f"note    {note}")
-        found = tune(prepared.loaded, prepared.copies, prepared.spec, args.seconds or SECONDS, _say)
+        found = tune(prepared.loaded, prepared.copies, prepared.spec, args.seconds or SECONDS, server, _say)
         data.write(_tuned_json(found) if args.json else _tuned_text(found))
         data.flush()
     chosen = [word.partition("=")[0] for word in found.overrides]
     others = [word for word in args.overrides if word.partition("=")[0].strip() not in chosen]
     _say(f"next    {shlex.join(['tiltyard', 'train', args.target, *others, *found.overrides])}")
-    return EXIT_DONE
 
 
 def _tuned_json(found: Tuned) -> str:
     def as_data(trial: Measurement) -> dict[str, object]:
-        figures = {"env_steps_per_second": trial.speed, "turns": trial.rounds, "bound": trial.bound}
+        figures = {"env_steps_per_second": trial.speed, "turns": len(trial.speeds), "bound": trial.bound}
         return {**asdict(trial.point), **figures, "failed": trial.failed}
 
     whole = {
@@ -124,8 +117,8 @@ def _tuned_text(found: Tuned) -> str:
         remark = "current" if trial is found.own else ""
         remark = "chosen" + (", current" if remark else "") if trial is found.chosen else remark
         numbers = [point.envs, point.rollout, "-" if point.minibatch is None else point.minibatch]
-        speed = f"{trial.speed:,.0f}" if trial.rounds else "-"
+        speed = f"{trial.speed:,.0f}" if len(trial.speeds) else "-"
         remark = f"failed: {trial.failed}" if trial.failed else remark
-        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(trial.rounds), remark])
+        rows.append([str(point.workers), point.mode, *map(str, numbers), speed, str(len(trial.speeds)), remark])
     table = formatting.table(head, rows, right=(0, 2, 3, 4, 5, 6))
     return table + "".join(f"{line}\n" for line in (*found.lines(), " ".join(found.overrides)))

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from tiltyard import __version__
+from tiltyard.cli.arguments import add
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError
 from tiltyard.run.provenance import package_version
 
@@ -20,28 +21,24 @@ if TYPE_CHECKING:
 
 
 def configure_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, with the versions of Python and the main packages"
-    )
+    add(parser, "--json", help="print JSON, with the versions of Python and the main packages")
 
 
-def run_version(args: argparse.Namespace) -> int:
+def run_version(args: argparse.Namespace) -> None:
     if args.json:
         packages = {name: package_version(name) for name in ("torch", "gymnasium", "numpy", "pydantic", "pyarrow")}
         whole = {"tiltyard": __version__, "python": platform.python_version(), **packages}
         sys.stdout.write(json.dumps(whole) + "\n")
     else:
         sys.stdout.write(f"{__version__}\n")
-    return EXIT_DONE
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--on", metavar="PROFILE", help="check the nodes of this profile, by a short job")
+    add(parser, "--on", help="check the nodes of this profile, by a short job")
     parser.add_argument("--nodes", metavar="NODES", help="with --on: only these nodes, in Slurm's form: node[3,7-9]")
-    parser.add_argument(
-        "--clean", action="store_true", help="first remove files that dead processes left on this machine"
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON on stdout")
+    about = "first remove files that dead processes left on this machine"
+    parser.add_argument("--clean", action="store_true", help=about)
+    add(parser, "--json")
 
 
 def run_doctor(args: argparse.Namespace) -> int:

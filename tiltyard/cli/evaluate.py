@@ -15,41 +15,45 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from tiltyard.cli import formatting
-from tiltyard.cli.arguments import parse_at, positive
+from tiltyard.cli.arguments import add, add_json_or_csv, parse_at, positive
 from tiltyard.cli.output import data_stdout
 from tiltyard.errors import EXIT_DONE, UseError
 from tiltyard.processes.resources import usable_cores
 
 if TYPE_CHECKING:
+    from tiltyard.evaluation.statistics import Evaluation
     from tiltyard.evaluation.tournament import Table
-    from tiltyard.types import Evaluation
 
 WORKERS_PER_CORE = 4
 
 
-def configure_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run (id, folder, `last`) or the folder of a checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. env.time_limit=200")
-    parser.add_argument("--episodes", type=positive, help="number of episodes (default: eval.episodes)")
-    parser.add_argument("--steps", type=positive, help="no new episode begins after this many env steps")
-    parser.add_argument("--best", action="store_true", help="evaluate the best checkpoint instead of the newest")
-    parser.add_argument("--at", metavar="STEP", help="evaluate the checkpoint at this env step")
-    parser.add_argument("--workers", type=positive, default=1, help="processes that share the episodes (default: 1)")
+def _add_greedy(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="take the most likely action (default: eval.greedy)")
     how.add_argument("--sample", action="store_true", help="sample actions as in training")
+    return how
+
+
+def configure_eval(parser: argparse.ArgumentParser) -> None:
+    add(parser, "run", help="a run: its id, folder, name or `last`; or the folder of a checkpoint")
+    add(parser, "overrides")
+    parser.add_argument("--episodes", type=positive, help="number of episodes (default: eval.episodes)")
+    parser.add_argument("--steps", type=positive, help="no new episode begins after this many env steps")
+    parser.add_argument("--best", action="store_true", help="evaluate the best checkpoint instead of the newest")
+    parser.add_argument("--at", type=parse_at, metavar="STEP", help="evaluate the checkpoint at this env step")
+    parser.add_argument("--workers", type=positive, default=1, help="processes that share the episodes (default: 1)")
+    how = _add_greedy(parser)
     how.add_argument("--random", action="store_true", help="a baseline: random actions instead of the policy's")
     how.add_argument("--policy", metavar="FILE.py:NAME", help="your own policy, in the same episodes")
     parser.add_argument("--video", action="store_true", help="record a video of the first episode")
     parser.add_argument("--save-rollouts", metavar="DIR", help="save every episode as a Parquet file")
     parser.add_argument("--save-info", action="store_true", help="save the env's info with the rollouts")
     parser.add_argument("--out", metavar="DIR", help="folder for CSV, JSON and video (default: the run's folder)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
-    parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
+    add(parser, "--json", "--trust-code")
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    if args.best and args.at:
+    if args.best and args.at is not None:
         raise UseError("--best and --at both select a checkpoint", "use one of them")
     if args.save_info and not args.save_rollouts:
         raise UseError("--save-info needs --save-rollouts", "add --save-rollouts DIR")
@@ -77,7 +81,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
     from tiltyard.run.folder import run_of
     from tiltyard.run.redact import mask_command
 
-    chosen = choose_checkpoint(args.run, "best" if args.best else parse_at(args.at))
+    chosen = choose_checkpoint(args.run, "best" if args.best else args.at)
     run = run_of(chosen.folder)
     named = [mode for mode in ("random", "policy", "sample", "greedy") if getattr(args, mode)]
     mode = named[0] if named else "eval"
@@ -156,28 +160,22 @@ def _must_be_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UseError(
-            f"{folder} cannot be written: {error.strerror}", "choose another folder with --out DIR"
-        ) from error
+        hint = "choose another folder with --out DIR"
+        raise UseError(f"{folder} cannot be written: {error.strerror}", hint) from error
 
 
 def configure_match(parser: argparse.ArgumentParser) -> None:
     what = "a run (RUN, RUN@STEP, RUN@best) or the folder of a checkpoint; add :NAME for another policy than the first"
     parser.add_argument("policies", nargs="+", metavar="POLICY", help=what)
-    parser.add_argument(
-        "--episodes", type=positive, default=100, help="episodes of each pair in each seating (default: 100)"
-    )
+    about = "episodes of each pair in each seating (default: 100)"
+    parser.add_argument("--episodes", type=positive, default=100, help=about)
     parser.add_argument("--seed", type=int, help="seed of the episodes (default: eval.seed of the first policy)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--greedy", action="store_true", help="take the most likely action (default: eval.greedy)")
-    how.add_argument("--sample", action="store_true", help="sample actions as in training")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print everything as JSON on stdout")
-    form.add_argument("--csv", action="store_true", help="print a line for each pair and seating")
-    parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
+    _add_greedy(parser)
+    add_json_or_csv(parser, "pair and seating")
+    add(parser, "--trust-code")
 
 
-def run_match(args: argparse.Namespace) -> int:
+def run_match(args: argparse.Namespace) -> None:
     from tiltyard.evaluation.tournament import match
 
     with data_stdout() as data:
@@ -194,7 +192,6 @@ def run_match(args: argparse.Namespace) -> int:
             write_csv(found, data)
         else:
             data.write(match_summary(found))
-    return EXIT_DONE
 
 
 def write_csv(found: Table, data: TextIO) -> None:
@@ -232,9 +229,5 @@ def match_summary(found: Table) -> str:
     head = f"{found.env}, {found.episodes:,} episodes of each pair in each seating, {how}, seed {found.seed}\n\n"
     seats = ("first seat", "second seat", "wins", "draws", "losses", *(f"return {agent}" for agent in agents))
     right = range(2, len(seats))
-    return (
-        head
-        + formatting.table(seats, bouts, right=right)
-        + "\n"
-        + formatting.table(("policy", "elo", "95 %", "wins", "draws", "losses"), ranks, right=(1, 3, 4, 5))
-    )
+    ratings = formatting.table(("policy", "elo", "95 %", "wins", "draws", "losses"), ranks, right=(1, 3, 4, 5))
+    return f"{head}{formatting.table(seats, bouts, right=right)}\n{ratings}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,13 +15,8 @@ if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
     from tiltyard.run.folder import Run
 
-COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-    "==": operator.eq,
-}
+COMPARISONS: dict[str, Callable[[float, float], bool]]
+COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 SHORT = {"return": "eval/return", "train_return": "train/return"}  # as below `stop`
 
 
@@ -50,25 +46,22 @@ class Expectation:
 
         require_metric(self.metric, f"--expect {self.text!r}: {self.metric}", also=[*SHORT])
         if self.metric.startswith("eval/") and not evaluates(experiment):
-            raise UseError(
-                f"--expect {self.text!r} needs an evaluation, but eval.every = 0 and eval.at_end = false",
-                "set eval.at_end=true, or expect train_return",
-            )
+            message = f"--expect {self.text!r} needs an evaluation, but eval.every = 0 and eval.at_end = false"
+            hint = "set eval.at_end=true, or expect train_return"
+            raise UseError(message, hint)
         if self.metric in ("eval/return_low", "eval/return_high") and experiment.eval.episodes == 1:
-            raise UseError(
-                f"--expect {self.text!r}: one episode has no interval (eval.episodes = 1)",
-                "set eval.episodes higher",
-            )
+            problem = f"--expect {self.text!r}: one episode has no interval (eval.episodes = 1)"
+            raise UseError(problem, "set eval.episodes higher")
 
-    def missed(self, run: Run, latest: dict[str, float]) -> str | None:
-        """Why it is not met, or None."""
+    def report(self, run: Run, latest: dict[str, float]) -> bool:
+        """Whether it is met; if not, the reason is printed on stderr."""
         from tiltyard.run import metrics
 
         value = latest.get(self.metric)
         if value is None:  # speed and time are only in the recorded metrics
             value = metrics.latest(metrics.read(run), self.metric)
-        if value is None:
-            return f"expected {self.text}, but {self.metric} was never recorded"
-        if not COMPARISONS[self.comparison](value, self.number):
-            return f"expected {self.text}, but {self.metric} is {value:.6g}"
-        return None
+        if value is not None and COMPARISONS[self.comparison](value, self.number):
+            return True
+        found = "was never recorded" if value is None else f"is {value:.6g}"
+        sys.stderr.write(f"error: expected {self.text}, but {self.metric} {found}\n")
+        return False

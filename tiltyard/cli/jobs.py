@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tiltyard.cli import report
+from tiltyard.cli.output import write_outcome
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -21,7 +21,6 @@ from tiltyard.slurm import FOLDER, STOP, job_state
 from tiltyard.slurm.commands import cancel
 
 if TYPE_CHECKING:
-    from tiltyard.cli.expectation import Expectation
     from tiltyard.config.experiment import Experiment
     from tiltyard.config.site import Profile
     from tiltyard.training.preflight import CheckedExperiment
@@ -55,18 +54,12 @@ def profile_of(run: Run) -> Profile | None:
     except UseError as error:
         if status.get("job") is None:  # it was never a job; a missing profile is reported later
             return None
-        raise UseError(
-            f"run {run.id} was a job: {error.message}", "restore the profile, or add --here to run on this machine"
-        ) from error
+        hint = "restore the profile, or add --here to run on this machine"
+        raise UseError(f"run {run.id} was a job: {error.message}", hint) from error
 
 
 def train(
-    prepared: CheckedExperiment,
-    profile: Profile,
-    seeds: Sequence[int | None],
-    args: argparse.Namespace,
-    expectation: Expectation | None,
-    data: TextIO,
+    prepared: CheckedExperiment, profile: Profile, seeds: Sequence[int | None], args: argparse.Namespace, data: TextIO
 ) -> int:
     """Submit one job per seed, then follow them one after another."""
     from tiltyard import api
@@ -74,7 +67,6 @@ def train(
     from tiltyard.slurm.script import Job, script
 
     submit.check(profile, prepared.experiment)
-    _end_standby()
     if getattr(args, "dry_run", False):
         folder = prepared.root / prepared.experiment.run_name / "NNNN-new-run"
         name, excluded = f"{folder.parent.name}/{folder.name}", tuple(_excluded(profile, prepared.root))
@@ -92,32 +84,17 @@ def train(
             report(error)  # the other seeds are still submitted
             code = error.exit_code
     for run in runs:
-        code = _follow(run, args, expectation, data) or code
+        code = _follow(run, args, data) or code
     return code
 
 
-def resume(
-    run: Run,
-    profile: Profile,
-    settings: Experiment,
-    args: argparse.Namespace,
-    expectation: Expectation | None,
-    data: TextIO,
-) -> int:
+def resume(run: Run, profile: Profile, settings: Experiment, args: argparse.Namespace, data: TextIO) -> int:
     """Submit a run that was checked here, with the settings that `resume` was given."""
     from tiltyard.slurm import submit
 
     submit.check(profile, settings)
-    _end_standby()
     _submit(run, profile, args.overrides, args)
-    return _follow(run, args, expectation, data)
-
-
-def _end_standby() -> None:
-    """End the fork server that the checks started for training in this process."""
-    from tiltyard.processes import fork_server
-
-    fork_server.standby.end()
+    return _follow(run, args, data)
 
 
 def _submit(run: Run, profile: Profile, overrides: Sequence[str], args: argparse.Namespace) -> None:
@@ -151,39 +128,21 @@ def _excluded(profile: Profile, root: Path) -> list[str]:
     return list(bad)
 
 
-def _follow(run: Run, args: argparse.Namespace, expectation: Expectation | None, data: TextIO) -> int:
+def _follow(run: Run, args: argparse.Namespace, data: TextIO) -> int:
     """Follow the job, unless --detach was given; returns the exit code."""
-    if args.detach:
-        _print_outcome(run, run.state, args, data)
-        return EXIT_DONE
     try:
-        state = follow(run, sys.stderr)
+        state = run.state if args.detach else follow(run, sys.stderr)
     except KeyboardInterrupt:
         sys.stderr.write(f"\nthe job continues; follow it again with: tiltyard logs -f {run.typed}\n")
         return EXIT_INTERRUPTED
-    _print_outcome(run, state, args, data)
-    missed = expectation.missed(run, {}) if expectation and state == "finished" else None
-    if missed:
-        sys.stderr.write(f"error: {missed}\n")
+    status, job = run.status(), job_state.job_of(run)
+    facts = {"job": job, "state": state, "reason": status["reason"], "progress": status["progress"]}
+    write_outcome(data, run, args.json, **facts)
+    if args.detach:
+        return EXIT_DONE
+    if args.expect is not None and state == "finished" and not args.expect.report(run, {}):
         return EXIT_FAILED
     return EXIT.get(state, EXIT_FAILED)
-
-
-def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO) -> None:
-    if args.json:
-        status = run.status()
-        whole = {
-            "run": run.id,
-            "folder": str(run.folder),
-            "job": job_state.job_of(run),
-            "state": state,
-            "reason": status["reason"],
-            "progress": status["progress"],
-        }
-        data.write(json.dumps(whole) + "\n")
-    else:
-        data.write(f"{os.path.relpath(run.folder)}\n")
-    data.flush()
 
 
 # ------------------------------------------------------------------------------------------------ watching
@@ -191,17 +150,17 @@ def _print_outcome(run: Run, state: str, args: argparse.Namespace, data: TextIO)
 
 def follow(run: Run, output: TextIO) -> str:
     """Write the run's log, and on stderr the state of its job, until it has ended; returns the run's state."""
-    from tiltyard.slurm.follow import Follower, last_output
+    from tiltyard.slurm import follow as follower
 
     def write(text: str) -> None:
         output.write(text)
         output.flush()
 
-    state = Follower(run, write, lambda sentence: sys.stderr.write(f"{sentence}\n")).follow()
+    state = follower.follow(run, write, lambda sentence: sys.stderr.write(f"{sentence}\n"))
     if state in ("lost", "failed"):
         reason = run.status()["reason"] or job_state.poll_job(run)[1]
         sys.stderr.write(f"run {run.id} is {state}: {reason}\n")
-    if state == "lost" and (output_of_job := last_output(run)):
+    if state == "lost" and (output_of_job := follower.last_output(run)):
         sys.stderr.write(f"the job's output ends with:\n{output_of_job}\n")
     return state
 
@@ -233,15 +192,16 @@ def _open_job(row: dict[str, Any]) -> str | None:
 def stop(run: Run, wait: float) -> int:
     """Remove the run's job from the queue, or ask it to save and stop; wait until it has."""
     job = job_state.job_of(run)
-    if job is None:
-        return _request_stop(run)
+    if job is None:  # not Slurm's: its agent polls this file
+        (run.folder / FOLDER / STOP).touch()
+        sys.stderr.write(f"asked the job of run {run.id} to save and stop\n")
+        return EXIT_DONE
     answer = (job_state.query_jobs([job]) or {}).get(job)
     if answer is None:
         raise UseError(f"Slurm does not answer about job {job} of run {run.id} here", "type this where Slurm answers")
     if not (answer.pending or answer.running):
-        raise UseError(
-            f"run {run.id} is not running ({answer.describe(job)})", f"continue it with: tiltyard resume {run.typed}"
-        )
+        hint = f"continue it with: tiltyard resume {run.typed}"
+        raise UseError(f"run {run.id} is not running ({answer.describe(job)})", hint)
     (run.folder / FOLDER / STOP).touch()
     if answer.pending:
         cancel(job)
@@ -258,14 +218,12 @@ def stop(run: Run, wait: float) -> int:
         with Lock.acquire(run):
             write_status(run, state="stopped", reason=f"job {job} was removed from the queue")
             log_event(run, "stopped", f"job {job} was removed from the queue before it ran")
+    return report_stopped(run)
+
+
+def report_stopped(run: Run) -> int:
+    """Print what became of a run that was stopped, and what to type next."""
     reason = run.status()["reason"]
     sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
     sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
-    return EXIT_DONE
-
-
-def _request_stop(run: Run) -> int:
-    """Ask the agent of a job that is not Slurm's, by a file that it polls."""
-    (run.folder / FOLDER / STOP).touch()
-    sys.stderr.write(f"asked the job of run {run.id} to save and stop\n")
     return EXIT_DONE

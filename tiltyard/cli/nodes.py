@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import formatting
-from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
+from tiltyard.cli.arguments import add
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.platforms import require_linux
-from tiltyard.run.folder import Run, find, read_owner
-from tiltyard.run.lock import liveness
+from tiltyard.run.folder import Run, find
+from tiltyard.run.lock import liveness, read_owner
 from tiltyard.run.status import root_of
 
 if TYPE_CHECKING:
@@ -26,12 +27,9 @@ POLL_SECONDS = 2.0
 
 
 def configure_shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="a run whose job is running: open the terminal on its node"
-    )
-    parser.add_argument(
-        "--on", metavar="PROFILE", help="open the terminal on a new node, with this profile's resources"
-    )
+    about = "a run whose job is running: open the terminal on its node"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=about)
+    add(parser, "--on", help="open the terminal on a new node, with this profile's resources")
     parser.add_argument("--node", help="with RUN: one of the job's nodes (default: the first)")
     parser.add_argument("--time", help="with --on: time limit, e.g. 0:30:00")
     parser.add_argument("--cpus", help="with --on: number of CPUs")
@@ -49,9 +47,8 @@ def run_shell(args: argparse.Namespace) -> int:
         raise UseError("tiltyard shell needs a RUN or --on PROFILE, and not both", "tiltyard ls lists the runs")
     terminal = sys.stdin.isatty()
     if not terminal and not args.command:
-        raise UseError(
-            "a shell needs a terminal, but stdin is not one", "give a command: tiltyard shell ... -- COMMAND"
-        )
+        hint = "give a command: tiltyard shell ... -- COMMAND"
+        raise UseError("a shell needs a terminal, but stdin is not one", hint)
     if args.on is not None:
         profile = _resized(_job_profile(args.on), args)
         return shell.call(shell.on_new_node(profile, args.command, terminal=terminal), shell.variables(profile))
@@ -112,14 +109,13 @@ def _running_job(run: Run) -> tuple[str, list[Any], Profile]:
 
 
 def configure_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a running run: on this machine, or as a job")
-    parser.add_argument(
-        "--once", action="store_true", help="print once, not every 2 seconds (default without a terminal)"
-    )
-    parser.add_argument("--json", action="store_true", help="print once, as JSON")
+    add(parser, "run", help="a run that is running, on this machine or as a job")
+    about = "print once, not every 2 seconds (default without a terminal)"
+    parser.add_argument("--once", action="store_true", help=about)
+    add(parser, "--json", help="print once, as JSON")
 
 
-def run_top(args: argparse.Namespace) -> int:
+def run_top(args: argparse.Namespace) -> None:
     """Show what the run's processes use, until it ends or Ctrl-C."""
     run = find(args.run)
     once = args.once or args.json or not sys.stdout.isatty()
@@ -138,7 +134,6 @@ def run_top(args: argparse.Namespace) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write("\n")
-    return EXIT_DONE
 
 
 def _local_snapshots(run: Run, owner: dict[str, Any] | None, every: float) -> Iterator[list[dict[str, Any]]]:
@@ -148,9 +143,8 @@ def _local_snapshots(run: Run, owner: dict[str, Any] | None, every: float) -> It
     if owner is None or liveness(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"see: tiltyard show {run.typed}")
     if liveness(owner) == "unknown":
-        raise UseError(
-            f"run {run.id} is running on host {owner.get('host')}", f"type this there: tiltyard top {run.id}"
-        )
+        hint = f"type this there: tiltyard top {run.id}"
+        raise UseError(f"run {run.id} is running on host {owner.get('host')}", hint)
     for found in snapshots(lambda: proc.tree(owner["pid"]), every):
         if not found["processes"]:
             return

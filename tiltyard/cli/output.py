@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from tiltyard.errors import TiltyardError
+from tiltyard.run import atomic
+
+if TYPE_CHECKING:
+    from tiltyard.run.folder import Run
 
 
 class Data(io.TextIOWrapper):
@@ -34,6 +39,18 @@ class Data(io.TextIOWrapper):
             return BrokenPipeError(*error.args)
         hint = "redirect it to a disk with free space"
         return TiltyardError(f"stdout cannot be written: {error.strerror}", hint)
+
+
+def write_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print a result as JSON, in which nan and inf are strings, or as text."""
+    sys.stdout.write(atomic.to_json(value, indent=2) + "\n" if as_json else text)
+
+
+def write_outcome(data: TextIO, run: Run, as_json: bool, **facts: Any) -> None:
+    """Print what became of a run: its folder, or JSON with these facts."""
+    whole = {"run": run.id, "folder": str(run.folder), **facts}
+    data.write(f"{json.dumps(whole) if as_json else os.path.relpath(run.folder)}\n")
+    data.flush()
 
 
 @contextmanager

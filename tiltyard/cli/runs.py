@@ -1,9 +1,9 @@
-"""`ls`, `show`, `logs`, `stop`, `rm` and `diff`: list, show and manage runs by their folders.
+"""`ls`, `logs`, `stop`, `rm` and `diff`: list and manage runs by their folders.
 
-ls, show, diff   read status.json, manifests and experiment.yaml; no plug-in is imported
-logs             prints logs/attempt-N.log, one after another
-stop             sends SIGTERM to the process named in lock.json, which saves and exits; for jobs see jobs.py
-rm               asks first, and refuses running runs
+ls, diff   read status.json and experiment.yaml; no plug-in is imported
+logs       prints logs/attempt-N.log, one after another
+stop       sends SIGTERM to the process named in lock.json, which saves and exits; for jobs see jobs.py
+rm         asks first, and refuses running runs
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -19,56 +18,31 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.cli import formatting
-from tiltyard.config.site_file import runs_root
+from tiltyard.cli.arguments import add, root_named
+from tiltyard.cli.output import write_result
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
-from tiltyard.run import atomic, metrics
-from tiltyard.run.folder import Run, find, list_runs, read_events, read_owner, remove, remove_folder
-from tiltyard.run.lock import liveness
+from tiltyard.run import atomic
+from tiltyard.run.folder import Run, find, remove, remove_folder
+from tiltyard.run.lock import liveness, read_owner
 from tiltyard.run.logs import new_text
-from tiltyard.run.status import STATES, SWEEP_FOLDER
+from tiltyard.run.status import STATES, SWEEP_FOLDER, list_runs
 
 SEEN_STATES = (*STATES, "lost", "broken")
 
 
-def _add_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--root",
-        type=Path,
-        metavar="FOLDER",
-        help="runs folder (default: TILTYARD_RUNS, else the site file's, else ./runs)",
-    )
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _root(args: argparse.Namespace) -> Path:
-    return atomic.absolute(args.root) if args.root is not None else runs_root()
-
-
-def _write_json(value: Any) -> None:
-    sys.stdout.write(atomic.to_json(value, indent=2) + "\n")
-
-
-# ---------------------------------------------------------------------------------------------- ls
-
-
 def configure_ls(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard ls`."""
-    _add_root(parser)
-    _add_json(parser)
+    add(parser, "--root", "--json")
     parser.add_argument("--tag", action="append", default=[], help="only runs with this tag (may be repeated)")
     parser.add_argument("--name", help="only runs with this name")
     parser.add_argument("--state", help=f"only runs in this state: {', '.join(SEEN_STATES)}")
     parser.add_argument("--notes", metavar="TEXT", help="only runs whose notes contain this text")
 
 
-def run_ls(args: argparse.Namespace) -> int:
+def run_ls(args: argparse.Namespace) -> None:
     """List runs, newest last."""
     if args.state is not None and args.state not in SEEN_STATES:
         raise UseError(f"--state {args.state!r}: unknown state of a run", did_you_mean(args.state, SEEN_STATES))
-    root = _root(args)
+    root = root_named(args)
     if args.root is not None and not root.is_dir():
         raise UseError(f"--root {root} is not a folder", "name the folder that holds the runs")
     every = list_runs(root)
@@ -78,16 +52,13 @@ def run_ls(args: argparse.Namespace) -> int:
         if not jobs.overlay(every):
             sys.stderr.write("Slurm does not answer here: states of jobs are from their run folders\n")
     rows = [row for row in every if _matches(row, args)]
-    if args.json:
-        _write_json(rows)
-    elif rows:
-        head = ("run", "state", "env", "env steps", "of", "return", "eval", "time", "updated", "tags", "notes")
-        sys.stdout.write(formatting.table(head, [_line(row) for row in rows], right=(3, 4, 5, 6, 7)))
-    elif every:
+    head = ("run", "state", "env", "env steps", "of", "return", "eval", "time", "updated", "tags", "notes")
+    text = formatting.table(head, [_line(row) for row in rows], right=(3, 4, 5, 6, 7)) if rows else ""
+    write_result(rows, text, as_json=args.json)
+    if every and not rows:
         sys.stderr.write(f"none of the {len(every)} runs in {root} matches\n")
-    else:
+    elif not every:
         sys.stderr.write(f"no runs in {root}; start one with: tiltyard train CartPole-v1\n")
-    return EXIT_DONE
 
 
 def _matches(row: dict[str, Any], args: argparse.Namespace) -> bool:
@@ -115,103 +86,19 @@ def _line(row: dict[str, Any]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------- show
-
-
-def configure_show(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard show`."""
-    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
-    _add_root(parser)
-    _add_json(parser)
-    parser.add_argument("--events", action="store_true", help="print its events, one per line")
-    parser.add_argument("--lineage", action="store_true", help="for a population: its copies and their settings")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into this file (PNG)")
-
-
-def run_show(args: argparse.Namespace) -> int:
-    """Print the run on one screen, or its events or lineage, or plot it."""
-    run = find(args.run, _root(args), programs=True)
-    if run.is_program:
-        return _show_program(run, args)
-    if args.plot is not None:
-        from tiltyard.track.plot import learning_curve
-
-        sys.stdout.write(f"{learning_curve(run.folder, args.plot)}\n")
-        return EXIT_DONE
-    if args.events:
-        return _show_events(run, args)
-    if args.lineage:
-        from tiltyard.cli.show import lineage_text
-        from tiltyard.training.pbt import policy_lineage
-
-        found = policy_lineage(run)
-        _write_json(found) if args.json else sys.stdout.write(lineage_text(found))
-        return EXIT_DONE
-    from tiltyard.cli.show import facts_of, summary
-
-    facts = facts_of(run)
-    if args.json:
-        _write_json(facts)
-    else:
-        sys.stdout.write(summary(run, facts))
-    return EXIT_DONE
-
-
-def _show_events(run: Run, args: argparse.Namespace) -> int:
-    events = read_events(run)
-    if args.json:
-        _write_json(events)
-        return EXIT_DONE
-    lines = [f"{event.get('time')}  {event.get('kind', ''):<9}  {event.get('sentence', '')}" for event in events]
-    sys.stdout.write("".join(formatting.clean(line) + "\n" for line in lines))
-    return EXIT_DONE
-
-
-def _show_program(run: Run, args: argparse.Namespace) -> int:
-    """Print a trial that runs another program: its command, state and newest metrics."""
-    if args.plot is not None or args.lineage:
-        raise UseError(f"{run.id} is a trial of another program", "plot the sweep instead: tiltyard sweep plot")
-    if args.events:
-        return _show_events(run, args)
-    status, records = run.status(), metrics.read(run.folder)
-    last = {name: value for record in records for name, value in record["metrics"].items()}
-    facts = {**status, "state": run.state, "command": run.program()["command"], "metrics": last}
-    if args.json:
-        _write_json(facts)
-        return EXIT_DONE
-    progress, reason = status["progress"], f": {status['reason']}" if status["reason"] else ""
-    lines = [
-        ("run", run.id),
-        ("program", shlex.join(facts["command"])),
-        ("state", f"{run.state}{reason}, attempt {status['attempt']}"),
-        ("progress", f"{progress['env_steps']:,} env steps, {formatting.duration(progress['seconds'])}"),
-        *((name, formatting.number(value)) for name, value in sorted(last.items())),
-        ("folder", os.path.relpath(run.folder)),
-        ("next", f"tiltyard logs {run.typed}"),
-    ]
-    width = max(len(name) for name, _ in lines)
-    sys.stdout.write("".join(f"{name:<{width}}  {formatting.clean(value)}\n" for name, value in lines))
-    return EXIT_DONE
-
-
-# ---------------------------------------------------------------------------------------------- logs
-
-
 def configure_logs(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard logs`."""
-    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
-    _add_root(parser)
+    add(parser, "run", "--root")
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
 
 
-def run_logs(args: argparse.Namespace) -> int:
+def run_logs(args: argparse.Namespace) -> None:
     """Print the log of every attempt; with -f keep printing until the run ends."""
-    run = find(args.run, _root(args), programs=True)
+    run = find(args.run, root_named(args), programs=True)
     if args.follow and run.status().get("job"):
         from tiltyard.cli import jobs
 
         jobs.follow(run, sys.stdout)
-        return EXIT_DONE
+        return
     read: dict[Path, int] = {}
     empty = True
     while True:
@@ -226,54 +113,39 @@ def run_logs(args: argparse.Namespace) -> int:
         time.sleep(0.25)
     if empty:
         sys.stderr.write(f"run {run.id} has written no log yet\n")
-    return EXIT_DONE
-
-
-# ---------------------------------------------------------------------------------------------- stop
 
 
 def configure_stop(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard stop`."""
-    parser.add_argument("run", metavar="RUN", help="name/0007-brisk-otter, brisk-otter, a name, a path, or last")
-    _add_root(parser)
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long to wait until it has stopped (default: 120)",
-    )
+    add(parser, "run", "--root")
+    about = "how long to wait until it has stopped (default: 120)"
+    parser.add_argument("--wait", type=float, default=120.0, metavar="SECONDS", help=about)
 
 
 def run_stop(args: argparse.Namespace) -> int:
     """Ask the run's process to save and exit, and wait until it has."""
+    from tiltyard.cli import jobs
     from tiltyard.sweep.folder import sweep_at
 
-    sweep = sweep_at(args.run, _root(args))
+    sweep = sweep_at(args.run, root_named(args))
     if sweep is not None:
         raise UseError(f"{sweep.id} is a sweep", f"stop all of it with: tiltyard sweep stop {sweep.typed}")
-    run = find(args.run, _root(args), programs=True)
+    run = find(args.run, root_named(args), programs=True)
     owner = read_owner(run.folder)
     if run.status().get("job") and (owner is None or owner.get("job")):
-        from tiltyard.cli import jobs
-
         return jobs.stop(run, args.wait)
     if owner is None or liveness(owner) == "dead":
         raise UseError(f"run {run.id} is not running ({run.state})", f"see: tiltyard show {run.typed}")
     pid, host = owner.get("pid"), owner.get("host")
     if liveness(owner) == "unknown" or not isinstance(pid, int):
-        raise UseError(
-            f"run {run.id} is being written by pid {pid} on host {host}",
-            f"on that host: tiltyard stop {run.typed}",
-        )
+        hint = f"on that host: tiltyard stop {run.typed}"
+        raise UseError(f"run {run.id} is being written by pid {pid} on host {host}", hint)
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError as error:
-        raise UseError(
-            f"pid {pid}, which writes run {run.id}, belongs to another user", "ask that user to stop it"
-        ) from error
+        hint = "ask that user to stop it"
+        raise UseError(f"pid {pid}, which writes run {run.id}, belongs to another user", hint) from error
     sys.stderr.write(f"asked pid {pid} to save run {run.id} and stop\n")
     deadline = time.monotonic() + args.wait
     while (
@@ -285,19 +157,12 @@ def run_stop(args: argparse.Namespace) -> int:
             sys.stderr.write(f"pid {pid} is still finishing its update; it will save and stop after that\n")
             return EXIT_FAILED
         time.sleep(0.05)
-    reason = run.status()["reason"]
-    sys.stderr.write(f"run {run.id} is {run.state}{f': {reason}' if reason else ''}\n")
-    sys.stderr.write(f"next: tiltyard {'show' if run.state == 'finished' else 'resume'} {run.typed}\n")
-    return EXIT_DONE
-
-
-# ---------------------------------------------------------------------------------------------- rm
+    return jobs.report_stopped(run)
 
 
 def configure_rm(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard rm`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", help="runs or sweeps to delete permanently")
-    _add_root(parser)
+    add(parser, "--root")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -305,7 +170,7 @@ def run_rm(args: argparse.Namespace) -> int:
     """Delete runs and sweeps, once all of them are found."""
     from tiltyard.sweep.folder import sweep_at
 
-    root = _root(args)
+    root = root_named(args)
     sweeps = {name: sweep for name in args.runs if (sweep := sweep_at(name, root)) is not None}
     for sweep in sweeps.values():
         if sweep.controlled:
@@ -349,40 +214,26 @@ def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number} runs"
 
 
-# ---------------------------------------------------------------------------------------------- diff
-
-
 def configure_diff(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard diff`."""
     parser.add_argument("left", metavar="RUN", help="a run, or an experiment's YAML file")
     parser.add_argument("right", metavar="RUN|FILE", help="another run, or an experiment's YAML file")
-    _add_root(parser)
-    _add_json(parser)
+    add(parser, "--root", "--json")
 
 
-def run_diff(args: argparse.Namespace) -> int:
+def run_diff(args: argparse.Namespace) -> None:
     """Print the settings, and plug-in files, in which two runs or files differ."""
-    root = _root(args)
+    root = root_named(args)
     left, right = _settings(args.left, root), _settings(args.right, root)
-    rows: list[dict[str, Any]] = [
-        {"setting": name, "left": left.get(name), "right": right.get(name)}
-        for name in [*left, *(name for name in right if name not in left)]
-        if name not in left or name not in right or left[name] != right[name]
+    missing = object()
+    names = [name for name in {**left, **right} if left.get(name, missing) != right.get(name, missing)]
+    rows = [{"setting": name, "left": left.get(name), "right": right.get(name)} for name in names]
+    lines = [
+        [name, *(formatting.value(side[name]) if name in side else "-" for side in (left, right))] for name in names
     ]
-    if args.json:
-        _write_json(rows)
-    elif rows:
-        lines = [
-            [
-                row["setting"],
-                *(formatting.value(side[row["setting"]]) if row["setting"] in side else "-" for side in (left, right)),
-            ]
-            for row in rows
-        ]
-        sys.stdout.write(formatting.table(("setting", args.left, args.right), lines))
-    else:
+    text = formatting.table(("setting", args.left, args.right), lines) if names else ""
+    write_result(rows, text, as_json=args.json)
+    if not names and not args.json:
         sys.stderr.write("no setting differs\n")
-    return EXIT_DONE
 
 
 def _settings(name: str, root: Path) -> dict[str, Any]:

@@ -1,25 +1,90 @@
-"""A run on one screen: `tiltyard show` as data (`facts_of`) and as lines (`summary`).
+"""`show`: a run on one screen, as data (`facts_of`) and as lines (`summary`); its events, its lineage, its plot.
 
 Reads status, metrics, manifests and the resolved settings; imports no plug-in and verifies no checkpoint's files.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import formatting
+from tiltyard.cli.arguments import add, root_named
+from tiltyard.cli.output import write_result
+from tiltyard.errors import UseError
 from tiltyard.run import atomic, checkpoint, measured, metrics
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run, find
 from tiltyard.run.status import root_of
 from tiltyard.slurm.job_state import poll_job
 from tiltyard.track.bottleneck import bottleneck
 
 if TYPE_CHECKING:
-    from tiltyard.config.experiment import Experiment, Stop
+    from tiltyard.config.experiment import Experiment
+    from tiltyard.config.sections import Stop
     from tiltyard.run.folder import Run
 
 RECENT = 100  # newest records that the time split covers
+
+
+def configure_show(parser: argparse.ArgumentParser) -> None:
+    add(parser, "run", "--root", "--json")
+    parser.add_argument("--events", action="store_true", help="print its events, one per line")
+    parser.add_argument("--lineage", action="store_true", help="for a population: its copies and their settings")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curve into this file (PNG)")
+
+
+def run_show(args: argparse.Namespace) -> None:
+    """Print the run on one screen, or its events or lineage, or plot it."""
+    run = find(args.run, root_named(args), programs=True)
+    if run.is_program and (args.plot is not None or args.lineage):
+        raise UseError(f"{run.id} is a trial of another program", "plot the sweep instead: tiltyard sweep plot")
+    if args.plot is not None:
+        from tiltyard.track.plot import plot
+
+        sys.stdout.write(f"{plot(run, args.plot)}\n")
+        return
+    found: Any
+    if args.events:
+        found = read_events(run)
+        lines = [f"{each.get('time')}  {each.get('kind', ''):<9}  {each.get('sentence', '')}" for each in found]
+        text = "".join(f"{formatting.clean(line)}\n" for line in lines)
+    elif args.lineage:
+        from tiltyard.training.pbt import policy_lineage
+
+        found = policy_lineage(run)
+        text = lineage_text(found)
+    elif run.is_program:
+        found, text = _program(run)
+    else:
+        found = facts_of(run)
+        text = "" if args.json else summary(run, found)
+    write_result(found, text, as_json=args.json)
+
+
+def _program(run: Run) -> tuple[dict[str, Any], str]:
+    """A trial that runs another program: its command, state and newest metrics."""
+    status, records = run.status(), metrics.read(run.folder)
+    last = {name: value for record in records for name, value in record["metrics"].items()}
+    facts = {**status, "state": run.state, "command": run.program()["command"], "metrics": last}
+    progress, reason = status["progress"], f": {status['reason']}" if status["reason"] else ""
+    lines = [
+        ("run", run.id),
+        ("program", shlex.join(facts["command"])),
+        ("state", f"{run.state}{reason}, attempt {status['attempt']}"),
+        ("progress", f"{progress['env_steps']:,} env steps, {formatting.duration(progress['seconds'])}"),
+        *((name, formatting.number(value)) for name, value in sorted(last.items())),
+        ("folder", os.path.relpath(run.folder)),
+        ("next", f"tiltyard logs {run.typed}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return facts, "".join(f"{name:<{width}}  {formatting.clean(value)}\n" for name, value in lines)
 
 
 def facts_of(run: Run) -> dict[str, Any]:

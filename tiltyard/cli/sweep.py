@@ -1,81 +1,340 @@
-"""`sweep`: many runs from one plan. This file has the arguments; the actions are imported when typed.
+"""`sweep start`, `retry`, `extend` and `stop`: run many trials from one plan, and record decisions about them.
 
-    start                 sweep_start     check every trial, make the sweep's folder, run it; again: continue it
-    status best plot      sweep_results   summaries, from the folders alone
-    watch stop            sweep_watch, sweep_stop
-    retry extend          sweep_change    record a decision; the sweep's controller acts on it, or this command does
-    lineage replay        population      the copies of a population; one member's schedule, trained alone
-
-With --on PROFILE whose trials are jobs, start, retry and extend submit what is due and return: the jobs do the rest.
+`start` checks every trial, makes the sweep's folder and runs it; again, it continues it. A decision is read by the
+sweep's controller or, without one, carried out here. With a profile whose trials are jobs, start, retry and extend
+submit what is due and return: the jobs do the rest.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tiltyard.errors import UseError, did_you_mean
+from tiltyard.cli import formatting
+from tiltyard.cli.arguments import add
+from tiltyard.cli.sweep_results import echo, summary
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
+from tiltyard.run import atomic
+from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.report import RETRY, shown, summarize
 
-# action -> (module with a function `run_ACTION(args)`, its options)
-ACTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "start": ("sweep_start", ("on", "yes", "dry_run", "new", "detach", "leave_stopped")),
-    "status": ("sweep_results", ("json", "csv")),
-    "watch": ("sweep_watch", ("every",)),
-    "retry": ("sweep_change", ("failed", "detach", "dry_run")),
-    "extend": ("sweep_change", ("trials", "seeds", "yes", "detach", "dry_run")),
-    "stop": ("sweep_stop", ("wait", "dry_run")),
-    "best": ("sweep_results", ("json",)),
-    "plot": ("sweep_results", ("out",)),
-    "lineage": ("population", ("member", "json")),
-    "replay": ("population", ("member", "dry_run")),
-}
+if TYPE_CHECKING:
+    from tiltyard.sweep.preflight import CheckedPlan
 
-
-def configure_sweep(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `tiltyard sweep`."""
-    parser.add_argument("action", metavar="ACTION", help=" | ".join(ACTIONS))
-    parser.add_argument(
-        "targets",
-        metavar="SWEEP|PLAN",
-        nargs="*",
-        help="a sweep: its id, folder or name (default: the newest); start: one or more plans (YAML or Python)",
-    )
-    parser.add_argument("--on", metavar="PROFILE", help="start: a profile of the site file to run with")
-    parser.add_argument("--yes", action="store_true", help="start, extend: allow more than 10,000 trials")
-    parser.add_argument("--new", action="store_true", help="start: a new sweep, even if this plan already has one")
-    parser.add_argument("--leave-stopped", action="store_true", help="start: do not continue trials that were stopped")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    parser.add_argument("--detach", action="store_true", help="start, retry, extend: run in the background")
-    parser.add_argument("--failed", action="store_true", help="retry: all trials that failed")
-    parser.add_argument("--trials", type=int, metavar="N", help="extend: N more combinations")
-    parser.add_argument("--seeds", type=int, metavar="N", help="extend: N more seeds of every combination")
-    parser.add_argument(
-        "--every", type=float, metavar="SECONDS", help="watch: time between updates (default: 2; for jobs: 10)"
-    )
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="stop: how long to wait for trials (default: 60)")
-    parser.add_argument("--member", type=int, metavar="N", help="lineage, replay: this member of a population")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="plot: folder for the plots")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="status, best, lineage: print JSON")
-    form.add_argument("--csv", action="store_true", help="status: print CSV, one line per trial")
+READ_SECONDS = 2.0  # within which a controller that is not about to exit reads a decision
+WAIT_SECONDS = 60.0  # for trials to save and stop
+POLL_SECONDS = 0.1  # between two reads of the folders; a queue is asked less often
 
 
-def run_sweep(args: argparse.Namespace) -> int:
-    """Run one action."""
-    if args.action not in ACTIONS:
-        raise UseError(f"unknown action {args.action!r} of `tiltyard sweep`", did_you_mean(args.action, ACTIONS))
-    module, options = ACTIONS[args.action]
-    every = {name for _, names in ACTIONS.values() for name in names}
-    strange = [name for name in sorted(every - set(options)) if getattr(args, name) not in (None, False)]
-    if strange:
-        owners = [action for action, (_, names) in ACTIONS.items() if strange[0] in names]
-        raise UseError(
-            f"`tiltyard sweep {args.action}` has no --{strange[0].replace('_', '-')}",
-            f"it is an option of: {', '.join(owners)}",
-        )
-    if len(args.targets) > 1 and args.action != "start":
-        raise UseError(f"`tiltyard sweep {args.action}` takes one sweep", "name one; only start takes several")
-    args.target = args.targets[0] if args.targets else None
-    action = getattr(importlib.import_module(f"tiltyard.cli.{module}"), f"run_{args.action}")
-    return int(action(args))
+def configure_start(parser: argparse.ArgumentParser) -> None:
+    about = "plans (YAML or Python) of new sweeps, or sweeps to continue: id, folder or name"
+    parser.add_argument("targets", metavar="PLAN|SWEEP", nargs="+", help=about)
+    add(parser, "--on", "--yes")
+    parser.add_argument("--new", action="store_true", help="a new sweep, even if this plan already has one")
+    parser.add_argument("--leave-stopped", action="store_true", help="do not continue trials that were stopped")
+    add(parser, "--dry-run", "--detach")
+
+
+def run_start(args: argparse.Namespace) -> int:
+    found = [each for target in args.targets for each in _resolve(target, args)]
+    if args.dry_run:
+        for each in found:
+            _print_dry_run(each, leave_stopped=args.leave_stopped)
+        return EXIT_DONE
+    sweeps = [_make(each) for each in found]
+    if args.detach and len(sweeps) > 1 and all(sweep.launcher == "local" for sweep in sweeps):
+        return _run_in_background(sweeps, leave_stopped=args.leave_stopped)  # one after another there, too
+    code = EXIT_DONE
+    for sweep in sweeps:
+        result = run(sweep, args.detach, leave_stopped=args.leave_stopped)
+        code = code or result
+        if result == EXIT_RESUMABLE:
+            break
+    return code
+
+
+def run(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
+    """Run a sweep in this process, or in the background; jobs are submitted and need neither."""
+    if sweep.launcher != "local":
+        from tiltyard.sweep.tick import run_tick
+
+        run_tick(sweep, echo, by_user=True, leave_stopped=leave_stopped)
+        found = summarize(sweep)
+        sys.stdout.write(summary(found))
+        return EXIT_FAILED if found.state == "failed" else EXIT_DONE
+    if detach:
+        return _run_in_background([sweep], leave_stopped=leave_stopped)
+    from tiltyard.sweep.backends.local import Local
+    from tiltyard.sweep.controller import run_controller
+
+    code = run_controller(sweep, Local, echo, leave_stopped=leave_stopped)
+    sys.stdout.write(summary(summarize(sweep)))
+    return code
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def _resolve(target: str, args: argparse.Namespace) -> list[Sweep | CheckedPlan]:
+    """What an argument names: a sweep to continue, or plans, which are checked."""
+    sources = _plans(target)
+    if not sources:
+        sweep = find_sweep(target)
+        if args.new or args.on or args.yes:
+            hint = f"tiltyard sweep start {sweep.typed}; or name a plan to start a new sweep"
+            raise UseError(f"{sweep.id} is an existing sweep: --new, --on and --yes are for plans", hint)
+        return [sweep]
+    from tiltyard.sweep import preflight
+
+    found: list[Sweep | CheckedPlan] = []
+    for prepared in [preflight.prepare(source, profile=args.on, many=args.yes) for source in sources]:
+        known = None if args.new else preflight.same_sweep(prepared)
+        if known is not None:
+            sys.stderr.write(f"continuing sweep {known.id}, which has this plan; --new starts another\n")
+        found.append(known or prepared)
+    return found
+
+
+def _plans(target: str) -> list[Any]:
+    """The plans that an argument names: a YAML file, or RUN_DESCRIPTION in Python; none if it names a sweep."""
+    if target.endswith((".yaml", ".yml")):
+        return [Path(target)]
+    from tiltyard.sweep.python_plan import is_module, load_description
+
+    if target.endswith(".py"):
+        return list(load_description(target).plans())
+    try:
+        find_sweep(target)
+    except UseError:
+        if is_module(target):
+            return list(load_description(target).plans())
+        raise
+    return []
+
+
+def _make(each: Sweep | CheckedPlan) -> Sweep:
+    from tiltyard.sweep import preflight
+
+    if not isinstance(each, preflight.CheckedPlan):
+        return each
+    sweep = preflight.begin(each, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    sys.stderr.write(f"sweep {sweep.id}: {trial_count(each.count)}, at most {each.plan.max_parallel} at once\n")
+    return sweep
+
+
+def trial_count(count: int) -> str:
+    """1 trial, 2 trials."""
+    return "1 trial" if count == 1 else f"{count:,} trials"
+
+
+# ---------------------------------------------------------------------------------------------- dry run
+
+
+def _print_dry_run(each: Sweep | CheckedPlan, *, leave_stopped: bool) -> None:
+    from tiltyard.sweep.preflight import CheckedPlan
+
+    if not isinstance(each, CheckedPlan):
+        _print_unfinished(each, leave_stopped=leave_stopped)
+    elif each.launcher == "local":
+        _print_trials(each)
+    else:
+        _print_script(each)
+
+
+def _print_unfinished(sweep: Sweep, *, leave_stopped: bool) -> None:
+    left = [row for row in summarize(sweep).rows if not row.over and not (leave_stopped and row.state == "stopped")]
+    sys.stdout.write("".join(f"trial {row.trial.number} ({row.state})\n" for row in left))
+    sys.stderr.write(f"would continue {trial_count(len(left))} of {sweep.id}; nothing was started\n")
+
+
+def _print_trials(prepared: CheckedPlan) -> None:
+    keys = list(dict.fromkeys(key for trial in prepared.trials for key in trial.settings))
+    table = [
+        [str(trial.number), str(trial.seed), *(shown(own[key]) if key in own else "" for key in keys)]
+        for trial in prepared.trials
+        for own in [trial.settings]
+    ]
+    if table:
+        sys.stdout.write(formatting.table(("trial", "seed", *keys), table, right=(0, 1)))
+    else:
+        plan, seeds = prepared.plan, len(prepared.plan.seeds)
+        each = "one seed" if seeds == 1 else f"{seeds} seeds"
+        sys.stdout.write(f"search: {plan.search} chooses {plan.trials} combinations during the sweep, {each} each\n")
+    sys.stderr.write(f"would start {trial_count(prepared.count)} of {prepared.name}; nothing was made\n")
+
+
+def _print_script(prepared: CheckedPlan) -> None:
+    """The script of the first job."""
+    from tiltyard.config.site_file import runs_root
+    from tiltyard.sweep.tick import preview
+
+    assert prepared.profile is not None
+    sweep = Sweep(runs_root().absolute() / prepared.name / "sweep-NNNN")
+    sys.stdout.write(preview(sweep, prepared.plan, prepared.profile, prepared.count))
+    most = f"at most {prepared.plan.max_parallel:,} at once"
+    sys.stderr.write(f"would submit {trial_count(prepared.count)} of {prepared.name}, {most}; nothing was made\n")
+
+
+# ---------------------------------------------------------------------------------------------- background
+
+
+def _run_in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
+    """Run sweeps one after another in a process that outlives the terminal."""
+    for busy in [sweep for sweep in sweeps if sweep.controlled]:
+        sys.stderr.write(f"sweep {busy.id} is already running\n")
+    left = [sweep for sweep in sweeps if not sweep.controlled]
+    if not left:
+        return EXIT_DONE
+    with (left[0].folder / "controller.log").open("ab") as file:
+        command = [sys.executable, "-m", "tiltyard", "sweep", "start", *(str(sweep.folder) for sweep in left)]
+        command += ["--leave-stopped"] if leave_stopped else []
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    order = ", one after another" if len(left) > 1 else ""
+    for sweep in left:
+        sys.stderr.write(f"sweep {sweep.id} is running in the background (pid {child.pid}{order}); safe to log out\n")
+        sys.stdout.write(f"{sweep.id}\n")
+    sys.stderr.write(f"next: tiltyard sweep watch {left[0].typed}\n")
+    return EXIT_DONE
+
+
+# ---------------------------------------------------------------------------------------------- decisions
+
+
+def configure_retry(parser: argparse.ArgumentParser) -> None:
+    add(parser, "sweep")
+    parser.add_argument("--failed", action="store_true", required=True, help="all trials that failed")
+    add(parser, "--dry-run", "--detach")
+
+
+def run_retry(args: argparse.Namespace) -> int:
+    """Start failed trials again."""
+    sweep = find_sweep(args.sweep)
+    if sweep.launcher != "local" and not args.dry_run:
+        from tiltyard.sweep.tick import run_tick
+
+        run_tick(sweep, echo)  # a failure must be on record before the retry
+    rows = [row for row in summarize(sweep).rows if row.state in ("failed", RETRY)]
+    failed = [row.trial.number for row in rows if not row.trial.refused]
+    if len(failed) < len(rows):
+        sys.stderr.write(f"{len(rows) - len(failed)} failed trials have invalid settings and are not retried\n")
+    if not failed:
+        sys.stderr.write(f"no trial of {sweep.id} has failed that can be retried\n")
+        return EXIT_DONE
+    sys.stderr.write(f"to be retried: trial {', '.join(map(str, failed))}\n")
+    if args.dry_run:
+        return EXIT_DONE
+    for number in failed:
+        sweep.decide("retry", trial=number)
+    return _act(sweep, args.detach)
+
+
+def configure_extend(parser: argparse.ArgumentParser) -> None:
+    add(parser, "sweep")
+    parser.add_argument("--trials", type=int, default=0, metavar="N", help="N more combinations")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="N more seeds of every combination")
+    add(parser, "--yes", "--dry-run", "--detach")
+
+
+def run_extend(args: argparse.Namespace) -> int:
+    """Add combinations or seeds."""
+    sweep = find_sweep(args.sweep)
+    plan = sweep.plan()
+    points, seeds = args.trials, args.seeds
+    if points < 0 or seeds < 0 or not points + seeds:
+        raise UseError("`tiltyard sweep extend` does not know by how much", "add --trials 10, or --seeds 2")
+    if plan.search == "population":
+        hint = "start a new sweep; to train one member longer: tiltyard fork RUN stop.env_steps=..."
+        raise UseError(f"{sweep.id} is a population, which cannot be extended", hint)
+    if points and plan.search == "grid":
+        hint = "--seeds 2 runs each of them two more times"
+        raise UseError(f"{sweep.id} is a grid and already has all combinations", hint)
+    if seeds and plan.program and any("seed" in trial.settings for trial in sweep.trials()):
+        hint = "write the new seeds into the plan, and start that"
+        raise UseError(f"seed is a parameter of {sweep.id}, so --seeds would set it twice", hint)
+    from tiltyard.sweep.preflight import check_more
+
+    check_more(sweep, plan, points, seeds, many=args.yes)
+    more = [f"{count} {what}{'s' * (count > 1)}" for count, what in ((points, "combination"), (seeds, "seed")) if count]
+    sys.stderr.write(f"{sweep.id} {'would be' if args.dry_run else 'is'} extended by {' and '.join(more)}\n")
+    if args.dry_run:
+        return EXIT_DONE
+    sweep.decide("extend", points=points, seeds=seeds)
+    return _act(sweep, args.detach)
+
+
+def _act(sweep: Sweep, detach: bool) -> int:
+    """Leave a decision to the controller that runs; without one run the sweep, but not trials that were stopped."""
+    until = time.monotonic() + READ_SECONDS
+    while sweep.launcher == "local" and sweep.controlled:
+        if time.monotonic() >= until:
+            sys.stderr.write(f"sweep {sweep.id} is running, and its controller takes this up\n")
+            return EXIT_DONE
+        time.sleep(0.1)
+    return run(sweep, detach, leave_stopped=True)
+
+
+# ---------------------------------------------------------------------------------------------- stop
+
+
+def configure_stop(parser: argparse.ArgumentParser) -> None:
+    add(parser, "sweep")
+    about = f"how long to wait for trials (default: {WAIT_SECONDS:g})"
+    parser.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=about)
+    add(parser, "--dry-run")
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    from tiltyard.slurm.job_state import growing_pauses
+
+    sweep = find_sweep(args.sweep)
+    found = summarize(sweep)
+    at_work = [row for row in found.rows if row.state in ("running", "queued")]
+    if args.dry_run or (not at_work and found.state != "running"):
+        count = trial_count(len(at_work))
+        sys.stderr.write(f"would stop {count} of {sweep.id}\n" if at_work else f"no trial of {sweep.id} is running\n")
+        return EXIT_DONE
+    atomic.write_text(sweep.stop_file, f"{atomic.now()}\n")
+    away: dict[int, str] = {}  # trial -> the only host on which it can be signalled
+    if sweep.launcher != "local":
+        from tiltyard.sweep.tick import run_tick
+
+        run_tick(sweep, echo)
+    elif not sweep.controlled:
+        away = {row.trial.number: host for row in at_work if (host := _terminate(row.folder))}
+    pace, deadline = growing_pauses(), time.monotonic() + args.wait
+    while (now := summarize(sweep)).state == "running" or any(
+        row.state == "running" and row.trial.number not in away for row in now.rows
+    ):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            sys.stderr.write(f"trials of {sweep.id} are finishing an update; they will save and stop after it\n")
+            return EXIT_FAILED
+        time.sleep(min(left, POLL_SECONDS if sweep.launcher == "local" else next(pace)))
+    if away:
+        which, hosts = ", ".join(map(str, away)), ", ".join(sorted(set(away.values())))
+        sys.stderr.write(f"{sweep.id} has no controller, and trial {which} can only be stopped on host {hosts}\n")
+        sys.stderr.write(f"next, on that host: tiltyard sweep stop {sweep.typed}\n")
+        return EXIT_FAILED
+    sys.stderr.write(f"sweep {sweep.id} is stopped\nnext: tiltyard sweep start {sweep.typed}\n")
+    return EXIT_DONE
+
+
+def _terminate(folder: Path | None) -> str:
+    """Ask a trial without a controller to save and stop; if its process is on another host, return that host."""
+    from tiltyard.run.lock import liveness, read_owner
+
+    owner = read_owner(folder) if folder is not None else None
+    if owner is None:
+        return ""
+    if (seen := liveness(owner)) == "alive":
+        with contextlib.suppress(OSError):
+            os.kill(int(owner["pid"]), signal.SIGTERM)
+    return str(owner.get("host") or "?") if seen == "unknown" else ""

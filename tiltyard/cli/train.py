@@ -6,82 +6,69 @@ With a profile whose launcher is slurm the run becomes a job: see jobs.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tiltyard.cli import report
-from tiltyard.cli.output import data_stdout
+from tiltyard.cli.arguments import add, parse_at, parse_seeds
+from tiltyard.cli.expectation import Expectation
+from tiltyard.cli.output import data_stdout, write_outcome
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
 
 if TYPE_CHECKING:
-    from tiltyard.cli.expectation import Expectation
     from tiltyard.config.site import Profile
+    from tiltyard.processes.fork_server import ForkServer
     from tiltyard.run.folder import Run
     from tiltyard.training.attempt import AttemptSetup
-    from tiltyard.training.loop import Outcome
+    from tiltyard.training.preflight import CheckedExperiment
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--expect",
-        metavar="'METRIC>=NUMBER'",
-        help="exit with code 1 if the finished run does not meet this, e.g. 'return>=475'",
-    )
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    about = "exit with code 1 if the finished run does not meet this, e.g. 'return>=475'"
+    parser.add_argument("--expect", type=Expectation.parse, metavar="'METRIC>=NUMBER'", help=about)
     parser.add_argument("--pdb", action="store_true", help="open the debugger where the run crashed")
     parser.add_argument("--plain", action="store_true", help="print lines instead of the live screen")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON on stdout")
+    add(parser, "--json", help="print the outcome as JSON on stdout")
     parser.add_argument("--detach", action="store_true", help="for a job: submit it and return instead of following it")
 
 
-def _trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust-code", action="store_true", help="run plug-in code from another user's run folder")
-    parser.add_argument(
-        "--here", action="store_true", help="run on this machine, even if the run's profile submits jobs"
-    )
-
-
 def configure_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="experiment file (YAML) or env id")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=3e-4")
-    parser.add_argument("--on", metavar="PROFILE", help="a profile of the site file to run with")
-    parser.add_argument("--seeds", metavar="0-4", help="one run per seed, one after another")
+    add(parser, "target", "overrides", "--on")
+    parser.add_argument("--seeds", type=parse_seeds, metavar="0-4", help="one run per seed, one after another")
     parser.add_argument("--debug", action="store_true", help="one process and tiny batches, done in seconds")
-    parser.add_argument("--dry-run", action="store_true", help="for a job: print its script and submit nothing")
-    _common(parser)
+    about = "check everything and print what would run, or a job's script; train nothing"
+    parser.add_argument("--dry-run", action="store_true", help=about)
+    _add_common(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
-    expectation, profile = _expectation(args), None
-    seeds: Sequence[int | None] = [None]
-    if args.seeds:
-        from tiltyard.cli.arguments import parse_seeds
+    from tiltyard.cli import jobs
 
-        seeds = parse_seeds(args.seeds)
-    if args.on:
-        from tiltyard.cli import jobs
-
-        profile = jobs.job_profile(args.on)
-    _check_options(args, profile, expectation)
+    profile = jobs.job_profile(args.on)
+    _check_options(args, profile)
     from tiltyard.api import create_run, fresh_setup
+    from tiltyard.engines.local import PRELOAD
+    from tiltyard.processes.fork_server import ForkServer
     from tiltyard.training import preflight
 
-    code = EXIT_DONE
-    with data_stdout() as data:
+    code, seeds = EXIT_DONE, args.seeds or [None]
+    with data_stdout() as data, ForkServer(PRELOAD) as server:
+        own, as_job = (server, False) if profile is None else (None, True)
         prepared = preflight.prepare(
-            args.target, args.overrides, profile=args.on, debug=args.debug, as_job=profile is not None
+            args.target, args.overrides, profile=args.on, debug=args.debug, as_job=as_job, server=own
         )
-        if expectation is not None:
-            expectation.check(prepared.experiment)
+        if args.expect is not None:
+            args.expect.check(prepared.experiment)
         if profile is not None:
-            return jobs.train(prepared, profile, seeds, args, expectation, data)
+            return jobs.train(prepared, profile, seeds, args, data)
+        if args.dry_run:
+            return _print_plan(prepared, server, data)
         for seed in seeds:
             run = create_run(prepared, seed=seed)
             try:
-                result = _train_here(run, fresh_setup(run, prepared.spec), args, expectation, data)
+                result = _train_here(run, fresh_setup(run, prepared), server, args, data)
             except TiltyardError as error:
                 if len(seeds) == 1:
                     raise
@@ -94,109 +81,104 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def configure_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run: its id, folder or unique end of its name; `last` is the newest")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. stop.env_steps=2e6")
-    _trust(parser)
-    _common(parser)
+    add(parser, "run", "overrides", "--trust-code", "--here")
+    _add_common(parser)
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    expectation = _expectation(args)
     from tiltyard.cli import jobs
+    from tiltyard.engines.local import PRELOAD
+    from tiltyard.processes.fork_server import ForkServer
     from tiltyard.run.folder import find
     from tiltyard.slurm.job_state import refuse_queued
     from tiltyard.training import resume
 
-    with data_stdout() as data:
+    with data_stdout() as data, ForkServer(PRELOAD) as server:
         found = find(args.run)
         refuse_queued(found)
         profile = None if args.here else jobs.profile_of(found)
-        _check_options(args, profile, expectation)
-        run, setup = resume.prepare_resume(found, args.overrides, trust_code=args.trust_code)
-        if expectation is not None:
-            expectation.check(setup.experiment)
+        _check_options(args, profile)
+        own = server if profile is None else None
+        run, setup = resume.prepare_resume(found, args.overrides, trust_code=args.trust_code, server=own)
+        if args.expect is not None:
+            args.expect.check(setup.experiment)
         if profile is not None:
-            return jobs.resume(run, profile, setup.experiment, args, expectation, data)
-        return _train_here(run, setup, args, expectation, data)
+            return jobs.resume(run, profile, setup.experiment, args, data)
+        return _train_here(run, setup, server, args, data)
 
 
 def configure_fork(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run to start from")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, e.g. algo.lr=1e-4")
-    parser.add_argument(
-        "--at", metavar="STEP|best", help="checkpoint to start from: its env steps, or best (default: the newest)"
-    )
-    parser.add_argument(
-        "--replay",
-        metavar="POLICY",
-        help="train from scratch with the settings schedule of this policy of a population",
-    )
-    _trust(parser)
-    _common(parser)
+    add(parser, "run", "overrides", "--trust-code", "--here")
+    about = "checkpoint to start from: its env steps, or best (default: the newest)"
+    parser.add_argument("--at", type=parse_at, metavar="STEP|best", help=about)
+    about = "train from scratch with the settings schedule of this policy of a population"
+    parser.add_argument("--replay", metavar="POLICY", help=about)
+    _add_common(parser)
 
 
 def run_fork(args: argparse.Namespace) -> int:
-    expectation = _expectation(args)
     from tiltyard.api import create_run, fresh_setup
     from tiltyard.cli import jobs
-    from tiltyard.cli.arguments import parse_at
+    from tiltyard.engines.local import PRELOAD
+    from tiltyard.processes.fork_server import ForkServer
     from tiltyard.run.folder import find
-    from tiltyard.training import preflight, resume
+    from tiltyard.training import preflight
 
-    at = parse_at(args.at)
-    if args.replay is not None and at is not None:
+    if args.replay is not None and args.at is not None:
         raise UseError("--replay starts from scratch, but --at selects a checkpoint", "use one of them")
-    with data_stdout() as data:
+    with data_stdout() as data, ForkServer(PRELOAD) as server:
         profile = None if args.here else jobs.profile_of(find(args.run))
-        _check_options(args, profile, expectation)
-        trusted, as_job = args.trust_code, profile is not None
+        _check_options(args, profile)
+        own, as_job = (server, False) if profile is None else (None, True)
+        options: dict[str, Any] = {"trust_code": args.trust_code, "as_job": as_job, "server": own}
         if args.replay is None:
-            prepared = preflight.prepare_fork(args.run, args.overrides, at=at, trust_code=trusted, as_job=as_job)
+            prepared = preflight.prepare_fork(args.run, args.overrides, at=args.at, **options)
         else:
-            prepared = preflight.prepare_repeat(
-                args.run, args.replay, args.overrides, trust_code=trusted, as_job=as_job
-            )
-        if expectation is not None:
-            expectation.check(prepared.experiment)
+            prepared = preflight.prepare_repeat(args.run, args.replay, args.overrides, **options)
+        if args.expect is not None:
+            args.expect.check(prepared.experiment)
         if profile is not None:
-            return jobs.train(prepared, profile, [None], args, expectation, data)
+            return jobs.train(prepared, profile, [None], args, data)
         run = create_run(prepared)
-        setup = fresh_setup(run, prepared.spec) if args.replay is None else resume.prepare_resume(run)[1]
-        return _train_here(run, setup, args, expectation, data)
+        return _train_here(run, fresh_setup(run, prepared), server, args, data)
 
 
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def _expectation(args: argparse.Namespace) -> Expectation | None:
-    if not args.expect:
-        return None
-    from tiltyard.cli.expectation import Expectation
-
-    return Expectation.parse(args.expect)
-
-
-def _check_options(args: argparse.Namespace, profile: Profile | None, expectation: Expectation | None) -> None:
+def _check_options(args: argparse.Namespace, profile: Profile | None) -> None:
     """UseError for options that do not fit where the run is executed; `profile` is that of a job."""
-    if profile is None:
-        for name in ("detach", "dry_run"):
-            if getattr(args, name, False):
-                raise UseError(
-                    f"--{name.replace('_', '-')} is for jobs", "choose a profile with launcher: slurm by --on"
-                )
-    elif args.pdb:
+    if profile is None and args.detach:
+        raise UseError("--detach is for jobs", "choose a profile with launcher: slurm by --on")
+    if profile is not None and args.pdb:
         raise UseError("--pdb needs a terminal, which a job does not have", "remove --pdb, or train on this machine")
-    elif expectation is not None and args.detach:
+    if args.expect is not None and args.detach:
         raise UseError("--expect waits for the end of the run, but --detach does not", "remove one of them")
 
 
-def _train_here(
-    run: Run, setup: AttemptSetup, args: argparse.Namespace, expectation: Expectation | None, data: TextIO
-) -> int:
+def _print_plan(prepared: CheckedExperiment, server: ForkServer, data: TextIO) -> int:
+    """Print the opening lines of the run that would be trained. Its engine is started, but makes no step."""
+    from tiltyard.engines import make_engine
+    from tiltyard.run.folder import Run
+    from tiltyard.training.attempt import opening_lines
+
+    experiment, copies = prepared.copies.named_in(prepared.experiment), prepared.copies
+    base = (copies.folder,) if copies.ids else prepared.loaded.base
+    engine = make_engine(experiment, prepared.spec, base, server=server, net=prepared.net)
+    try:
+        run = Run(prepared.root / experiment.run_name / "NNNN-new-run")
+        data.write("".join(f"{line}\n" for line in opening_lines(run, prepared.experiment, prepared.spec, engine)))
+    finally:
+        engine.close()
+    sys.stderr.write("every check passed; nothing was made or trained\n")
+    return EXIT_DONE
+
+
+def _train_here(run: Run, setup: AttemptSetup, server: ForkServer, args: argparse.Namespace, data: TextIO) -> int:
     from tiltyard.api import run_training
 
     try:
-        outcome = run_training(run, setup, live=False if args.plain else None)
+        outcome = run_training(run, setup, server, live=False if args.plain else None)
     except UseError:
         raise
     except Exception as error:  # from an env, a model or torch
@@ -204,10 +186,9 @@ def _train_here(
             raise _as_error(run, error) from error
         _debug(error)
         return EXIT_FAILED
-    missed = expectation.missed(run, outcome.latest) if expectation and outcome.state == "finished" else None
-    _print_outcome(run, outcome, args.json, data)
-    if missed:
-        sys.stderr.write(f"error: {missed}\n")
+    facts = {"state": outcome.state, "reason": outcome.reason, "progress": asdict(outcome.progress)}
+    write_outcome(data, run, args.json, **facts, metrics=outcome.latest)
+    if args.expect is not None and outcome.state == "finished" and not args.expect.report(run, outcome.latest):
         return EXIT_FAILED
     return outcome.exit_code
 
@@ -227,23 +208,5 @@ def _as_error(run: Run, error: Exception) -> TiltyardError:
     """A failure of training as one sentence; the traceback is in the run folder."""
     if isinstance(error, TiltyardError):
         return error
-    return TiltyardError(
-        f"{type(error).__name__}: {error}",
-        f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb opens the debugger there",
-    )
-
-
-def _print_outcome(run: Run, outcome: Outcome, as_json: bool, data: TextIO) -> None:
-    if as_json:
-        whole = {
-            "run": run.id,
-            "folder": str(run.folder),
-            "state": outcome.state,
-            "reason": outcome.reason,
-            "progress": asdict(outcome.progress),
-            "metrics": outcome.latest,
-        }
-        data.write(json.dumps(whole) + "\n")
-    else:
-        data.write(f"{os.path.relpath(run.folder)}\n")
-    data.flush()
+    hint = f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb opens the debugger there"
+    return TiltyardError(f"{type(error).__name__}: {error}", hint)

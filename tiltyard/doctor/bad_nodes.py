@@ -5,6 +5,7 @@ Kept in the runs folder. Jobs of profiles with `slurm.exclude_failed: true` excl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,12 +36,12 @@ def record_findings(root: Path, findings: Sequence[Finding]) -> list[str]:
 
     A problem that all of several nodes have belongs to the site or the profile, so it marks no node.
     """
-    known = bad_nodes(root)
+    known, changes = bad_nodes(root), []
     visited = list(dict.fromkeys(finding.node for finding in findings))
-    changes = []
+    affected = Counter(what for what, _ in {(each.what, each.node) for each in findings if each.state == "bad"})
     for node in visited:
         bad = [each for each in findings if each.node == node and each.state == "bad"]
-        own = [each for each in bad if len(visited) == 1 or not _everywhere(each.what, findings, visited)]
+        own = [each for each in bad if len(visited) == 1 or affected[each.what] < len(visited)]
         if own:
             known[node] = f"{atomic.now()[:10]}: {own[0].what}: {own[0].found}"
             changes.append(f"{node} is marked as bad; slurm.exclude_failed: true excludes it from jobs")
@@ -50,7 +51,3 @@ def record_findings(root: Path, findings: Sequence[Finding]) -> list[str]:
         (root / PLACE).mkdir(parents=True, exist_ok=True)
         atomic.write_json(root / PLACE / FILE, known)
     return changes
-
-
-def _everywhere(what: str, findings: Sequence[Finding], visited: Sequence[str]) -> bool:
-    return {each.node for each in findings if each.what == what and each.state == "bad"} == set(visited)

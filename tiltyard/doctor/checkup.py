@@ -1,4 +1,4 @@
-"""All checks of one machine, in the order of the report. Each is a function that returns a Finding."""
+"""All checks of one machine: the functions check_NAME of these modules, in the order of the report."""
 
 from __future__ import annotations
 
@@ -7,35 +7,11 @@ from collections.abc import Callable, Iterator
 from tiltyard.doctor import display, slurm, software, storage, system
 from tiltyard.doctor.finding import Finding
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    software.check_python,
-    software.check_packages,
-    software.check_torch,
-    software.check_gpus,
-    software.check_extras,
-    software.check_video,
-    software.check_git,
-    system.check_cores,
-    system.check_memory,
-    system.check_files,
-    system.check_processes,
-    system.check_threads,
-    system.check_ports,
-    system.check_preload,
-    system.check_clock,
-    storage.check_runs,
-    storage.check_quota,
-    storage.check_temporary,
-    storage.check_shared_memory,
-    storage.check_leftovers,
-    display.check_display,
-    display.check_opengl,
-    display.check_opengl_xvfb,
-    display.check_opengl_offscreen,
-    slurm.check_slurm,
-    slurm.check_requeue,
-    slurm.check_preemption,
-    slurm.check_arrays,
+CHECKS: tuple[Callable[[], Finding], ...] = tuple(
+    check
+    for module in (software, system, storage, display, slurm)
+    for name, check in vars(module).items()
+    if name.startswith("check_")
 )
 
 

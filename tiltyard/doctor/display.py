@@ -64,9 +64,8 @@ def opengl_finding(what: str, where: str, answer: dict[str, str]) -> Finding:
     if version is None:
         return Finding(what, "note", f"{found}: unknown version")
     if (int(version[1]), int(version[2])) < UNITY:
-        return Finding(
-            what, "note", found, "Unity needs OpenGL 3.2 or newer: update the driver, or use Mesa's llvmpipe"
-        )
+        hint = "Unity needs OpenGL 3.2 or newer: update the driver, or use Mesa's llvmpipe"
+        return Finding(what, "note", found, hint)
     return Finding(what, "ok", found)
 
 

@@ -94,7 +94,7 @@ def connect(folder: Path, peer: str) -> float | str:
     except OSError as error:
         return f"{where}: {error.strerror or error}"
     except ValueError:
-        return f"{where}: another program answers there"
+        answer = {}
     if answer.get("name") != f"{folder.name} {peer}":
         return f"{where}: another program answers there"
     return float(answer["time"]) - (before + after) / 2

@@ -6,6 +6,7 @@ Its files are in a hidden folder in the runs folder, which all nodes share; the 
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import subprocess
@@ -22,16 +23,19 @@ from tiltyard.doctor.node_probe import REPORT, nodes_with
 from tiltyard.doctor.system import CLOCK_TOLERANCE
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
+from tiltyard.run.logs import last_lines
+from tiltyard.slurm import SCRIPT, SECRETS
 from tiltyard.slurm.commands import cancel, sbatch
-from tiltyard.slurm.job_state import Backoff, JobState, no_answer, query_jobs
-from tiltyard.slurm.script import header_lines, secret_environment, setup_lines, step_lines, with_nodes
+from tiltyard.slurm.job_state import JobState, JobWatch, query_jobs
+from tiltyard.slurm.script import header_lines, setup_lines, step_lines, with_nodes
 from tiltyard.slurm.shell import hostnames
+from tiltyard.slurm.submit import write_secrets
 
 TIME_LIMIT = "5"  # minutes
 LONGEST_WAIT = 60.0  # seconds that nodes wait for each other; well within the time limit
 POLL_SECONDS = 0.25
 FILE_DELAY = 5.0  # seconds until files written by the job are visible here
-OUTPUT, SCRIPT, SECRETS = "output", "script.sh", "secrets.sh"
+OUTPUT = "output"
 
 
 def check_nodes(profile: Profile, root: Path, nodes: str | None, notify: Callable[[str], object]) -> list[Finding]:
@@ -52,7 +56,10 @@ def check_nodes(profile: Profile, root: Path, nodes: str | None, notify: Callabl
             sentence = state.describe(job) if state else f"job {job} reported nothing"
             hint = f"check slurm.python and slurm.setup of profile {profile.name}"
             raise TiltyardError(f"no node was checked: {sentence}", hint, _tail(folder))
-        return [*_findings(reports), *_missing(names or job_nodes, reports, folder)]
+        found = [Finding(**{**each, "node": node}) for node in sorted(reports) for each in reports[node]["findings"]]
+        missing = [node for node in names or job_nodes if node not in reports]
+        silent = f"no report; the job's output ends with: {_tail(folder, 1)}"
+        return [*found, *compare(reports), *(Finding("checkup", "bad", silent, "", node) for node in missing)]
 
 
 def _only(profile: Profile, names: list[str]) -> Profile:
@@ -68,9 +75,8 @@ def _folder(root: Path) -> Iterator[Path]:
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
-        raise UseError(
-            f"cannot create {folder}: {error.strerror}", "set TILTYARD_RUNS to a folder that you may write to"
-        ) from error
+        hint = "set TILTYARD_RUNS to a folder that you may write to"
+        raise UseError(f"cannot create {folder}: {error.strerror}", hint) from error
     try:
         yield folder
     finally:
@@ -81,8 +87,7 @@ def _folder(root: Path) -> Iterator[Path]:
 
 def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
     """Write the job's script, and its secrets in a separate file."""
-    hidden = secret_environment(profile.environment)
-    (folder / SECRETS).write_text("".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items()))
+    write_secrets(folder, profile)
     quoted, wait = shlex.quote(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
     lines = [
         *header_lines(profile, f"doctor-{folder.name}", "/dev/null", time=TIME_LIMIT, requeue=False),
@@ -104,64 +109,34 @@ def _job(folder: Path, profile: Profile) -> Iterator[str]:
     try:
         yield job
         deadline = time.monotonic() + FILE_DELAY
-        while _active(_query(job)) and time.monotonic() < deadline:
+        while _may_run(job) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
     finally:
-        if _active(_query(job)):
+        if _may_run(job):
             with contextlib.suppress(TiltyardError, OSError, subprocess.SubprocessError):
                 cancel(job)
 
 
-def _query(job: str) -> JobState | None:
-    return (query_jobs([job]) or {}).get(job)
-
-
-def _active(state: JobState | None) -> bool:
+def _may_run(job: str) -> bool:
+    state = (query_jobs([job]) or {}).get(job)
     return state is None or state.active
 
 
 def _follow(job: str, folder: Path, count: int, notify: Callable[[str], object]) -> tuple[list[str], JobState | None]:
     """Wait until every node has reported or the job has ended. Returns its nodes and its last state."""
-    backoff, shown, next_query, nodes = Backoff(), "", 0.0, ""
-    state: JobState | None = None
-    ended: float | None = None
-    while len(nodes_with(folder, REPORT)) < count:
-        now = time.monotonic()
-        if ended is not None and now > ended + FILE_DELAY:
-            break
-        if ended is None and now >= next_query:
-            state = _query(job)
-            sentence = state.describe(job) if state else no_answer(job)
-            nodes = state.nodes if state and state.nodes else nodes
-            if sentence != shown:
-                shown = sentence
-                backoff.reset()
-                notify(sentence)
-            ended = None if _active(state) else now
-            next_query = now + backoff.next_pause()
+    watch, nodes, deadline = JobWatch(notify), "", math.inf
+    while len(nodes_with(folder, REPORT)) < count and time.monotonic() <= deadline:
+        if deadline == math.inf:
+            watch.poll(job)
+            nodes = (watch.state and watch.state.nodes) or nodes
+            if watch.state and not watch.state.active:
+                deadline = time.monotonic() + FILE_DELAY
         time.sleep(POLL_SECONDS)
-    return hostnames(nodes) if nodes else [], state
+    return hostnames(nodes) if nodes else [], watch.state
 
 
-def _findings(reports: dict[str, dict[str, Any]]) -> list[Finding]:
-    each = [Finding(**{**found, "node": node}) for node in sorted(reports) for found in reports[node]["findings"]]
-    return [*each, *compare(reports)]
-
-
-def _missing(names: list[str], reports: dict[str, dict[str, Any]], folder: Path) -> list[Finding]:
-    return [
-        Finding("checkup", "bad", f"no report; the job's output ends with: {_tail(folder, 1)}", "", node)
-        for node in names
-        if node not in reports
-    ]
-
-
-def _tail(folder: Path, lines: int = 20) -> str:
-    try:
-        whole = (folder / OUTPUT).read_text(errors="replace").strip()
-    except OSError:
-        return "(nothing)"
-    return "\n".join(whole.splitlines()[-lines:]) or "(nothing)"
+def _tail(folder: Path, count: int = 20) -> str:
+    return "\n".join(last_lines(folder / OUTPUT, count)) or "(nothing)"
 
 
 Reports = Mapping[str, Mapping[str, Any]]

@@ -61,9 +61,8 @@ def glx() -> dict[str, str]:
     display = _function(x11, "XOpenDisplay", c_void_p, c_char_p)(None)
     if not display:
         raise Refused("the display cannot be opened")
-    handler = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(
-        lambda display, error: 0
-    )  # the default handler ends the process
+    # The default handler ends the process.
+    handler = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p)(lambda display, error: 0)
     _function(x11, "XSetErrorHandler", c_void_p, c_void_p)(handler)
     count = c_int()
     choose = _function(gl, "glXChooseFBConfig", POINTER(c_void_p), c_void_p, c_int, POINTER(c_int), POINTER(c_int))
@@ -128,9 +127,8 @@ def _egl_on(library: Any, display: int) -> dict[str, str]:
     if not choose(display, wanted, byref(config), 1, byref(count)) or not count.value:
         raise Refused("EGL has no OpenGL configuration")
     size = _ints(_EGL_WIDTH, 8, _EGL_HEIGHT, 8, _EGL_NONE)
-    surface = _function(library, "eglCreatePbufferSurface", c_void_p, c_void_p, c_void_p, pointer)(
-        display, config, size
-    )
+    make = _function(library, "eglCreatePbufferSurface", c_void_p, c_void_p, c_void_p, pointer)
+    surface = make(display, config, size)
     create = _function(library, "eglCreateContext", c_void_p, c_void_p, c_void_p, c_void_p, pointer)
     modern = _ints(_EGL_MAJOR, 3, _EGL_MINOR, 2, _EGL_PROFILE, _CORE, _EGL_NONE)
     context = create(display, config, None, modern) or create(display, config, None, None)

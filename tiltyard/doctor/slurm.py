@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from functools import cache
 
 from tiltyard.doctor.finding import Finding
-from tiltyard.slurm.commands import environment
+from tiltyard.slurm.job_state import site_config
 
 SHORT_KILL_WAIT = 15  # seconds from SIGTERM to SIGKILL; saving a large model takes longer
-TIMEOUT = 20.0
 ABSENT = "Slurm not found"
 
-
-def settings() -> dict[str, str] | None:
-    """The output of `scontrol show config`; empty if Slurm does not answer, None without Slurm."""
-    if shutil.which("scontrol") is None:
-        return None
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "config"],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    if done.returncode != 0:
-        return {}
-    pairs = (re.match(r"(\w+)\s*=\s*(.*?)\s*$", line) for line in done.stdout.splitlines())
-    return {pair[1]: pair[2] for pair in pairs if pair}
-
-
-@cache
-def _known() -> dict[str, str] | None:
-    return settings()
+_known = cache(site_config)
 
 
 def check_slurm() -> Finding:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tiltyard.doctor.finding import Finding
 from tiltyard.run.provenance import PACKAGES, package_version
+from tiltyard.slurm.usage import gpu_count
 
 EXTRAS = {
     "ale-py": "atari",
@@ -71,21 +72,20 @@ def check_gpus() -> Finding:
         seen, build = torch.cuda.device_count(), torch.version.cuda
     except (ImportError, OSError) as error:
         return Finding("gpus", "note", f"torch cannot be imported: {error}")
-    there, given = gpus_of_machine(), os.environ.get("SLURM_GPUS_ON_NODE", "")
+    there, given = gpu_count(), os.environ.get("SLURM_GPUS_ON_NODE", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limits = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible!r}"
     expected = int(given) if given.isdecimal() else 0
     found = f"torch sees {seen} of {there}{limits}"
+    why = _why_unseen(build, there, visible)
     if expected > seen:
-        hint = _why_unseen(build, there, visible)
-        return Finding("gpus", "bad", f"the job has {expected}, but torch sees {seen}{limits}", hint)
+        return Finding("gpus", "bad", f"the job has {expected}, but torch sees {seen}{limits}", why)
     if seen < there and visible is None:
-        return Finding("gpus", "bad", found, _why_unseen(build, there, visible))
+        return Finding("gpus", "bad", found, why)
     if there and visible is not None and not visible.strip():
         return Finding("gpus", "note", found, "unset CUDA_VISIBLE_DEVICES: it is empty, which hides all GPUs")
     if visible and len(visible.split(",")) > seen:
-        hint = "CUDA_VISIBLE_DEVICES names missing GPUs: unset or correct it"
-        return Finding("gpus", "note", found, hint)
+        return Finding("gpus", "note", found, "CUDA_VISIBLE_DEVICES names missing GPUs: unset or correct it")
     return Finding("gpus", "ok", found if there or seen else f"none{limits}")
 
 
@@ -95,19 +95,17 @@ def _why_unseen(build: str | None, there: int, visible: str | None) -> str:
     if build is None:
         return "this torch has no CUDA support: install one that has, see https://pytorch.org"
     if not there:
-        return (
-            "nvidia-smi lists none: the driver or device files are missing on this node; ask the site's administrators"
-        )
+        missing = "the driver or device files are missing on this node"
+        return f"nvidia-smi lists none: {missing}; ask the site's administrators"
     return f"the driver may be too old for CUDA {build}: nvidia-smi shows the newest version that it supports"
 
 
-def gpus_of_machine() -> int:
-    """The number of GPUs that nvidia-smi lists; 0 without nvidia-smi."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+def check_extras(version: Callable[[str], str | None] = package_version) -> Finding:
+    missing = [extra for package, extra in EXTRAS.items() if version(package) is None]
+    present = [extra for extra in EXTRAS.values() if extra not in missing]
+    found = f"installed: {', '.join(present) or 'none'}"
+    hint = f"for the others: pip install 'tiltyard[{','.join(missing)}]'" if missing else ""
+    return Finding("extras", "ok", found, hint)
 
 
 def check_video() -> Finding:
@@ -121,14 +119,6 @@ def check_video() -> Finding:
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Finding("video", "note", f"cannot write videos: {error}", "pip install imageio-ffmpeg")
     return Finding("video", "ok", "ffmpeg writes mp4")
-
-
-def check_extras(version: Callable[[str], str | None] = package_version) -> Finding:
-    missing = [extra for package, extra in EXTRAS.items() if version(package) is None]
-    present = [extra for extra in EXTRAS.values() if extra not in missing]
-    found = f"installed: {', '.join(present) or 'none'}"
-    hint = f"for the others: pip install 'tiltyard[{','.join(missing)}]'" if missing else ""
-    return Finding("extras", "ok", found, hint)
 
 
 def check_git() -> Finding:

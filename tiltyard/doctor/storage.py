@@ -135,9 +135,8 @@ def check_leftovers(shared: Path | None = None, temporary: Path | None = None) -
     bytes_held = sum(_bytes_of(path) for path in left)
     found = f"{len(left)} of dead processes, {size(bytes_held)}: {names}"
     if not sees_all_processes():
-        return Finding(
-            "leftovers", "note", found, "they may belong to processes outside this container: run this there"
-        )
+        hint = "they may belong to processes outside this container: run this there"
+        return Finding("leftovers", "note", found, hint)
     return Finding("leftovers", "note", found, "tiltyard doctor --clean removes them")
 
 
@@ -170,22 +169,18 @@ def leftovers(shared: Path | None = None, temporary: Path | None = None) -> list
     places = {temporary} if temporary else {Path("/tmp"), Path(tempfile.gettempdir())}
     candidates = [path for name in SHARED_NAMES for path in shared.glob(name)]
     candidates += [path for place in sorted(places) for name in TEMPORARY_NAMES for path in place.glob(name)]
-    changed = {path: when for path in candidates if (when := _last_changed(path)) is not None}
+    changed = {}
+    for path in candidates:
+        with contextlib.suppress(OSError):  # just removed
+            found = path.lstat()
+            if found.st_uid == os.getuid() and not path.is_symlink():
+                changed[path] = found.st_mtime
     if not changed:
         return []
     used, python = _files_of_processes(), _oldest_python()
     return [
         path for path, when in changed.items() if str(path) not in used and (path.parent == shared or when < python)
     ]
-
-
-def _last_changed(path: Path) -> float | None:
-    """When a path was last changed; None if it is not this user's."""
-    try:
-        found = path.lstat()
-    except OSError:  # just removed
-        return None
-    return found.st_mtime if found.st_uid == os.getuid() and not path.is_symlink() else None
 
 
 def _oldest_python() -> float:

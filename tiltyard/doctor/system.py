@@ -15,6 +15,7 @@ from pathlib import Path
 from tiltyard.config.site_file import runs_root
 from tiltyard.doctor.finding import Finding, State
 from tiltyard.errors import TiltyardError
+from tiltyard.processes import proc
 from tiltyard.processes.resources import free_memory, usable_cores
 
 LOW_MEMORY = 2 << 30
@@ -38,10 +39,7 @@ def check_memory() -> Finding:
     return memory_finding(free_memory())
 
 
-def memory_finding(free: int | None) -> Finding:
-    """Judge the free bytes; None if they are unknown."""
-    if free is None:
-        return Finding("memory", "note", "free memory is unknown on this system")
+def memory_finding(free: int) -> Finding:
     state: State = "ok" if free > LOW_MEMORY else "note"
     return Finding("memory", state, f"{free / 2**30:.1f} GiB free", "" if state == "ok" else "use fewer envs")
 
@@ -50,11 +48,8 @@ def check_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _unlimited(soft) or soft >= LOW_FILES:
         return Finding("files", "ok", f"a process may open {_limit(soft)}")
-    hint = (
-        f"ulimit -n {_limit(hard)}"
-        if hard > soft
-        else "ask the administrators for a higher limit of open files (ulimit -n)"
-    )
+    ask = "ask the administrators for a higher limit of open files (ulimit -n)"
+    hint = f"ulimit -n {_limit(hard)}" if hard > soft else ask
     return Finding("files", "bad" if soft < FEW_FILES else "note", f"a process may open only {soft}", hint)
 
 
@@ -67,12 +62,8 @@ def check_processes(threads: int | None = None) -> Finding:
         left.append(most - now)
     if not left or min(left) >= LOW_PROCESSES:
         return Finding("processes", "ok", f"{min(left):,} more may be started" if left else "no limit")
-    raised = hard > soft or _unlimited(hard)
-    hint = (
-        f"ulimit -u {_limit(hard)}"
-        if raised
-        else "end unused processes, or ask the administrators for a higher ulimit -u"
-    )
+    ask = "end unused processes, or ask the administrators for a higher ulimit -u"
+    hint = f"ulimit -u {_limit(hard)}" if hard > soft or _unlimited(hard) else ask
     state: State = "bad" if min(left) < FEW_PROCESSES else "note"
     return Finding("processes", state, f"only {max(0, min(left))} more may be started, threads included", hint)
 
@@ -101,19 +92,14 @@ def check_threads() -> Finding:
 
 def own_threads() -> int:
     """The number of threads of all this user's processes."""
-    count = 0
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
-            lines = dict(line.partition(":")[::2] for line in status.read_text().splitlines())
-            count += int(lines["Threads"]) if int(lines["Uid"].split()[0]) == os.getuid() else 0
-    return count
+    return sum(process.threads for process in proc.own_processes())
 
 
 def check_ports(usual: Sequence[int] = RAY_PORTS) -> Finding:
     """Bind free ports, connect to this machine by its own name, and look for a Ray on its usual ports."""
     with contextlib.ExitStack() as kept:
         try:
-            bound = [kept.enter_context(_listener(0)) for _ in range(PORTS)]
+            bound = [kept.enter_context(socket.create_server(("", 0))) for _ in range(PORTS)]
         except OSError as error:
             return Finding("ports", "bad", f"none is available: {error.strerror}", "end programs that hold many ports")
         number = bound[0].getsockname()[1]
@@ -122,9 +108,8 @@ def check_ports(usual: Sequence[int] = RAY_PORTS) -> Finding:
                 socket.create_connection((name, number), timeout=10).close()
             except OSError as error:
                 reason = f"cannot connect to this machine as {name}: {error.strerror or error}"
-                return Finding(
-                    "ports", "bad", reason, "make the host name resolve, and allow its own ports in the firewall"
-                )
+                hint = "make the host name resolve, and allow its own ports in the firewall"
+                return Finding("ports", "bad", reason, hint)
         taken = [port for port in usual if not _free(port)]
     if taken:
         found = f"in use: {', '.join(map(str, taken))}, the usual ports of Ray"
@@ -133,20 +118,9 @@ def check_ports(usual: Sequence[int] = RAY_PORTS) -> Finding:
     return Finding("ports", "ok", f"{PORTS} bound, this machine reached by its name")
 
 
-def _listener(port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.bind(("", port))
-        bound.listen()
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
 def _free(port: int) -> bool:
     try:
-        _listener(port).close()
+        socket.create_server(("", port)).close()
     except OSError:
         return False
     return True

@@ -7,7 +7,7 @@ import getpass
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiltyard.errors import TiltyardError
@@ -34,23 +34,33 @@ def run_command(
     )
 
 
+def output_of(command: Sequence[str], timeout: float) -> str | None:
+    """What a command prints; None if it is missing, fails or takes longer."""
+    try:
+        done = run_command(command, timeout=timeout)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 def sbatch(path: Path, name: str, options: Sequence[str] = ()) -> str:
     """Submit a script and return the job id. After an error no job called `name` is left in the queue."""
     try:
-        with _cancelled_unless_done(name):
-            # Ctrl-C must reach only this process, which then cancels the job.
-            done = run_command(["sbatch", "--parsable", *options, str(path)], new_session=True)
-            if done.returncode == 0:
-                return _job_id(done.stdout, path)
+        # Ctrl-C must reach only this process, which then cancels the job.
+        done = run_command(["sbatch", "--parsable", *options, str(path)], new_session=True)
+        if done.returncode == 0:
+            return _job_id(done.stdout, path)
     except FileNotFoundError as error:
-        raise TiltyardError(
-            "sbatch not found; it is needed to submit jobs to Slurm", f"run this on a login node; the script is {path}"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise TiltyardError(
-            f"sbatch did not answer within {TIMEOUT:.0f} s; the Slurm controller may be down or busy",
-            f"try again later; the script is {path}",
-        ) from error
+        hint = f"run this on a login node; the script is {path}"
+        raise TiltyardError("sbatch not found; it is needed to submit jobs to Slurm", hint) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            run_command(["scancel", "--user", getpass.getuser(), "--name", name])
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        message = f"sbatch did not answer within {TIMEOUT:.0f} s; the Slurm controller may be down or busy"
+        hint = f"try again later; the script is {path}"
+        raise TiltyardError(message, hint) from error
     output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
     lines = output.removeprefix("sbatch: error: ").splitlines()
     raise TiltyardError(f"Slurm refused the job: {lines[0]}", f"the script is {path}", "\n".join(lines[1:]))
@@ -62,18 +72,6 @@ def _job_id(output: str, path: Path) -> str:
     if found is None:
         raise TiltyardError(f"sbatch printed no job id: {output.strip() or 'nothing'}", f"the script is {path}")
     return found[0]
-
-
-@contextlib.contextmanager
-def _cancelled_unless_done(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except BaseException:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            run_command(["scancel", "--user", getpass.getuser(), "--name", name])
-        raise
 
 
 def environment() -> dict[str, str]:

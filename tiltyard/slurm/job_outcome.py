@@ -68,7 +68,7 @@ def decide_outcome(end: TrainerExit, counts: Counts, requeues: int, retry: int =
     if end.stop or ((ended or end.code == EXIT_RESUMABLE) and not near_limit):
         return "stopped", "", counts
     if not near_limit:
-        how = f"the trainer {killed_by(-end.code, explained=True)}"
+        how = f"the trainer {killed_by(-end.code)}"
         if end.tries_left > 0:
             return "again", f"{how}; restarting it inside the job", counts
         return "failed", f"{how}; no restarts are left (slurm.retry)", counts

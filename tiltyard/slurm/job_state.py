@@ -18,17 +18,20 @@ from __future__ import annotations
 import getpass
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER, JOB_NUMBER, RESUBMITTED
-from tiltyard.slurm.commands import run_command
+from tiltyard.slurm.commands import output_of, run_command
 
 TIMEOUT = 20.0  # seconds per query; a user is waiting for a listing
+FIRST_PAUSE, LONGEST_PAUSE, PAUSE_GROWTH = 1.0, 30.0, 1.4  # seconds between queries
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 UNKNOWN = "UNKNOWN"
@@ -63,10 +66,6 @@ class JobState:
         if self.running:
             return f"job {job} is running on {self.nodes}" if self.nodes else f"job {job} is running"
         return f"job {job} has left Slurm's records" if self.state == UNKNOWN else f"job {job} ended: {self.state}"
-
-
-def no_answer(job: str) -> str:
-    return f"Slurm does not answer about job {job}"
 
 
 def job_of(run: Run, status: dict[str, Any] | None = None) -> str | None:
@@ -187,22 +186,45 @@ def refuse_queued(run: Run) -> None:
         return
     state = (query_jobs([job]) or {}).get(job)
     if state is not None and state.active:
-        raise UseError(
-            f"run {run.id} has an active Slurm job: {state.describe(job)}", f"stop it first: tiltyard stop {run.typed}"
-        )
+        hint = f"stop it first: tiltyard stop {run.typed}"
+        raise UseError(f"run {run.id} has an active Slurm job: {state.describe(job)}", hint)
 
 
-class Backoff:
-    """Seconds between queries: they grow until something changes."""
+def growing_pauses() -> Iterator[float]:
+    """Seconds between queries."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(LONGEST_PAUSE, PAUSE_GROWTH * pause)
 
-    FIRST, LONGEST, GROWTH = 1.0, 30.0, 1.4
 
-    def __init__(self) -> None:
-        self._pause = self.FIRST
+class JobWatch:
+    """Queries a job, less often while nothing changes. `notify` gets every new sentence about it."""
 
-    def reset(self) -> None:
-        self._pause = self.FIRST
+    def __init__(self, notify: Callable[[str], object]) -> None:
+        self.state: JobState | None = None
+        """None if Slurm does not answer"""
+        self._notify, self._shown = notify, ""
+        self._pauses, self._next_query = growing_pauses(), 0.0
 
-    def next_pause(self) -> float:
-        now, self._pause = self._pause, min(self.LONGEST, self._pause * self.GROWTH)
-        return now
+    def poll(self, job: str, *, soon: bool = False) -> None:
+        """Query the job if it is time; `soon`: within the first pause."""
+        now = time.monotonic()
+        if soon:
+            self._next_query = min(self._next_query, now + FIRST_PAUSE)
+        if now < self._next_query:
+            return
+        self.state = (query_jobs([job]) or {}).get(job)
+        sentence = self.state.describe(job) if self.state else f"Slurm does not answer about job {job}"
+        if sentence != self._shown:
+            self._shown, self._pauses = sentence, growing_pauses()
+            self._notify(sentence)
+        self._next_query = time.monotonic() + next(self._pauses)
+
+
+def site_config() -> dict[str, str] | None:
+    """The output of `scontrol show config`; empty if Slurm does not answer, None without Slurm."""
+    if shutil.which("scontrol") is None:
+        return None
+    output = output_of(["scontrol", "show", "config"], TIMEOUT) or ""
+    return dict(re.findall(r"^(\w+)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", output, re.MULTILINE))

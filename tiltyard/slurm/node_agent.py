@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
-from tiltyard.processes.child import die_with
+from tiltyard.processes.lifetime import die_with
 from tiltyard.run import atomic, checkpoint, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -32,7 +32,7 @@ from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_error
 from tiltyard.run.status import write_status
 from tiltyard.slurm import COUNTS, FOLDER, JOB_VARIABLE, RESUBMITTED, STOP, TASK, VERDICT
-from tiltyard.slurm.commands import environment
+from tiltyard.slurm.commands import output_of
 from tiltyard.slurm.job_outcome import Counts, Outcome, TrainerExit, decide_outcome
 from tiltyard.slurm.job_state import current_job
 
@@ -61,9 +61,8 @@ class JobRecord:
         """
         job, own_array = self.run.status().get("job") or {}, os.environ.get(JOB_VARIABLE)
         if own_array is not None and job.get("array") != own_array:
-            sys.stdout.write(
-                f"{own_array} has nothing to do: {self.run.id} was submitted again as {job.get('array')}\n"
-            )
+            again = f"{self.run.id} was submitted again as {job.get('array')}"
+            sys.stdout.write(f"{own_array} has nothing to do: {again}\n")
             return False
         where = f"job {self.job} started on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
         self.log("started", f"{where}, restart {self.restart}" if self.restart else where)
@@ -88,11 +87,6 @@ class JobRecord:
             self.write_status(state="stopped", reason=reason)
             self.log("stopped", reason)
         atomic.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {outcome}\n")
-
-    def clear_overrides(self) -> None:
-        """Drop the overrides after the first attempt: they are part of the run's own settings now."""
-        self.task = {**self.task, "overrides": []}
-        atomic.write_json(self.folder / TASK, self.task)
 
     def counts(self) -> Counts:
         try:
@@ -162,9 +156,7 @@ class Agent:
 
         self.ray = RayNode(self.run.folder, self.record.task)
         try:
-            variables = self.ray.lead(self.run.experiment().engine.learners)
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-            return self._run_trainer({**kept, **variables})
+            return self._run_trainer(self.ray.lead(self.run.experiment().engine.learners))
         except TiltyardError as error:
             self.record.conclude("failed", error.message, self.record.counts())
             return EXIT_FAILED
@@ -209,23 +201,20 @@ class Agent:
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             die_with(parent)
 
-        trainer = subprocess.Popen(
-            self._command(),
-            preexec_fn=prepare,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+        code = self._wait_for(
+            subprocess.Popen(self._command(), preexec_fn=prepare, env=environment, stdin=subprocess.DEVNULL)
         )
-        code = self._wait_for(trainer)
-        if self.record.task["overrides"] and self.run.status()["attempt"] != attempt:
-            self.record.clear_overrides()
+        task = self.record.task
+        if task["overrides"] and self.run.status()["attempt"] != attempt:
+            task["overrides"] = []  # they are part of the run's own settings now
+            atomic.write_json(self.record.folder / TASK, task)
         return code
 
     def _command(self) -> list[str]:
         task = self.record.task
         if task.get("program"):
             return [sys.executable, "-m", "tiltyard.sweep.external_program", str(self.run.folder)]
-        trusted = ["--trust-code"] if task["trust_code"] else []
-        words = [*trusted, *task["overrides"]]
+        words = [*(["--trust-code"] if task["trust_code"] else []), *task["overrides"]]
         return [sys.executable, "-m", "tiltyard", "resume", str(self.run.folder), "--here", "--plain", *words]
 
     def _wait_for(self, trainer: subprocess.Popen[bytes]) -> int:
@@ -234,9 +223,8 @@ class Agent:
         while True:
             if self.asked is None and self._limit_near():
                 self.asked, self._near = "SIGUSR2", True
-                self.record.log(
-                    "warning", "no signal came before the time limit; the agent requests the last save itself"
-                )
+                sentence = "no signal came before the time limit; the agent requests the last save itself"
+                self.record.log("warning", sentence)
             if self.asked is None and self.record.stop_requested():
                 self.asked = "SIGUSR2"
             if self.asked == "SIGUSR2" or self.asked != sent:
@@ -279,12 +267,8 @@ def _end_time(job: str = "") -> float | None:
     """When the time limit is reached: as set at the job's start or, with a job id, as Slurm reports it now."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     if job:
-        try:
-            command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]
-            variables = {**environment(), "SLURM_TIME_FORMAT": "%s"}
-            text = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=10).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
+        command = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--noheader", f"--jobs={job}", "--format=%e"]
+        text = (output_of(command, 10) or "").strip()
     return float(text) if text.isdecimal() else None
 
 

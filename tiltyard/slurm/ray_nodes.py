@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,17 +32,18 @@ from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.ray_cluster import (
     DETECT_LOSS,
     QUIET,
-    SMALLEST_STORE,
-    STORE,
     keep_logs,
+    object_store_bytes,
     short_folder,
     token_variables,
 )
 from tiltyard.errors import TiltyardError
 from tiltyard.processes import proc
-from tiltyard.processes.child import die_with
-from tiltyard.processes.resources import free_memory, own_address, usable_cores
+from tiltyard.processes.lifetime import die_with
+from tiltyard.processes.resources import own_address, usable_cores
 from tiltyard.run import atomic
+from tiltyard.run.logs import last_lines
+from tiltyard.run.provenance import package_version
 from tiltyard.slurm import FOLDER
 
 POLL_SECONDS = 0.2
@@ -63,7 +63,6 @@ class RayProcess:
 
     def start(self, *options: str, address: str, cpus: int) -> None:
         self.temp = short_folder(_short_temp())
-        store = max(SMALLEST_STORE, int(min(STORE * 2**30, (free_memory() or 2**34) / 8)))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
         command += [
             "--block",
@@ -72,7 +71,7 @@ class RayProcess:
             f"--node-name={self.name}",
             f"--temp-dir={self.temp}",
             f"--num-cpus={cpus}",
-            f"--object-store-memory={store}",
+            f"--object-store-memory={object_store_bytes()}",
             *([f"--ray-client-server-port={_free_port()}"] if "--head" in options else []),
             f"--dashboard-agent-listen-port={_free_port()}",
             "--min-worker-port=0",
@@ -93,7 +92,7 @@ class RayProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._environment(),
+                env={**self.environment(), "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
                 preexec_fn=prepare,
                 start_new_session=True,
             )
@@ -135,20 +134,13 @@ class RayProcess:
             shutil.rmtree(self.temp.parent, ignore_errors=True)
             self.temp = None
 
-    def variables(self) -> dict[str, str]:
-        """The environment by which other processes find this Ray."""
-        return {**token_variables(self.token), **DETECT_LOSS, **QUIET, **SPREAD}
-
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """The environment of processes that find this Ray."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return {**kept, **self.variables(), "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        return {**kept, **token_variables(self.token), **DETECT_LOSS, **QUIET, **SPREAD}
 
-    def last_lines(self, count: int = 5) -> str:
-        try:
-            text = self.output.read_text(errors="replace").strip()
-        except OSError:
-            text = ""
-        return " / ".join(text.splitlines()[-count:]) or "it wrote nothing"
+    def last_words(self) -> str:
+        return " / ".join(last_lines(self.output, 5)) or "it wrote nothing"
 
 
 class RayNode:
@@ -166,27 +158,25 @@ class RayNode:
     # -- the first node
 
     def lead(self, learners: int) -> dict[str, str]:
-        """Start the head; returns the variables by which the trainer finds this Ray.
+        """Start the head; returns the trainer's environment, by which it finds this Ray.
 
         In a heterogeneous job the first group only learns: it offers no CPUs to runners.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write_token()
+        atomic.write_private(self.process.token, secrets.token_hex(32), 0o600)
         remote_learners = learners if learners > 1 else 0  # a single learner runs in the trainer's process
         cpus, taken = usable_cores(), max(1, learners)
         if self.task["samplers"]:
             cpus = taken = remote_learners
-        for tries_left in reversed(range(PORT_TRIES)):
+        for _ in range(PORT_TRIES):
             address, port = own_address(), _free_port()
             self.process.start("--head", f"--port={port}", "--include-dashboard=false", address=address, cpus=cpus)
             if self.process.answers(address, port):
                 break
             self.process.stop()
-            if not tries_left:
-                raise TiltyardError(
-                    f"Ray's head did not start on {self.name}: {self.process.last_lines()}",
-                    f"its output is in {self.process.output}",
-                )
+        else:
+            hint = f"its output is in {self.process.output}"
+            raise TiltyardError(f"Ray's head did not start on {self.name}: {self.process.last_words()}", hint)
         nodes = [name for name in os.environ.get("TILTYARD_NODES", "").split(",") if name]
         allocation = {
             "address": f"{address}:{port}",
@@ -198,7 +188,7 @@ class RayNode:
         }
         atomic.write_json(self.folder / "head.json", {**allocation, **_versions()})
         self._publish("joined")
-        return {**self.process.variables(), ALLOCATION: json.dumps(allocation)}
+        return {**self.process.environment(), ALLOCATION: json.dumps(allocation)}
 
     def lost(self, timeout: float = 0.0) -> str:
         """A sentence if the head has exited, or does so within the timeout; else empty."""
@@ -220,7 +210,7 @@ class RayNode:
         with contextlib.suppress(OSError):
             (self.folder / "end").touch()
         self.process.stop()
-        (self.folder / "token").unlink(missing_ok=True)
+        self.process.token.unlink(missing_ok=True)
 
     # -- the other nodes
 
@@ -236,20 +226,18 @@ class RayNode:
             self._publish("failed", f"{self.name} cannot join Ray: versions differ from the head's: {both}")
             self._wait_for_end(lambda: False)
             return
-        tries = int(self.task["retry"])
-        while True:
+        retries = int(self.task["retry"])
+        for number in range(1, retries + 2):
             self.process.start(f"--address={head['address']}", address=own_address(), cpus=usable_cores())
             self._publish("joined")
             if self._wait_for_end(self.process.exited):
                 break
             self.process.stop()
-            if tries == 0:
-                self._publish("failed", f"Ray died on {self.name}: {self.process.last_lines()}")
-                self._wait_for_end(lambda: False)
-                break
-            tries -= 1
-            number = int(self.task["retry"]) - tries
-            self._publish("lost", f"Ray died on {self.name}; restarting it ({number})")
+            if number <= retries:
+                self._publish("lost", f"Ray died on {self.name}; restarting it ({number})")
+        else:
+            self._publish("failed", f"Ray died on {self.name}: {self.process.last_words()}")
+            self._wait_for_end(lambda: False)
         self.process.stop()
 
     def _wait_for_head(self) -> dict[str, Any] | None:
@@ -259,14 +247,10 @@ class RayNode:
             if self.terminated or (self.folder / "end").exists():
                 return None
             if time.monotonic() > deadline:
-                raise TiltyardError(
-                    f"the first node did not start Ray within {self.task['wait']:g} s (slurm.wait), seen from "
-                    f"{self.name}",
-                    f"see {self.folder}",
-                )
+                late = f"the first node did not start Ray within {self.task['wait']:g} s (slurm.wait)"
+                raise TiltyardError(f"{late}, seen from {self.name}", f"see {self.folder}")
             time.sleep(POLL_SECONDS)
-        found: dict[str, Any] = atomic.read_json(self.folder / "head.json")
-        return found
+        return atomic.read_json(self.folder / "head.json")
 
     def _wait_for_end(self, failed: Callable[[], bool]) -> bool:
         """Wait until the job's Ray is ended; False if `failed` becomes true first."""
@@ -284,23 +268,12 @@ class RayNode:
         self.events += [sentence] if sentence else []
         atomic.write_json(self.folder / f"{self.name}.json", {"node": self.name, "state": state, "said": self.events})
 
-    def _write_token(self) -> None:
-        path = self.folder / "token"
-        if not path.exists():
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(handle, "w") as file:
-                file.write(secrets.token_hex(32))
-
 
 # ------------------------------------------------------------------------------------------------ this machine
 
 
 def _versions() -> dict[str, str]:
-    try:
-        ray = version("ray")
-    except PackageNotFoundError:
-        ray = "none"
-    return {"python": platform.python_version(), "ray": ray}
+    return {"python": platform.python_version(), "ray": package_version("ray") or "none"}
 
 
 def _free_port() -> int:
@@ -311,11 +284,8 @@ def _free_port() -> int:
 
 def _short_temp() -> str | None:
     """A temporary folder of this node whose path is short enough for Ray's socket names."""
-    for name in ("SLURM_TMPDIR", "TMPDIR"):
-        place = os.environ.get(name, "")
-        if place and len(place) <= 24 and os.access(place, os.W_OK):
-            return place
-    return None
+    places = (os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR"))
+    return next((place for place in places if 0 < len(place) <= 24 and os.access(place, os.W_OK)), None)
 
 
 def _gpus() -> int | None:

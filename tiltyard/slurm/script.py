@@ -22,8 +22,6 @@ from tiltyard.run.status import root_of
 from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, NEVER_SUBMITTED, SCRIPT, SECRETS, TRIALS
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
-
-
 RUN_AGAIN = 10  # exit code of a sweep tick: run this task's trial again in the same job
 
 
@@ -58,7 +56,7 @@ def script(job: Job) -> str:
 def _preamble(job: Job) -> list[str]:
     """#SBATCH lines and setup, then the script's own variables: a setup may use any variable names."""
     profile, folder, array = job.profile, job.folder, job.array
-    can_escape = _can_be_escaped(str(folder))
+    can_escape = str(folder).isprintable() and "\\" not in str(folder)  # a backslash would disable sbatch's %j
     output = str(folder).replace("%", "%%") + ("/%a.out" if array else "/logs/job-%j.out")
     title = f"{_one_line(job.name)}, profile {_one_line(profile.name)}"
     if array is None:
@@ -80,10 +78,7 @@ def _preamble(job: Job) -> list[str]:
     ]
 
 
-_ID = (
-    "id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-    "id=${id:-$SLURM_JOB_ID}",
-)
+_ID = ("id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}", "id=${id:-$SLURM_JOB_ID}")
 _LINE = '"$((SLURM_ARRAY_TASK_ID + 1))p"'
 
 
@@ -115,7 +110,7 @@ _GUARD = '(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$a
 def _run_agents(job: Job) -> list[str]:
     """Start the agents and read the first one's verdict; in an array, loop while a tick wants the trial again."""
     array, several = job.array, bool(_node_names(job.profile))
-    return [
+    lines = [
         "# The time limit, for agents that Slurm does not signal in time.",
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"',
         "export SLURM_JOB_END_TIME",
@@ -139,14 +134,11 @@ def _run_agents(job: Job) -> list[str]:
         'echo "job $id: ${verdict:-none} (exit code $code)"',
         "# Ended while saving: by the time limit, or by scancel?",
         '[ "${verdict:-}" = late ] && [ "$(squeue -h -j "$id" -o %r)" = TimeLimit ] && verdict=requeue',
-        *_exit_or_tick(job),
     ]
-
-
-def _exit_or_tick(job: Job) -> list[str]:
-    if job.array is None:
-        return ['[ "${verdict:-none}" = requeue ] || exit "$code"']
+    if array is None:
+        return [*lines, '[ "${verdict:-none}" = requeue ] || exit "$code"']
     return [
+        *lines,
         '[ "${verdict:-none}" = requeue ] && break',
         "# A tick of the sweep decides what comes next; it may be this trial again.",
         tick_command(job.profile, job.python),
@@ -209,21 +201,17 @@ def header_lines(
         *(["--requeue", f"--signal=USR2@{profile.lead:.0f}"] if requeue else ["--no-requeue"]),
         *resource_options(profile, time=time, excluded=excluded),
     ]
-    if profile.slurm.samplers is not None:
-        samplers = profile.slurm.samplers
-        lines += [
-            "hetjob",
-            *_group_options(samplers, samplers.partition or profile.slurm.partition, samplers.constraint),
-        ]
+    if (samplers := profile.slurm.samplers) is not None:
+        partition = samplers.partition or profile.slurm.partition
+        lines += ["hetjob", *_group_options(samplers, partition, samplers.constraint)]
     return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines)]
 
 
 def with_nodes(profile: Profile, count: int) -> Profile:
     """The profile with `count` nodes and no samplers."""
     resources = profile.resources.model_copy(update={"nodes": count})
-    return profile.model_copy(
-        update={"resources": resources, "slurm": profile.slurm.model_copy(update={"samplers": None})}
-    )
+    slurm = profile.slurm.model_copy(update={"samplers": None})
+    return profile.model_copy(update={"resources": resources, "slurm": slurm})
 
 
 def resource_options(profile: Profile, *, time: str | None = None, excluded: Sequence[str] = ()) -> list[str]:
@@ -298,11 +286,6 @@ def _tasks(nodes: Nodes) -> str:
 def secret_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that must not appear in a script."""
     return {name: value for name, value in environment.items() if looks_secret(name)}
-
-
-def _can_be_escaped(path: str) -> bool:
-    """Whether sbatch can read the path in an #SBATCH line: a backslash would disable its %j."""
-    return path.isprintable() and "\\" not in path
 
 
 def _escaped(text: str) -> str:

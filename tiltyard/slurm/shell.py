@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiltyard.config.site import Profile
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.processes.child import die_with
+from tiltyard.processes.lifetime import die_with
 from tiltyard.slurm.commands import environment, run_command
 from tiltyard.slurm.script import resource_options, secret_environment, setup_lines, with_nodes
 
@@ -40,11 +40,8 @@ class Group:
 def groups_of(job: str) -> list[Group]:
     """The nodes of a running job; empty if it is not running."""
     lines = _output_words(["squeue", "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%i|%N"])
-    found = []
-    for line in lines:
-        name, _, nodes = line.partition("|")
-        found.append(Group(tuple(hostnames(nodes)), name.partition("+")[2] or None))
-    return found
+    pairs = [line.partition("|") for line in lines]
+    return [Group(tuple(hostnames(nodes)), name.partition("+")[2] or None) for name, _, nodes in pairs]
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -70,19 +67,15 @@ def in_job(
         options = [f"--het-group={group.number}"] if group.number is not None else []
         options += [f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(group.nodes)}"]
         steps += [*([":"] if steps else []), *options, *_with_setup(profile, words)]
-    return ["srun", f"--jobid={job}", "--overlap", "--export=ALL", *_pty(terminal), *steps]
+    return ["srun", f"--jobid={job}", "--overlap", "--export=ALL", *(["--pty"] if terminal else []), *steps]
 
 
 def on_new_node(profile: Profile, words: Sequence[str], *, terminal: bool = False) -> list[str]:
     """An srun that runs `words`, or a shell, on a new node with the profile's resources."""
     options = [word for option in resource_options(with_nodes(profile, 1)) for word in shlex.split(option)]
     # After the profile's own options, so that these win.
-    options += ["--job-name=tiltyard-shell", "--export=ALL", *_pty(terminal)]
+    options += ["--job-name=tiltyard-shell", "--export=ALL", *(["--pty"] if terminal else [])]
     return ["srun", *options, *_with_setup(profile, words)]
-
-
-def _pty(terminal: bool) -> list[str]:
-    return ["--pty"] if terminal else []
 
 
 def _with_setup(profile: Profile, words: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,10 +23,9 @@ def check(profile: Profile, experiment: Experiment) -> None:
     """UseError if the experiment cannot use the nodes that the profile requests."""
     several = profile.resources.nodes > 1 or profile.slurm.samplers is not None
     if several and experiment.engine.kind != "rllib":
-        raise UseError(
-            f"profile {profile.name} requests several nodes, but engine.kind = {experiment.engine.kind} uses one",
-            "set engine.kind=rllib, or resources.nodes: 1 without slurm.samplers",
-        )
+        message = f"profile {profile.name} requests several nodes, but engine.kind = {experiment.engine.kind} uses one"
+        hint = "set engine.kind=rllib, or resources.nodes: 1 without slurm.samplers"
+        raise UseError(message, hint)
 
 
 def submit(
@@ -48,8 +46,8 @@ def submit(
             log_event(run, "failed", error.message)
             raise
         submitted = {"launcher": "slurm", "profile": profile.name, "id": number, "submitted": atomic.now()}
-        whole = {**submitted, "script": str(folder / SCRIPT), "avoided": list(excluded)}
-        write_status(run, state="queued", reason="", job=whole)
+        job = {**submitted, "script": str(folder / SCRIPT), "avoided": list(excluded)}
+        write_status(run, state="queued", reason="", job=job)
         without = f", excluding {', '.join(excluded)} (found bad by tiltyard doctor)" if excluded else ""
         log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}{without}", job=number)
     return number
@@ -67,7 +65,7 @@ def make_folder(run: Run, task: Mapping[str, object], kept: Sequence[str] = ()) 
 
 def write_script(folder: Path, job: Job) -> None:
     """Write the script and the secrets that it reads."""
-    write_private(folder / SCRIPT, script(job), 0o700)
+    atomic.write_private(folder / SCRIPT, script(job), 0o700)
     write_secrets(folder, job.profile)
 
 
@@ -75,7 +73,7 @@ def write_secrets(folder: Path, profile: Profile) -> None:
     """Write the profile's secret variables to a file that only the user can read."""
     hidden = secret_environment(profile.environment)
     secrets = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in hidden.items())
-    write_private(folder / SECRETS, secrets, 0o600)
+    atomic.write_private(folder / SECRETS, secrets, 0o600)
 
 
 def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = False) -> dict[str, object]:
@@ -93,11 +91,3 @@ def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = Fal
         "overrides": list(overrides),
         "trust_code": trust_code,
     }
-
-
-def write_private(path: Path, text: str, mode: int) -> None:
-    """Write a file that other users can never read."""
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)

@@ -1,6 +1,6 @@
 """CPU, memory and GPU use of a run's processes on one machine: `python -m tiltyard.slurm.usage JOB SECONDS`.
 
-Prints one line of JSON, or one every SECONDS seconds until the pipe closes. Standard library only.
+Prints one line of JSON, or one every SECONDS seconds until the pipe closes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from tiltyard.processes import proc
 from tiltyard.processes.proc import Process
+from tiltyard.slurm.commands import output_of
 
 FIRST_INTERVAL = 0.5  # seconds over which the first CPU shares are measured
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
@@ -43,7 +43,17 @@ def snapshots(list_processes: Callable[[], Iterable[Process]], every: float) -> 
         found, now = sorted(list_processes(), key=lambda each: each.pid), time.monotonic()
         yield {
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            "processes": [_row(each, (each.cpu - before.get(each.pid, each.cpu)) / (now - then)) for each in found],
+            "processes": [
+                {
+                    "pid": each.pid,
+                    "cpu": round(100 * max(0.0, each.cpu - before.get(each.pid, each.cpu)) / (now - then)),
+                    "threads": each.threads,
+                    "resident": each.rss,
+                    "proportional": proc.pss(each.pid),
+                    "command": each.command,
+                }
+                for each in found
+            ],
             "gpus": gpus(),
         }
         if not every:
@@ -51,27 +61,17 @@ def snapshots(list_processes: Callable[[], Iterable[Process]], every: float) -> 
         before, then, pause = {each.pid: each.cpu for each in found}, now, every
 
 
-def _row(process: Process, share: float) -> dict[str, Any]:
-    return {
-        "pid": process.pid,
-        "cpu": round(100 * max(0.0, share)),
-        "threads": process.threads,
-        "resident": process.rss,
-        "proportional": proc.pss(process.pid),
-        "command": process.command,
-    }
-
-
 def gpus() -> list[dict[str, str]]:
     """GPUs as nvidia-smi lists them; empty without nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return []
+    output = output_of(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], 10) or ""
     names = ("index", "name", "busy", "used", "total")
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)] if not done.returncode else []
+    rows = [[word.strip() for word in line.split(",")] for line in output.splitlines()]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def gpu_count() -> int:
+    """The number of GPUs that nvidia-smi lists; 0 without nvidia-smi."""
+    return sum(line.startswith("GPU ") for line in (output_of(["nvidia-smi", "-L"], 60) or "").splitlines())
 
 
 def main() -> int:

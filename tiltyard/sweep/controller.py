@@ -22,7 +22,7 @@ from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.lock import Lock, describe, read_owner
 from tiltyard.sweep import early_stopping, optuna_search, results
 from tiltyard.sweep.folder import Sweep, Trial
 from tiltyard.sweep.pbt.controller import Population
@@ -44,24 +44,19 @@ class Backend(Protocol):
 
     queues: bool
     """whether trials are jobs, which are submitted together and may be scheduled to begin later"""
+    jobs: dict[int, str]
+    """the job that each trial was last submitted as"""
+    gone: dict[int, str]
+    """trials found dead by `adopt`, with the reason"""
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         """Take over those of the trials that run or wait in a queue; returns all such trials."""
-
-    def gone(self) -> dict[int, str]:
-        """Trials found dead by `adopt`, with the reason."""
-
-    def job(self, number: int) -> str:
-        """The job that a trial was last submitted as; empty for none."""
 
     def has_capacity(self, number: int | None) -> bool:
         """Whether this trial (None: a new one) may start now."""
 
     def submit(self, number: int, folder: Path, wait: float) -> bool:
-        """Start a trial, or select it for `send`; False if a process of it is still running."""
-
-    def send(self) -> list[str]:
-        """Submit the selected trials; returns a sentence about each job."""
+        """Start a trial, or select it for submission; False if a process of it is still running."""
 
     def poll(self) -> dict[int, str]:
         """Trials that ended since the last call, and how."""
@@ -82,10 +77,8 @@ def run_controller(
         owner = read_owner(sweep.folder)
         if owner is None:
             raise
-        raise UseError(
-            f"sweep {sweep.id} is already running (pid {owner.get('pid')} on host {owner.get('host')})",
-            f"tiltyard sweep watch {sweep.typed}",
-        ) from error
+        message = f"sweep {sweep.id} is already running ({describe(owner)})"
+        raise UseError(message, f"tiltyard sweep watch {sweep.typed}") from error
     with lock, StopSignals() as signals:
         plan = sweep.plan()
         optuna_search.require_optuna(plan)
@@ -121,7 +114,7 @@ class Controller:
         """One round. With `stop`, running trials are asked to save and stop, and none is started."""
         if stop and not self.stopping:
             self.stopping = True
-            self._log("stopped", "Stop requested: running trials save and stop.")
+            self.log("stopped", "Stop requested: running trials save and stop.")
         self._read_decisions()
         for number, how in self.backend.poll().items():
             self._ended(number, how)
@@ -143,8 +136,6 @@ class Controller:
         self._stop_early(running)
         while self._start_next():
             pass
-        for sentence in self.backend.send():
-            self._log("submitted", sentence)
 
     def exit_code(self) -> int:
         states = [row.state for row in self.rows.values()]
@@ -158,7 +149,7 @@ class Controller:
         """Read every trial as an earlier controller left it."""
         queues, trials = self.backend.queues, self.source.trials
         running = self.backend.adopt(trials)
-        gone, kept = self.backend.gone(), results.kept(self.sweep)
+        gone, jobs = self.backend.gone, self.backend.jobs
         paused = self.population.record_periods(set(trials) - running) if self.population is not None else set()
         for row in results.rows(self.sweep, self.plan, trials.values()):
             number = row.trial.number
@@ -172,16 +163,16 @@ class Controller:
                 if not queues and self.retries.grant_pending(row):
                     self.due[number] = 0.0
                 else:
-                    recorded = self.retries.is_recorded(row, self.backend.job(number))
+                    recorded = self.retries.is_recorded(row, jobs.get(number, ""))
                     self._fail(number, gone.get(number) or row.reason, recorded=recorded)
             elif row.over:
-                if kept.get(number) != row.updated:  # no controller was there to record it
+                if not row.kept:  # no controller was there to record it
                     self._complete(row)
             elif row.state != "stopped" or number in paused or _continues(self.sweep, row, queues, leave_stopped):
                 self.due[number] = 0.0
         if not queues and (running or any(row.state != "waiting" for row in self.rows.values())):
             done = sum(row.over for row in self.rows.values())
-            self._log("resumed", f"Resumed: {done} of {len(self.source.pairs)} trials are over.")
+            self.log("resumed", f"Resumed: {done} of {len(self.source.pairs)} trials are over.")
 
     def _read_decisions(self) -> None:
         """Apply extensions and retries that users requested since the last call."""
@@ -197,11 +188,11 @@ class Controller:
             # One that seems to run was restarted already, or its failure is not seen yet: see Retries.grant_pending.
             if number in self.rows and number not in running:
                 self.due[number] = 0.0
-                self.retries.grant(number, moment)
+                self.retries.granted[number] = moment
 
     def _add(self, trial: Trial) -> None:
         if trial.refused:
-            self._log("failed", f"Trial {trial.number} has invalid settings: {trial.refused}")
+            self.log("failed", f"Trial {trial.number} has invalid settings: {trial.refused}")
         else:
             self.due[trial.number] = 0.0
         self.rows[trial.number] = results.read_row(self.sweep, self.plan, trial)
@@ -219,7 +210,7 @@ class Controller:
         if not ready and not self.source.exhausted and self.backend.has_capacity(None):
             if not self._warned and (warning := missing_metric(self.plan, self.rows.values())):
                 self._warned = True
-                self._log("warning", warning)
+                self.log("warning", warning)
             trial = self.source.search(self.rows.values())
             self._add(trial)
             if trial.refused:  # there is still capacity for another
@@ -234,7 +225,7 @@ class Controller:
         try:
             folder = make_trial(self.sweep, self.plan, self.source.trials[number])
             for sentence in self.population.set_up(number, ready) if self.population is not None else ():
-                self._log("exploited", sentence)
+                self.log("exploited", sentence)
         except TiltyardError as error:
             del self.due[number]
             self._fail(number, error.message)
@@ -244,7 +235,7 @@ class Controller:
         self._last_start = time.time()  # making the folder may have taken a while
         del self.due[number]
         if not self.backend.queues:
-            self._log("started", f"Trial {number} started: {folder.name}.")
+            self.log("started", f"Trial {number} started: {folder.name}.")
         return True
 
     # -- ends
@@ -258,7 +249,7 @@ class Controller:
         elif self.population is not None and self.population.record_periods([number]):
             self.due[number] = 0.0
         elif cancelled or row.state == "stopped":
-            self._log("stopped", f"Trial {number} stopped.")
+            self.log("stopped", f"Trial {number} stopped.")
         elif not self.backend.queues and self.retries.grant_pending(row):
             self.due[number] = 0.0
         else:
@@ -267,12 +258,12 @@ class Controller:
     def _complete(self, row: Row) -> None:
         results.keep(self.sweep, row)
         value = "" if row.value is None else f", {self.plan.metric.name} {row.value:.6g}"
-        self._log("finished", f"Trial {row.trial.number} is over{value}: {row.reason}")
+        self.log("finished", f"Trial {row.trial.number} is over{value}: {row.reason}")
 
     def _fail(self, number: int, reason: str, *, recorded: bool = False) -> None:
         """Record a failure, unless it is on record, and schedule the retry if one is left."""
         if not recorded:
-            self.retries.record(self.rows[number], reason, self.backend.job(number))
+            self.retries.record(self.rows[number], reason, self.backend.jobs.get(number, ""))
         start = self.retries.next_start(number)
         if start is None:
             self.rows[number] = replace(self.rows[number], state="failed", reason=reason)
@@ -281,7 +272,7 @@ class Controller:
         if not recorded:
             wait = max(0.0, (start or 0.0) - time.time())
             again = f"; it restarts{f' in {wait:.0f} s' if wait >= 1 else ''}" if start is not None else ""
-            self._log("failed", f"Trial {number} failed: {reason}{again}")
+            self.log("failed", f"Trial {number} failed: {reason}{again}")
 
     def _cancel(self, numbers: Iterable[int]) -> None:
         now, again = time.monotonic(), CANCEL_AGAIN_SECONDS
@@ -297,10 +288,10 @@ class Controller:
         started = {number for number, row in self.rows.items() if row.state != "waiting"}
         curves = {number: self._curves.read(number) for number in started | running}
         for number, why in stop_early(self.sweep, self.plan, curves, running).items():
-            self._log("stopped", f"Trial {number} is stopped early: {why}")
+            self.echo(f"Trial {number} is stopped early: {why}")
         self._cancel(running & _stopped_early(self.sweep))
 
-    def _log(self, kind: str, sentence: str) -> None:
+    def log(self, kind: str, sentence: str) -> None:
         log_event(Run(self.sweep.folder), kind, sentence)
         self.echo(sentence)
 
@@ -310,16 +301,16 @@ def stop_early(sweep: Sweep, plan: Plan, curves: Mapping[int, Curve], running: s
     found = early_stopping.behind(plan, curves, running - _stopped_early(sweep))
     for number, why in found.items():
         sweep.decide("ended early", trial=number, why=why)
+        log_event(Run(sweep.folder), "stopped", f"Trial {number} is stopped early: {why}")
     return found
 
 
 def _stopped_early(sweep: Sweep) -> set[int]:
-    return {int(each["trial"]) for each in sweep.decisions() if each["kind"] == "ended early"}
+    return {int(each["trial"]) for each in sweep.decisions("ended early")}
 
 
 def _continues(sweep: Sweep, row: Row, queues: bool, leave_stopped: bool) -> bool:
     """Whether a stopped trial continues: for jobs, only if a user started the sweep after it stopped."""
     if not queues:
         return not leave_stopped
-    started = [str(each["time"]) for each in sweep.decisions() if each["kind"] == "start"]
-    return row.updated <= max(started, default="")
+    return row.updated <= max((each["time"] for each in sweep.decisions("start")), default="")

@@ -35,8 +35,10 @@ def asha(
     found: dict[int, str] = {}
     scores: dict[int, dict[int, float]] = {}
     for trial, curve in curves.items():
-        for rung in _rungs(rule, curve[-1][0] if curve else 0):
+        rung = rule.after
+        while curve and rung <= curve[-1][0]:
             scores.setdefault(rung, {})[trial] = _at(curve, rung, last)
+            rung *= rule.factor
     for trial in running:
         reached = [rung for rung, known in scores.items() if trial in known]
         if not reached:
@@ -48,14 +50,6 @@ def asha(
         if len(others) >= rule.factor and rank > places:
             found[trial] = f"rank {rank} of {len(others)} at {rung:,} env steps; the best {places} continue"
     return found
-
-
-def _rungs(rule: EarlyStop, steps: int) -> list[int]:
-    rungs, rung = [], rule.after
-    while rung <= steps:
-        rungs.append(rung)
-        rung *= rule.factor
-    return rungs
 
 
 def _at(curve: Curve, rung: int, last: bool) -> float:

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.processes import proc
-from tiltyard.processes.child import die_with
+from tiltyard.processes.lifetime import die_with
 from tiltyard.run import atomic, metrics
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import PROGRAM, Run, write_status
+from tiltyard.run.folder import PROGRAM, Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_line
-from tiltyard.run.status import SCHEMA, STATUS, run_id
+from tiltyard.run.status import write_first_status, write_status
 
 if TYPE_CHECKING:
     from tiltyard.config.sweep_plan import Plan
@@ -81,30 +81,9 @@ def _flag(flag: str, value: Any) -> list[str]:
 def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
     """Make a trial's folder; it appears complete."""
     place = sweep.place(trial.number)
-    draft = place.with_name(f".new-{place.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    made = atomic.now()
-    assert plan.program
-    status = {
-        "schema": SCHEMA,
-        "id": run_id(place),
-        "name": sweep.folder.parent.name,
-        "env": plan.program[0],
-        "tags": [],
-        "notes": "",
-        "state": "created",
-        "reason": "",
-        "progress": {"env_steps": 0, "frames": 0, "updates": 0, "episodes": 0, "seconds": 0.0},
-        "attempt": 0,
-        "heartbeat": 0,
-        "updated": made,
-        "created": made,
-        "host": "",
-        "pid": 0,
-    }
-    atomic.write_json(draft / PROGRAM, {"command": command(sweep, plan, trial), "folder": sweep.facts()["cwd"]})
-    atomic.write_json(draft / STATUS, status)
+    draft, words = atomic.empty_draft(place), command(sweep, plan, trial)
+    atomic.write_json(draft / PROGRAM, {"command": words, "folder": sweep.facts()["cwd"]})
+    write_first_status(draft, place, name=sweep.folder.parent.name, env=words[0])
     atomic.sync_folder(draft)
     draft.rename(place)
 
@@ -175,16 +154,16 @@ def _run_program(folder: Path, program: Mapping[str, Any], log: BinaryIO, signal
 def _end(folder: Path, grace: float) -> None:
     """Wait until no process of the trial is left; kill those that remain after the grace period."""
     until = time.monotonic() + grace
-    while left := [each.pid for each in proc.own_processes() if _trial_of(each.pid) == str(folder)]:
+    while left := [
+        each.pid
+        for each in proc.own_processes()
+        if each.pid != os.getpid() and proc.environment(each.pid).get(TRIAL) == str(folder)
+    ]:
         if time.monotonic() >= until:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-
-
-def _trial_of(pid: int) -> str | None:
-    return None if pid == os.getpid() else proc.environment(pid).get(TRIAL)
 
 
 if __name__ == "__main__":

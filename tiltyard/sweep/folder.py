@@ -1,7 +1,7 @@
 """A sweep on disk: one folder below its name, its trials in it.
 
     runs/cartpole/sweep-0001/
-      plan.yaml        the plan, with the experiment as it was; never changed     sweep.json   its origin: see Origin
+      plan.yaml        the plan, with the experiment as it was; never changed     sweep.json   its origin: see make
       manifest.jsonl   trial -> settings; lines are only ever added               decisions.jsonl  retry, extend, ...
       plugins/         copies of the user's code from the start                   events.jsonl, lock.json  as in a run
       0001-brisk-otter/, 0002-...       the trials: ordinary runs, made when they are started
@@ -13,6 +13,7 @@ manifest as soon as they are known.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -24,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.load import dump_yaml
 from tiltyard.config.search_space import Point, fingerprint
+from tiltyard.config.site import Profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
@@ -66,18 +68,17 @@ class Sweep:
     @property
     def typed(self) -> str:
         """The sweep as an argument of a command typed here: its id if that finds it, else its path."""
-        try:
-            found = find_sweep(self.id).folder.samefile(self.folder)
-        except (TiltyardError, OSError):
-            found = False
-        return shlex.quote(self.id if found else str(self.folder))
+        with contextlib.suppress(TiltyardError, OSError):
+            if find_sweep(self.id).folder.samefile(self.folder):
+                return shlex.quote(self.id)
+        return shlex.quote(str(self.folder))
 
     @property
     def stop_file(self) -> Path:
         return self.folder / STOP
 
     def plan(self) -> Plan:
-        return load_plan(self.folder / PLAN)[0]
+        return load_plan(self.folder / PLAN)
 
     def facts(self) -> dict[str, Any]:
         return atomic.read_json(self.folder / FACTS)
@@ -86,10 +87,8 @@ class Sweep:
         """The trials whose settings are known, by number."""
         found: dict[int, Trial] = {}
         for line in atomic.read_lines(self.folder / MANIFEST)[0]:
-            trial = Trial(
-                line["trial"], line["point"], line["seed"], dict(line["settings"]), str(line.get("refused", ""))
-            )
-            found.setdefault(trial.number, trial)
+            facts = (line["trial"], line["point"], line["seed"], line["settings"], line.get("refused", ""))
+            found.setdefault(line["trial"], Trial(*facts))
         return [found[number] for number in sorted(found)]
 
     def place(self, number: int) -> Path:
@@ -105,8 +104,14 @@ class Sweep:
         """The folders of trials that exist."""
         return sorted(path for path in self.folder.iterdir() if RUN_FOLDER.fullmatch(path.name))
 
-    def decisions(self) -> list[dict[str, Any]]:
-        return atomic.read_lines(self.folder / DECISIONS)[0]
+    @property
+    def base(self) -> tuple[Path, ...]:
+        """Folders that names of plug-ins are relative to: first the copies from the start."""
+        return (self.folder / "plugins", *map(Path, self.facts()["base"]))
+
+    def decisions(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Everything that was decided, or the decisions of one kind, oldest first."""
+        return [line for line in atomic.read_lines(self.folder / DECISIONS)[0] if kind in (None, line["kind"])]
 
     def decide(self, kind: str, **facts: Any) -> None:
         """Record a decision, before anything acts on it. Kinds: start, retry, extend, failed, ended early, and those of
@@ -147,10 +152,10 @@ def planned_pairs(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]
 
     Each member of a population has its own seed: else a copy with its source's settings would repeat the source.
     """
-    seeds, pairs = list(plan.seeds), []
+    seeds = list(plan.seeds)
     if plan.search == "population":
         return [(point, seeds[0] + point - 1) for point in range(1, points + 1)]
-    pairs += [(point, seed) for point in range(1, points + 1) for seed in seeds]
+    pairs = [(point, seed) for point in range(1, points + 1) for seed in seeds]
     for decision in decisions:
         if decision.get("kind") != "extend":
             continue
@@ -166,20 +171,10 @@ def planned_pairs(plan: Plan, points: int, decisions: Iterable[Mapping[str, Any]
 # ---------------------------------------------------------------------------------------------- making
 
 
-def digest(plan: Plan, profile: str | None) -> str:
+def digest(plan: Plan, profile: Profile | None) -> str:
     """A hash that is equal for equal plans."""
-    return hashlib.sha256(fingerprint([plan.model_dump(mode="json"), profile]).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a sweep came from: kept in sweep.json."""
-
-    base: Sequence[Path] = ()
-    """folders that names of plug-ins are relative to"""
-    profile: str | None = None
-    launcher: str = "local"
-    command: Sequence[str] = ()
+    facts = [plan.model_dump(mode="json"), profile.name if profile else None]
+    return hashlib.sha256(fingerprint(facts).encode()).hexdigest()
 
 
 def make(
@@ -187,23 +182,26 @@ def make(
     name: str,
     plan: Plan,
     trials: Sequence[Trial],
-    origin: Origin | None = None,
+    *,
+    base: Sequence[Path] = (),
+    profile: Profile | None = None,
+    command: Sequence[str] = (),
     plugins: Iterable[tuple[Path, Path]] = (),
 ) -> Sweep:
-    """Make a sweep's folder; it appears complete. `plugins` are pairs of a file and its place in the folder."""
-    origin = origin or Origin()
+    """Make a sweep's folder; it appears complete. Names of plug-ins are relative to the folders in `base`; `plugins`
+    are pairs of a file and its place in the folder."""
     group = atomic.absolute(root) / name
     draft = group / f".new-sweep-{atomic.unique()}"
     facts = {
         "schema": SCHEMA,
         "created": atomic.now(),
         "names": f"{name}/{atomic.unique()}",
-        "digest": digest(plan, origin.profile),
+        "digest": digest(plan, profile),
         "cwd": str(Path.cwd()),
-        "base": [str(folder) for folder in origin.base],
-        "profile": origin.profile,
-        "launcher": origin.launcher,
-        "command": list(origin.command),
+        "base": [str(folder) for folder in base],
+        "profile": profile.name if profile else None,
+        "launcher": profile.launcher if profile else "local",
+        "command": list(command),
     }
     try:
         draft.mkdir(parents=True)
@@ -245,11 +243,12 @@ def _renamed(draft: Path, group: Path) -> Path:
 
 def sweeps(root: Path) -> list[Sweep]:
     """All sweeps, oldest first."""
-    found = []
-    for folder in root.glob("*/sweep-*"):
-        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
-            found.append((_created(folder), folder))
+    found = [(_created(folder), folder) for folder in root.glob("*/sweep-*") if _is_sweep(folder)]
     return [Sweep(atomic.absolute(folder)) for _, folder in sorted(found)]
+
+
+def _is_sweep(folder: Path) -> bool:
+    return SWEEP_FOLDER.fullmatch(folder.name) is not None and (folder / PLAN).is_file()
 
 
 def _created(folder: Path) -> str:
@@ -261,10 +260,8 @@ def _created(folder: Path) -> str:
 
 def sweep_at(text: str, root: Path) -> Sweep | None:
     """The sweep with that id or folder; None if there is none."""
-    for folder in (Path(text), root / text):
-        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
-            return Sweep(atomic.absolute(folder))
-    return None
+    found = filter(_is_sweep, (Path(text), root / text))
+    return next((Sweep(atomic.absolute(folder)) for folder in found), None)
 
 
 def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
@@ -274,9 +271,8 @@ def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     given, path = os.fspath(text).rstrip("/"), atomic.absolute(Path(text))
     # A plain name is searched for below the root, even when typed inside another sweep's folder.
     into = path.exists() and ("/" in os.fspath(text) or given.startswith("."))
-    for folder in (path, *(path.parents if into else ())):
-        if SWEEP_FOLDER.fullmatch(folder.name) and (folder / PLAN).is_file():
-            return Sweep(atomic.absolute(folder))
+    for folder in filter(_is_sweep, (path, *(path.parents if into else ()))):
+        return Sweep(folder)
     every = sweeps(root)
     if not every:
         raise UseError(f"no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")

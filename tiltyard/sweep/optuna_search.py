@@ -40,7 +40,7 @@ def ask(plan: Plan, found: Sequence[Group], number: int) -> Point:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about experimental parts of Optuna
-        distributions = {_name(each): _distribution(each) for each in space}
+        distributions = {",".join(each.keys): _distribution(each) for each in space}
         for search in dict.fromkeys((plan.search, "tpe")):  # tpe explores where gp insists on one point
             study = optuna.create_study(
                 direction="maximize" if plan.better > 0 else "minimize", sampler=_sampler(search, plan.seed, number)
@@ -73,13 +73,8 @@ def _optuna_trial(group: Group, space: Sequence[Dimension], distributions: Mappi
     over = all(row.over for row in group.rows)
     state = TrialState.RUNNING if not over else TrialState.FAIL if group.value is None else TrialState.COMPLETE
     value = group.value if state == TrialState.COMPLETE else None
-    return create_trial(
-        params=_params(space, group.settings), distributions=dict(distributions), value=value, state=state
-    )
-
-
-def _name(each: Dimension) -> str:
-    return ",".join(each.keys)
+    params = {name: _param(each, group.settings) for name, each in zip(distributions, space, strict=True)}
+    return create_trial(params=params, distributions=dict(distributions), value=value, state=state)
 
 
 def _distribution(each: Dimension) -> Any:
@@ -96,10 +91,6 @@ def _distribution(each: Dimension) -> Any:
     return FloatDistribution(each.low, each.high, log=each.log)
 
 
-def _params(space: Sequence[Dimension], settings: Point) -> dict[str, Any]:
-    return {_name(each): _param(each, settings) for each in space}
-
-
 def _param(each: Dimension, settings: Point) -> Any:
     if isinstance(each, Choices):
         marks = [fingerprint(list(value)) for value in each.values]
@@ -110,7 +101,7 @@ def _param(each: Dimension, settings: Point) -> Any:
 def _point(space: Sequence[Dimension], params: Mapping[str, Any]) -> Point:
     made: Point = {}
     for each in space:
-        value = params[_name(each)]
+        value = params[",".join(each.keys)]
         if isinstance(each, Choices):
             made |= dict(zip(each.keys, each.values[value], strict=True))
         else:

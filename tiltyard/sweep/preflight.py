@@ -28,13 +28,13 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.plugins.snapshot import copy_plugins
-from tiltyard.run.create import Source, create
+from tiltyard.run.create import Source, create, source_folder, with_found_sources
 from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
 from tiltyard.sweep.backends.shares import require_affinity, require_gpus
-from tiltyard.sweep.folder import Origin, Sweep, Trial, digest, make, planned_pairs, sweeps
+from tiltyard.sweep.folder import Sweep, Trial, digest, make, planned_pairs, sweeps
 from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
@@ -60,9 +60,7 @@ class CheckedPlan:
     @property
     def trials(self) -> list[Trial]:
         pairs = planned_pairs(self.plan, len(self.points), ())
-        return [
-            Trial(number, point, seed, self.points[point - 1]) for number, (point, seed) in enumerate(pairs, start=1)
-        ]
+        return [Trial(number, *pair, self.points[pair[0] - 1]) for number, pair in enumerate(pairs, start=1)]
 
     @property
     def launcher(self) -> str:
@@ -77,7 +75,7 @@ class CheckedPlan:
 
 def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = None, many: bool = False) -> CheckedPlan:
     """Load a plan and check everything. More than 10,000 trials are refused unless `many`."""
-    plan, where = load_plan(source)
+    plan = load_plan(source)
     found = dimensions(plan)
     require_optuna(plan)
     chosen = _profile(profile, plan)
@@ -87,7 +85,7 @@ def prepare(source: str | Path | Mapping[str, Any], *, profile: str | None = Non
     if plan.program is not None:
         external_program.check(plan)
         return CheckedPlan(plan.name or external_program.name(plan), plan, _points(plan, many), (), chosen, [])
-    tree, base = merged_settings(_target(plan, where), profile=chosen)
+    tree, base = merged_settings(plan.experiment, profile=chosen)
     plan = plan.model_copy(update={"experiment": _with_sources(tree)})
     points = _points(plan, many)
     built = _build(plan, _tried(plan, found, points), base)
@@ -113,20 +111,26 @@ def check_more(sweep: Sweep, plan: Plan, points: int, seeds: int, *, many: bool 
     if count > MANY and not many:
         raise UseError(f"{sweep.id} would have {count:,} trials", "add --yes to run all of them")
     if points and not plan.adaptive and plan.program is None:
-        base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
-        _try_out(_build(plan, fixed_points(plan, known + points)[known:], base), base)
+        _try_out(_build(plan, fixed_points(plan, known + points)[known:], sweep.base), sweep.base)
 
 
 def begin(prepared: CheckedPlan, command: Sequence[str] = ()) -> Sweep:
     """Make the sweep's folder."""
-    profile = prepared.profile.name if prepared.profile else None
-    origin = Origin(prepared.base, profile, prepared.launcher, command)
-    return make(runs_root(), prepared.name, prepared.plan, prepared.trials, origin, prepared.plugins)
+    return make(
+        runs_root(),
+        prepared.name,
+        prepared.plan,
+        prepared.trials,
+        base=prepared.base,
+        profile=prepared.profile,
+        command=command,
+        plugins=prepared.plugins,
+    )
 
 
 def same_sweep(prepared: CheckedPlan) -> Sweep | None:
     """The newest sweep that was started from the same plan."""
-    mark = digest(prepared.plan, prepared.profile.name if prepared.profile else None)
+    mark = digest(prepared.plan, prepared.profile)
     of_name = [sweep for sweep in sweeps(runs_root()) if sweep.folder.parent.name == prepared.name]
     return next((sweep for sweep in reversed(of_name) if sweep.facts().get("digest") == mark), None)
 
@@ -139,9 +143,7 @@ def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:
     if plan.program is not None:
         external_program.make(sweep, plan, trial)
         return place
-    return new_run(
-        sweep, plan, trial, ["tiltyard", "train", *as_overrides(trial.settings), f"seed={trial.seed}"], place
-    ).folder
+    return new_run(sweep, plan, trial, ["tiltyard", "train", *_overrides(trial)], place).folder
 
 
 def new_run(
@@ -162,14 +164,17 @@ def new_run(
             copies = freeze(loaded.experiment, loaded.base, copies)
         base = [*map(Path, facts["base"]), *loaded.base]
         source = Source(base=base, command=command, copies=copies, profile=facts.get("profile"))
-        return create(sweep.folder.parent.parent, loaded.experiment, source, place=place, schedule=schedule)
+        return create(sweep.folder.parents[1], loaded.experiment, source, place=place, schedule=schedule)
+
+
+def _overrides(trial: Trial) -> list[str]:
+    return [*as_overrides(trial.settings), f"seed={trial.seed}"]
 
 
 def load_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Loaded:
     """Load a trial's experiment, with the copies of plug-ins from the start of the sweep."""
-    base = (sweep.folder / "plugins", *map(Path, sweep.facts()["base"]))
-    loaded = load(plan.experiment, [*as_overrides(trial.settings), f"seed={trial.seed}"], base=base)
-    return replace(loaded, experiment=_found(loaded.experiment, sweep.folder.parent.parent))
+    loaded = load(plan.experiment, _overrides(trial), base=sweep.base)
+    return replace(loaded, experiment=with_found_sources(loaded.experiment, sweep.folder.parents[1]))
 
 
 # ------------------------------------------------------------------------------------------------ parts of prepare
@@ -189,27 +194,8 @@ def _profile(name: str | None, plan: Plan) -> Profile | None:
     return apply_profile(name)
 
 
-def _target(plan: Plan, where: Path) -> str | Path | dict[str, Any]:
-    """The plan's experiment; a file name is relative to the plan's file."""
-    if isinstance(plan.experiment, str) and (where / plan.experiment).is_file():
-        return where / plan.experiment
-    assert plan.experiment is not None
-    return plan.experiment
-
-
-def _found(experiment: Experiment, root: Path) -> Experiment:
-    """The experiment with each run that it loads weights from as a folder."""
-    if experiment.model.init is None and experiment.resume in ("auto", "never"):
-        return experiment
-    from tiltyard.training.preflight import with_found_sources
-
-    return with_found_sources(experiment, root)
-
-
 def _with_sources(tree: dict[str, Any]) -> dict[str, Any]:
     """Runs that weights come from, as folders: a name such as `cartpole` would mean another run once trials exist."""
-    from tiltyard.training.preflight import source_folder
-
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("init"), str):
         tree = {**tree, "model": {**model, "init": source_folder(model["init"], runs_root())}}
@@ -226,37 +212,31 @@ def _points(plan: Plan, many: bool) -> list[Point]:
 
 
 def _tried(plan: Plan, found: Sequence[Dimension], points: Sequence[Point]) -> Sequence[Point]:
-    """The points to build before anything starts: all known ones, and samples of a space that is explored later."""
-    if plan.search != "population":
-        return points or _samples(plan, found)
-    return [*points, *({**points[0], **sample} for sample in _samples(plan, found))]
-
-
-def _samples(plan: Plan, found: Sequence[Dimension]) -> list[Point]:
-    """Points that show what is wrong with a space: random ones, and one with each end of each dimension."""
+    """The points to build before anything starts: all known ones, and of a space that is explored later random samples
+    and one with each end of each dimension."""
+    if points and plan.search != "population":
+        return points
     some = list(itertools.islice(draws(found, plan.seed), _SAMPLE))
     for each in found:
         ends = each.grid() if isinstance(each, Choices) else [{each.key: each.at(0.0)}, {each.key: each.at(1.0)}]
         some += [{**some[0], **end} for end in ends]
-    return some
+    return [*points, *({**points[0], **sample} for sample in some)] if points else some
 
 
 def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Experiment]:
     """Build each point's experiment; ConfigError with all problems, each with the first point that has it."""
     built: list[Experiment] = []
-    first: dict[tuple[str, str], tuple[Problem, Point]] = {}
-    count: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], list[tuple[Problem, Point]]] = {}
     for point in points:
         try:
-            built.append(_found(load(plan.experiment, as_overrides(point), base=base).experiment, runs_root()))
+            experiment = load(plan.experiment, as_overrides(point), base=base).experiment
+            built.append(with_found_sources(experiment, runs_root()))
         except UseError as error:
             problems = error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error), error.hint)]
             for problem in problems:
-                key = (problem.setting, problem.message)
-                first.setdefault(key, (problem, point))
-                count[key] = count.get(key, 0) + 1
-    if first:
-        raise ConfigError([_in_point(*first[key], count[key]) for key in first], "the points of the plan")
+                found.setdefault((problem.setting, problem.message), []).append((problem, point))
+    if found:
+        raise ConfigError([_in_point(*each[0], len(each)) for each in found.values()], "the points of the plan")
     if any(each.engine.tune for each in built):
         hint = "run `tiltyard tune` first, and write the settings that it finds into the experiment"
         raise UseError("engine.tune cannot be used in a sweep: it needs a machine that runs nothing else", hint)
@@ -266,7 +246,7 @@ def _build(plan: Plan, points: Sequence[Point], base: Sequence[Path]) -> list[Ex
 def _in_point(problem: Problem, point: Point, count: int) -> Problem:
     others = f", and {count - 1} more" if count > 1 else ""
     where = f" (in {' '.join(as_overrides(point)) or 'the experiment'}{others})"
-    return Problem(problem.setting, problem.value, problem.message + where, problem.hint)
+    return replace(problem, message=problem.message + where)
 
 
 def _check_metric(plan: Plan, built: Sequence[Experiment]) -> None:
@@ -292,8 +272,7 @@ def _try_out(
     built: Sequence[Experiment], base: tuple[Path, ...]
 ) -> tuple[tempfile.TemporaryDirectory[str], list[tuple[Path, Path]]]:
     """Try each distinct env, model and engine among the trials once; returns copies of all plug-ins that they name."""
-    from tiltyard.processes import fork_server
-    from tiltyard.training.preflight import check_copies
+    from tiltyard.training.preflight import check_new
 
     kinds = {_kind(experiment): experiment for experiment in built}
     if len(kinds) > 1:
@@ -305,8 +284,7 @@ def _try_out(
         folder.mkdir()
         resume = experiment.resume
         continues = None if resume in ("auto", "never") else Path(resume)
-        copies, _ = check_copies(experiment, base, continues, folder)
-        fork_server.standby.end()  # this process does not train
+        copies, *_ = check_new(experiment, base, continues, folder)
         for file in copies.files:
             if file.parts[0] == "plugins" and file.parts[1] != "outside":
                 plugins.setdefault(file, folder / file)

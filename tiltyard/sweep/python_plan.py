@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import itertools
 import random
 import re
 import shlex
@@ -29,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.load import parse_override
-from tiltyard.config.search_space import Point, fingerprint
+from tiltyard.config.search_space import Choices, Point, fingerprint
 from tiltyard.errors import TiltyardError, UseError, raised
 from tiltyard.plugins.resolve import user_traceback
+from tiltyard.sweep.space import grid
 
 NAME = "RUN_DESCRIPTION"
 
@@ -63,21 +63,18 @@ class ParamGrid:
 
     def generate_params(self, randomize: bool = False) -> Iterator[Point]:
         """Every combination, the last parameter fastest, or shuffled; the shuffle is always the same."""
-        rows = []
+        found = []
         for names, given in self.grid_tuples:
-            values = list(given)
+            keys = (names,) if isinstance(names, str) else tuple(names)
+            values = [(value,) for value in given] if isinstance(names, str) else list(given)
             if not values:
                 raise UseError(f"the grid has no value for {names!r}", "give at least one, or remove the name")
-            if isinstance(names, str):
-                rows.append([{names: value} for value in values])
-                continue
-            wrong = [value for value in values if len(value) != len(names)]
+            wrong = [value for value in values if len(value) != len(keys)]
             if wrong:
                 hint = "give one value for each name"
-                raise UseError(f"{wrong[0]!r} does not have {len(names)} values, for {', '.join(names)}", hint)
-            rows.append([dict(zip(names, value, strict=True)) for value in values])
-        found = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*rows)]
-        return ParamList(found).generate_params(randomize)
+                raise UseError(f"{wrong[0]!r} does not have {len(keys)} values, for {', '.join(keys)}", hint)
+            found.append(Choices(keys, tuple(values)))
+        return ParamList(grid(found)).generate_params(randomize)
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,13 @@ class RunDescription:
         words, points = _words(experiment.command), experiment.points()
         target = _trained(words)
         if target is None:
-            flags = {"flag": self.param_prefix, "name_flag": self.experiment_arg_name}
-            flags["folder_flag"] = self.experiment_dir_arg_name
-            points, found = _without_seeds(points, keep=True)
-            return {**plan, "program": words, "points": points, **flags, **({"seeds": found} if found else {})}
-        changes = dict(parse_override(word) for word in target[1:])
-        points, found = _without_seeds([{**changes, **point} for point in points])
-        return {**plan, "experiment": target[0], "points": points, **({"seeds": found} if found else {})}
+            flags = {"name_flag": self.experiment_arg_name, "folder_flag": self.experiment_dir_arg_name}
+            plan |= {"program": words, "flag": self.param_prefix, **flags}
+        else:
+            plan["experiment"], changes = target[0], dict(parse_override(word) for word in target[1:])
+            points = [{**changes, **point} for point in points]
+        points, found = _without_seeds(points, keep=target is None)
+        return {**plan, "points": points, **({"seeds": found} if found else {})}
 
 
 def _words(command: str) -> list[str]:
@@ -151,7 +148,7 @@ def _trained(words: Sequence[str]) -> list[str] | None:
     return None
 
 
-def _without_seeds(points: Sequence[Point], *, keep: bool = False) -> tuple[list[Point], list[int]]:
+def _without_seeds(points: Sequence[Point], *, keep: bool) -> tuple[list[Point], list[int]]:
     """Points without their seeds, each once, and the seeds, which all must share. With `keep`, for another program, a
     seed that does not vary or differs between points stays an ordinary parameter."""
     by_point: dict[str, tuple[Point, list[int]]] = {}

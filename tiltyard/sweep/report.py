@@ -21,12 +21,12 @@ from tiltyard.config.search_space import Choices, fingerprint
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
 from tiltyard.run import metrics
-from tiltyard.run.lock import read_owner
+from tiltyard.run.lock import describe, read_owner
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.slurm.job_state import combined_state
 from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
 from tiltyard.sweep.folder import Sweep, planned_pairs
-from tiltyard.sweep.results import Group, Row, failures, groups, interquartile_mean, ranked, rows
+from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows, used_up
 from tiltyard.sweep.space import dimensions, fixed_count
 
 if TYPE_CHECKING:
@@ -95,8 +95,10 @@ def summarize(sweep: Sweep) -> SweepSummary:
         decisions, found, asked = sweep.decisions(), rows(sweep, plan), jobs
         if (jobs := job_ids(sweep)) == asked:  # else some trials continued in new jobs, which were not asked about
             break
-    failed = failures(decisions)
-    found = [_to_retry(row, len(failed.get(row.trial.number, ())), plan.retries) for row in found]
+    failed = used_up(plan, decisions)
+    for i, row in enumerate(found):
+        if row.state == "failed" and not row.trial.refused and row.trial.number not in failed:
+            found[i] = replace(row, state=RETRY)
     if plan.search == "population":
         from tiltyard.sweep.pbt.lineage import Lineage
 
@@ -113,11 +115,6 @@ def summarize(sweep: Sweep) -> SweepSummary:
     return SweepSummary(sweep, plan, found, total, under_way)
 
 
-def _to_retry(row: Row, failures: int, retries: int) -> Row:
-    waits = row.state == "failed" and not row.trial.refused and failures <= retries
-    return replace(row, state=RETRY) if waits else row
-
-
 def _member(row: Row, history: Lineage) -> Row:
     trial = replace(row.trial, settings=history.settings(row.trial.number))
     schedule = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
@@ -130,9 +127,7 @@ def controller_of(sweep: Sweep) -> str:
     if sweep.launcher != "local":
         return f"jobs of profile {sweep.facts()['profile']}"
     owner = read_owner(sweep.folder) if sweep.controlled else None
-    if owner is None:
-        return ""
-    return f"pid {owner.get('pid')} on host {owner.get('host')}"
+    return describe(owner) if owner else ""
 
 
 def recorded_instead(report: SweepSummary) -> str:
@@ -201,7 +196,7 @@ def as_csv(report: SweepSummary) -> str:
     for row in report.rows:
         data = row_data(row)
         settings = [shown(row.trial.settings[key]) if key in row.trial.settings else "" for key in keys]
-        writer.writerow([*("" if data[fact] is None else data[fact] for fact in facts), *settings])
+        writer.writerow([*(data[fact] for fact in facts), *settings])  # None is written as an empty string
     return lines.getvalue()
 
 
@@ -217,12 +212,12 @@ def brief(value: Any) -> str:
 
 def describe_copy(copy: Copy) -> str:
     """A sentence about one member of a population that became a copy of another."""
-    one, new = copy.exploit, copy.exploit.after
+    new, now = copy.after, copy.counts_from
     scores = " against ".join("no score" if each is None else f"{each:.6g}" for each in (copy.source_score, copy.score))
-    steps = f"{one.env_steps:,}" if one.counts_from == one.env_steps else f"{one.env_steps:,}, now {one.counts_from:,}"
-    moved = [f"{key} {brief(old)} -> {brief(new[key])}" for key, old in one.before.items() if new[key] != old]
+    steps = f"{copy.env_steps:,}" if now == copy.env_steps else f"{copy.env_steps:,}, now {now:,}"
+    moved = [f"{key} {brief(old)} -> {brief(new[key])}" for key, old in copy.before.items() if new[key] != old]
     changes = f": {', '.join(moved)}" if moved else ", with the same settings"
-    return f"Member {one.member} became a copy of member {one.source} ({scores}) at env step {steps}{changes}."
+    return f"Member {copy.member} became a copy of member {copy.source} ({scores}) at env step {steps}{changes}."
 
 
 # ---------------------------------------------------------------------------------------------- numbers
@@ -274,9 +269,9 @@ def explained(labels: Sequence[str], values: Sequence[float]) -> float | None:
     """The share of the variance between the groups (omega squared), from 0 to 1; None if no group has two values."""
     middle = fmean(values)
     total = sum((value - middle) ** 2 for value in values)
-    parts = {
-        label: [value for mark, value in zip(labels, values, strict=True) if mark == label] for label in set(labels)
-    }
+    parts: dict[str, list[float]] = {}
+    for label, value in zip(labels, values, strict=True):
+        parts.setdefault(label, []).append(value)
     free = len(values) - len(parts)
     if free <= 0:
         return None

@@ -39,6 +39,8 @@ class Row:
     attempt: int = 0
     updated: str = ""
     folder: Path | None = None
+    kept: bool = False
+    """whether the value is in results.jsonl"""
 
     @property
     def over(self) -> bool:
@@ -50,7 +52,7 @@ def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> lis
     known = {line.get("trial"): line for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
     decisions = sweep.decisions()
     ended = {each["trial"]: str(each.get("why", "")) for each in decisions if each["kind"] == "ended early"}
-    failed = {trial: each[-1] for trial, each in failures(decisions).items() if len(each) > plan.retries}
+    failed = used_up(plan, decisions)
     found = []
     for trial in sweep.trials() if trials is None else trials:
         row = read_row(sweep, plan, trial, known.get(trial.number), ended.get(trial.number))
@@ -71,6 +73,11 @@ def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, An
     return found
 
 
+def used_up(plan: Plan, decisions: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Trials whose retries are used up, with their last failure."""
+    return {number: known[-1] for number, known in failures(decisions).items() if len(known) > plan.retries}
+
+
 def read_row(
     sweep: Sweep, plan: Plan, trial: Trial, known: Mapping[str, Any] | None = None, ended: str | None = None
 ) -> Row:
@@ -89,7 +96,8 @@ def read_row(
         state, reason = "ended", ended
     progress = status.get("progress") or {}
     updated = str(status.get("updated"))
-    if known is not None and known.get("updated") == updated:
+    kept = known is not None and known.get("updated") == updated
+    if known is not None and kept:
         value = atomic.number(known.get("value"))
     else:
         value = value_of(curve(folder, plan.metric.name), plan.metric, plan.better)
@@ -103,6 +111,7 @@ def read_row(
         int(status.get("attempt") or 0),
         updated,
         folder,
+        kept,
     )
 
 
@@ -110,11 +119,6 @@ def keep(sweep: Sweep, row: Row) -> None:
     """Record the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
     atomic.append_line(sweep.folder / RESULTS, atomic.to_json(line))
-
-
-def kept(sweep: Sweep) -> dict[int, str]:
-    """Trials whose value is on record, with the time of the status that it was read from."""
-    return {line["trial"]: str(line.get("updated")) for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
 
 
 def curve(folder: Path, metric: str) -> Curve:
@@ -196,7 +200,11 @@ def ranked(found: Iterable[Group], better: float) -> list[Group]:
 
 def interquartile_mean(values: list[float]) -> float:
     """The mean of the middle half; a value on its border counts by the part inside."""
-    ordered, count = sorted(values), len(values)
+    weights = quartile_weights(len(values))
+    return sum(weight * value for weight, value in zip(weights, sorted(values), strict=True)) / sum(weights)
+
+
+def quartile_weights(count: int) -> list[float]:
+    """How much each of so many sorted values counts in the interquartile mean."""
     low, high = count / 4, 3 * count / 4
-    weights = [max(0.0, min(i + 1, high) - max(i, low)) for i in range(count)]
-    return sum(weight * value for weight, value in zip(weights, ordered, strict=True)) / sum(weights)
+    return [max(0.0, min(i + 1, high) - max(i, low)) for i in range(count)]

@@ -5,9 +5,7 @@ Failures and requests for a retry are in decisions.jsonl, so a controller that s
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
-from typing import Any
 
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.sweep import results
@@ -20,25 +18,23 @@ class Retries:
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
-        self._granted: dict[int, str] = {}  # trial -> time of the newest request that was granted
-
-    def grant(self, number: int, requested: str) -> None:
-        """Remember that a request, by its time, was granted: each counts once."""
-        self._granted[number] = requested
+        self.granted: dict[int, str] = {}  # trial -> time of the newest request that was granted: each counts once
 
     def grant_pending(self, row: Row) -> bool:
         """Grant a retry that a user asked for after the trial failed and before the failure was recorded."""
         number = row.trial.number
-        newest = max((str(each["time"]) for each in self._decisions("retry", number)), default="")
-        if not newest or newest < row.updated or self._granted.get(number) == newest:
+        requests = [str(each["time"]) for each in self.sweep.decisions("retry") if int(each["trial"]) == number]
+        newest = max(requests, default="")
+        if not newest or newest < row.updated or self.granted.get(number) == newest:
             return False
-        self.grant(number, newest)
+        self.granted[number] = newest
         return True
 
     def is_recorded(self, row: Row, job: str) -> bool:
         """Whether the failure of this attempt, or of this job, is on record."""
-        known = self._decisions("failed", row.trial.number)
-        return any(each.get("attempt") == row.attempt and each.get("job", "") == job for each in known)
+        mark = (row.trial.number, row.attempt, job)
+        known = self.sweep.decisions("failed")
+        return any((int(each["trial"]), each.get("attempt"), each.get("job", "")) == mark for each in known)
 
     def record(self, row: Row, reason: str, job: str) -> None:
         of_job = {"job": job} if job else {}
@@ -49,14 +45,7 @@ class Retries:
         known = results.failures(self.sweep.decisions()).get(number, [])
         if len(known) > self.plan.retries:
             return None
-        return _timestamp(known[-1]["time"]) + self.plan.back_off * 2 ** (len(known) - 1) if known else 0.0
-
-    def _decisions(self, kind: str, number: int) -> list[dict[str, Any]]:
-        return [each for each in self.sweep.decisions() if each["kind"] == kind and int(each["trial"]) == number]
-
-
-def _timestamp(text: Any) -> float:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return time.time()
+        if not known:
+            return 0.0
+        wait = self.plan.back_off * 2.0 ** (len(known) - 1)
+        return datetime.fromisoformat(known[-1]["time"]).timestamp() + wait

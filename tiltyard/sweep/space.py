@@ -13,15 +13,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from tiltyard.config.search_space import Choices, Dimension, Point, dimension, fingerprint
+from tiltyard.config.search_space import Dimension, Point, dimension, fingerprint
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem
 from tiltyard.plugins.resolve import short
 
 WEIGHTS = {"weights": True}  # in a population's space: perturb the numbers of that mapping
 _TRIES = 100  # redraws before a repeated point is accepted
+_RESERVED = {
+    "seed": ("cannot be varied: results are averaged over seeds", "set seeds: 5 to run each combination five times"),
+    "use": ("cannot be varied: presets are applied before all other settings", "vary the settings themselves"),
+    "name": ("cannot be varied: all trials are in the sweep's folder", "set name: NAME in the plan"),
+}
 
 
 def dimensions(plan: Plan) -> list[Dimension]:
@@ -44,32 +49,19 @@ def dimensions(plan: Plan) -> list[Dimension]:
         except ValueError as error:
             message, hint = error.args
             problems.append(Problem(f"space.{line}", short(value), message, hint))
-    problems += _reserved(taken, plan)
+    if plan.program is None:
+        used = {*taken, *(key for point in plan.points for key in point)}
+        problems += [Problem(f"space.{key}", "", *answer) for key, answer in _RESERVED.items() if key in used]
     if problems:
         raise ConfigError(problems, "the plan's space")
     return found
-
-
-def _reserved(keys: Mapping[str, str], plan: Plan) -> list[Problem]:
-    if plan.program is not None:
-        return []
-    used = {*keys, *(key for point in plan.points for key in point)}
-    answers = {
-        "seed": (
-            "cannot be varied: results are averaged over seeds",
-            "set seeds: 5 to run each combination five times",
-        ),
-        "use": ("cannot be varied: presets are applied before all other settings", "vary the settings themselves"),
-        "name": ("cannot be varied: all trials are in the sweep's folder", "set name: NAME in the plan"),
-    }
-    return [Problem(f"space.{key}", "", *answers[key]) for key in answers if key in used]
 
 
 # ------------------------------------------------------------------------------------------------ points
 
 
 def grid_size(found: Sequence[Dimension]) -> int:
-    return math.prod(len(each.values) if isinstance(each, Choices) else each.count() for each in found)
+    return math.prod(each.count() for each in found)
 
 
 def grid(found: Sequence[Dimension]) -> list[Point]:

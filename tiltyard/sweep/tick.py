@@ -13,26 +13,26 @@ queue does not answer, it tries again for a while.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tiltyard.config.site import Profile
+from tiltyard.config.site import Profile, load_site, pick_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
-from tiltyard.run.lock import Lock, read_owner
+from tiltyard.run.lock import Lock, describe, read_owner
 from tiltyard.run.status import STATUS
 from tiltyard.slurm import FOLDER, JOB_VARIABLE, STOP
-from tiltyard.slurm.job_state import Backoff
+from tiltyard.slurm.job_state import growing_pauses
 from tiltyard.slurm.script import RUN_AGAIN
 from tiltyard.sweep import optuna_search, results
 from tiltyard.sweep.backends.custom_queue import CustomQueue
-from tiltyard.sweep.backends.job_profile import read_profile
 from tiltyard.sweep.backends.jobs import JobBackend, Queue
 from tiltyard.sweep.backends.slurm_arrays import SlurmArrays
 from tiltyard.sweep.controller import Controller, stop_early
@@ -42,6 +42,7 @@ LOCK_TIMEOUT = 600.0  # seconds to wait for another tick
 POLL_SECONDS = 0.2
 OUTAGE_SECONDS = 600.0  # for which a job tries again while its queue does not answer, as during a restart
 JUDGED = "judged"
+PROFILE = "profile.json"
 
 
 def run_tick(
@@ -67,13 +68,37 @@ def run_tick(
             sweep.stop_file.unlink(missing_ok=True)
         jobs = JobBackend(sweep, plan, make_queue(sweep, plan, profile), own=_own(sweep, own))
         try:
-            Controller(sweep, plan, jobs, echo).tick(stop=sweep.stop_file.exists())
+            controller = Controller(sweep, plan, jobs, echo)
+            controller.tick(stop=sweep.stop_file.exists())
+            for sentence in jobs.send():
+                controller.log("submitted", sentence)
         except TiltyardError as error:
             log_event(Run(sweep.folder), "warning", f"A tick failed: {error.message}")
             if not jobs.own_continues:  # else the own trial runs the next tick, which submits the rest
                 raise
             echo(error.message)
         return jobs.own_continues
+
+
+def read_profile(sweep: Sweep, *, refresh: bool) -> Profile:
+    """The profile of the sweep's jobs; with `refresh`, first copied again from the site file, if that still has it.
+
+    A tick runs on a node, long after the site file may have changed."""
+    name, path = str(sweep.facts()["profile"]), sweep.folder / PROFILE
+    if refresh:
+        site, where = load_site()
+        if name in site.profiles or not path.exists():
+            profile = pick_profile(site, name, where)
+            if profile.launcher != sweep.launcher:
+                hint = f"set it back to {sweep.launcher}, which the sweep was started with, or start a new sweep"
+                raise UseError(f"profile {name} of sweep {sweep.id} now has launcher: {profile.launcher}", hint)
+            draft = path.with_name(f".{PROFILE}")
+            atomic.write_private(draft, json.dumps(profile.model_dump(mode="json")), 0o600)
+            draft.replace(path)
+    try:
+        return Profile.model_validate(atomic.read_json(path)).model_copy(update={"name": name})
+    except (OSError, ValueError) as error:
+        raise TiltyardError(f"{path} cannot be read: {error}", f"tiltyard sweep start {sweep.typed}") from error
 
 
 def make_queue(sweep: Sweep, plan: Plan, profile: Profile) -> Queue:
@@ -97,11 +122,9 @@ def wait_for_lock(sweep: Sweep) -> Lock:
         except UseError as error:
             owner = read_owner(sweep.folder)
             if time.monotonic() >= deadline:
-                holder = f"pid {owner.get('pid')} on host {owner.get('host')}" if owner else "another process"
-                raise TiltyardError(
-                    f"{holder} has held the lock of sweep {sweep.id} for {LOCK_TIMEOUT:.0f} s: {error.message}",
-                    error.hint,
-                ) from error
+                holder = describe(owner) if owner else "another process"
+                message = f"{holder} has held the lock of sweep {sweep.id} for {LOCK_TIMEOUT:.0f} s: {error.message}"
+                raise TiltyardError(message, error.hint) from error
             time.sleep(POLL_SECONDS)
 
 
@@ -113,15 +136,10 @@ def stop_worst(sweep: Sweep, every: float) -> None:
     with wait_for_lock(sweep):
         mark.touch()
         plan = sweep.plan()
-        rows = {row.trial.number: row for row in results.rows(sweep, plan)}
-        running = {number for number, row in rows.items() if row.state == "running"}
-        curves = {
-            number: results.curve(sweep.place(number), plan.metric.name)
-            for number, row in rows.items()
-            if row.state != "waiting"
-        }
-        for number, why in stop_early(sweep, plan, curves, running).items():
-            log_event(Run(sweep.folder), "stopped", f"Trial {number} is stopped early: {why}")
+        states = {row.trial.number: row.state for row in results.rows(sweep, plan) if row.state != "waiting"}
+        curves = {number: results.curve(sweep.place(number), plan.metric.name) for number in states}
+        running = {number for number, state in states.items() if state == "running"}
+        for number in stop_early(sweep, plan, curves, running):
             (sweep.place(number) / FOLDER / STOP).touch()
 
 
@@ -137,7 +155,7 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
 
 def _run_at_end(sweep: Sweep, own: str) -> bool:
     """The tick of a job at its end, repeated while the queue does not answer."""
-    pace, deadline = Backoff(), time.monotonic() + OUTAGE_SECONDS
+    pace, deadline = growing_pauses(), time.monotonic() + OUTAGE_SECONDS
     while True:
         try:
             return run_tick(sweep, _echo, own=own)
@@ -147,7 +165,7 @@ def _run_at_end(sweep: Sweep, own: str) -> bool:
             if time.monotonic() >= deadline:
                 raise
             _echo(f"{error.message}; trying again")
-            time.sleep(pace.next_pause())
+            time.sleep(next(pace))
 
 
 def _echo(sentence: str) -> None:

@@ -7,6 +7,7 @@ from the plan and the decisions; see folder.planned_pairs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tiltyard.config.search_space import Point
@@ -42,7 +43,9 @@ class TrialSource:
         while not self.plan.adaptive and not self.exhausted:
             number = len(self.trials) + 1
             point, seed = self.pairs[number - 1]
-            added.append(self._add(Trial(number, point, seed, self._fixed_point(point))))
+            if len(self._points) < point:
+                self._points = fixed_points(self.plan, max(each for each, _ in self.pairs))
+            added.append(self._add(Trial(number, point, seed, self._points[point - 1])))
         return added
 
     def search(self, rows: Iterable[Row]) -> Trial:
@@ -56,18 +59,13 @@ class TrialSource:
             if self.plan.program is None:
                 load_trial(self.sweep, self.plan, trial)
         except UseError as error:
-            trial = Trial(number, point, seed, settings, f"{error.message} {error.details}".strip())
+            trial = replace(trial, refused=f"{error.message} {error.details}".strip())
         return self._add(trial)
 
     def _add(self, trial: Trial) -> Trial:
         self.sweep.add_to_manifest(trial)
         self.trials[trial.number] = trial
         return trial
-
-    def _fixed_point(self, point: int) -> Point:
-        if len(self._points) < point:
-            self._points = fixed_points(self.plan, max(each for each, _ in self.pairs))
-        return self._points[point - 1]
 
 
 def missing_metric(plan: Plan, rows: Iterable[Row]) -> str:

@@ -20,16 +20,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config import site
 from tiltyard.config.site import ENTERED, PLACEHOLDER, Profile, Slurm
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, SCRIPT, SECRETS, VERDICT
 from tiltyard.slurm.commands import run_command
 from tiltyard.slurm.job_state import JobState
 from tiltyard.slurm.script import RUN_AGAIN, setup_lines, tick_command
-from tiltyard.slurm.submit import write_private, write_secrets
+from tiltyard.slurm.submit import write_secrets
 from tiltyard.sweep.backends.jobs import Start
 from tiltyard.sweep.folder import Sweep
 
@@ -42,12 +42,8 @@ class CustomQueue:
     arrays = False
 
     def __init__(self, sweep: Sweep, plan: Plan, profile: Profile) -> None:
-        self.sweep, self.plan, self.profile = sweep, plan, profile
-
-    @property
-    def commands(self) -> site.Template:
-        assert self.profile.template is not None
-        return self.profile.template
+        assert profile.template is not None
+        self.sweep, self.plan, self.profile, self.commands = sweep, plan, profile, profile.template
 
     def recover(self) -> None:
         """Nothing to find out: a trial whose job has no number gets another job."""
@@ -99,26 +95,32 @@ class CustomQueue:
         number = max((int(folder.name.partition("-")[2]) for folder in place.glob("job-*")), default=0) + 1
         folder = place / f"job-{number:04d}"
         folder.mkdir(mode=0o700)
-        write_private(folder / SCRIPT, self._script(batch[0], folder), 0o700)
+        atomic.write_private(folder / SCRIPT, self._script(batch[0], folder), 0o700)
         write_secrets(folder, self.profile)
         return folder
 
     def submit(self, batch: Sequence[Start], folder: Path, others: Mapping[int, str]) -> tuple[str, str]:
-        command = submission(self.profile, batch[0].folder, folder / SCRIPT)
+        command = self._submission(batch[0].folder, folder / SCRIPT)
         done = run(command)
         if done.returncode != 0:
             raise TiltyardError(f"trial {batch[0].number} was refused: {_first_line(done)}", shlex.join(command))
         found = re.search(self.commands.id, done.stdout)
         if found is None:
-            raise TiltyardError(
-                f"{command[0]} printed no job id: {_first_line(done)}", "set template.id to a pattern that finds it"
-            )
+            hint = "set template.id to a pattern that finds it"
+            raise TiltyardError(f"{command[0]} printed no job id: {_first_line(done)}", hint)
         return found[1] if found.groups() else found[0], ""
 
     def preview(self, tasks: int) -> str:
         folder, trial = self.sweep.folder / PLACE / "job-0001", self.sweep.place(1)
-        command = shlex.join(submission(self.profile, trial, folder / SCRIPT))
+        command = shlex.join(self._submission(trial, folder / SCRIPT))
         return f"# submitted with: {command}\n{self._script(Start(1, trial), folder)}"
+
+    def _submission(self, trial: Path, path: Path) -> list[str]:
+        """The command that submits a trial's script."""
+        asked = self.profile.resources.model_dump(mode="json")
+        values = {name: "" if value is None else str(value) for name, value in asked.items()}
+        values |= {"command": shlex.join(["bash", str(path)]), "name": ".".join(trial.parts[-3:])}
+        return words(self.commands.submit, {**values, "folder": str(trial)})
 
     def _script(self, start: Start, folder: Path) -> str:
         """What the queue runs: the trial's agent, then a tick of the sweep, again while that says so."""
@@ -150,23 +152,11 @@ class CustomQueue:
         return "\n".join(lines) + "\n"
 
 
-def submission(profile: Profile, trial: Path, path: Path) -> list[str]:
-    """The command that submits a trial's script."""
-    assert profile.template is not None
-    asked = profile.resources.model_dump(mode="json")
-    values = {name: str(asked[name] or "") for name in ("memory", "time")}
-    values |= {name: str(asked[name]) for name in ("nodes", "cpus", "gpus")}
-    values |= {"command": shlex.join(["bash", str(path)]), "name": ".".join(trial.parts[-3:])}
-    return words(profile.template.submit, {**values, "folder": str(trial)})
-
-
 def words(command: str, values: Mapping[str, str]) -> list[str]:
     """A command template as words, placeholders replaced by values. No shell reads them, so nothing needs quotes."""
 
     def value(found: re.Match[str]) -> str:
-        if found[1] is None:
-            return found[0][0]
-        return values.get(found[1], "")
+        return found[0][0] if found[1] is None else values.get(found[1], "")
 
     return [PLACEHOLDER.sub(value, word) for word in shlex.split(command)]
 

@@ -95,8 +95,9 @@ class JobBackend:
         self.chosen: list[Start] = []
         self.own_continues = False
         """whether the own trial is due again, in the same job"""
-        self._jobs: dict[int, str] = {}
-        self._gone: dict[int, str] = {}
+        self.jobs: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
+        """trials whose jobs ended before they recorded an end, and what the queue says about the jobs"""
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         """Those of the trials that wait or run. The queue is asked first: a job writes before it ends."""
@@ -104,8 +105,8 @@ class JobBackend:
         found = {number: status for number in numbers if (status := self._status(number)) is not None}
         for number, status in found.items():
             if (job := self.queue.job_of(Run(self.sweep.place(number)), status)) is not None:
-                self._jobs[number] = job
-        asked = {number: job for number, job in self._jobs.items() if number in found and not _is_over(found[number])}
+                self.jobs[number] = job
+        asked = {number: job for number, job in self.jobs.items() if number in found and not _is_over(found[number])}
         answers = self.queue.states(asked)
         for number in found:
             status = self._status(number) or found[number]
@@ -115,7 +116,7 @@ class JobBackend:
             state, continues = observed_state(run.folder, status), self.queue.will_continue(run, status)
             if number == self.own:
                 if state in SILENT and not continues:
-                    self._gone[number] = f"its agent recorded no end{_last_line(run.folder)}"
+                    self.gone[number] = f"its agent recorded no end{_last_line(run.folder)}"
             elif (answer is not None and (answer.pending or answer.running)) or (
                 state == "running" and not _in_job(run)
             ):
@@ -128,26 +129,18 @@ class JobBackend:
 
     def _record_end(self, run: Run, number: int, answer: JobState, state: str) -> None:
         """A job that ended before its trial recorded an end: it was cancelled, or it has failed."""
-        job = self._jobs[number]
+        job = self.jobs[number]
         if answer.state == "CANCELLED":
             set_status(run, state="stopped", reason=f"job {job} was cancelled")
         else:
             why = "" if state in ("lost", "running") else _last_line(run.folder)
-            self._gone[number] = f"{answer.describe(job)}{why}"
-
-    def gone(self) -> dict[int, str]:
-        """Trials whose jobs ended before they recorded an end, and what the queue says about the jobs."""
-        return self._gone
-
-    def job(self, number: int) -> str:
-        return self._jobs.get(number, "")
+            self.gone[number] = f"{answer.describe(job)}{why}"
 
     def has_capacity(self, number: int | None) -> bool:
         """Whether one more may be submitted: always, for a known trial and a queue that limits what runs itself."""
-        if self.queue.arrays and self.plan.search in ("grid", "random"):
-            again = number is not None and self.job(number) != ""
-            if not (again and self.work):
-                return True
+        limits_itself = self.queue.arrays and self.plan.search in ("grid", "random")
+        if limits_itself and not (number in self.jobs and self.work):
+            return True
         return len(self.work) + len(self.chosen) + self.own_continues < self.plan.max_parallel
 
     def submit(self, number: int, folder: Path, wait: float) -> bool:
@@ -160,6 +153,7 @@ class JobBackend:
         return True
 
     def send(self) -> list[str]:
+        """Submit the selected trials; returns a sentence about each job."""
         chosen, self.chosen = self.chosen, []
         return [self._submit(batch) for batch in self.queue.batches(chosen)]
 

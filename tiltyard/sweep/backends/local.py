@@ -21,6 +21,7 @@ from typing import Any
 
 from tiltyard.config.site import ENTERED, restore_profile
 from tiltyard.config.sweep_plan import Plan
+from tiltyard.run import atomic
 from tiltyard.run.lock import read_owner
 from tiltyard.run.logs import last_error
 from tiltyard.sweep.backends.shares import environment, least_busy, pinned, require_affinity, require_gpus, shares
@@ -54,6 +55,8 @@ class Local:
         self.gpus = require_gpus(plan)
         self.shares = shares(sorted(os.sched_getaffinity(0)), plan.max_parallel)
         self.work: dict[int, Work] = {}
+        self.jobs: dict[int, str] = {}
+        self.gone: dict[int, str] = {}  # none: a trial whose process vanished while no controller ran starts again
         for folder in (AT_WORK, OUTPUT):
             (sweep.folder / folder).mkdir(exist_ok=True)
 
@@ -66,23 +69,14 @@ class Local:
                 self.work[number] = Work(slot if isinstance(slot, int) else self._free_slot(), mark.get("gpu"))
         return set(self.work)
 
-    def gone(self) -> dict[int, str]:
-        """None: a trial whose process vanished while no controller ran is started again and has not failed."""
-        return {}
-
-    def job(self, number: int) -> str:
-        return ""
-
     def has_capacity(self, number: int | None) -> bool:
         return len(self.work) < self.plan.max_parallel and (not self.gpus or self._gpu() is not None)
 
     def submit(self, number: int, folder: Path, wait: float) -> bool:
-        handle = os.open(self._mark(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = _lock(self._mark(number))
+        if handle is None:
+            return False
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
             slot, gpu = self._free_slot(), self._gpu()
             cores = self.shares[slot % len(self.shares)]
             mark = {"slot": slot, "gpu": gpu, "cores": cores}
@@ -103,9 +97,6 @@ class Local:
             os.close(handle)
         self.work[number] = Work(slot, gpu, process, output_start)
         return True
-
-    def send(self) -> list[str]:
-        return []
 
     def poll(self) -> dict[int, str]:
         ended: dict[int, str] = {}
@@ -161,25 +152,29 @@ def command(plan: Plan, folder: Path) -> list[str]:
     return [sys.executable, "-m", "tiltyard", "resume", str(folder), "--here", "--plain"]
 
 
-def _is_locked(mark: Path) -> bool:
-    try:
-        handle = os.open(mark, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+def _lock(mark: Path) -> int | None:
+    """A handle that holds the lock; None if a process of the trial holds it."""
+    handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    finally:
         os.close(handle)
-    return False
+        return None
+    return handle
+
+
+def _is_locked(mark: Path) -> bool:
+    if not mark.exists():
+        return False
+    handle = _lock(mark)
+    if handle is not None:
+        os.close(handle)
+    return handle is None
 
 
 def _read_mark(mark: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        value = json.loads(mark.read_bytes())
-        if isinstance(value, dict):
-            return value
+        return atomic.read_json(mark)
     return {}
 
 

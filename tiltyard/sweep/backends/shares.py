@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
 from tiltyard.processes.platforms import require_linux
+from tiltyard.slurm.usage import gpu_count
 
 
 def require_affinity() -> None:
@@ -23,10 +23,8 @@ def require_gpus(plan: Plan) -> list[str]:
         return []
     found = visible_gpus(os.environ)
     if not found:
-        raise UseError(
-            f"trials_per_gpu = {plan.trials_per_gpu}: this machine has no visible GPU",
-            "remove trials_per_gpu, or check with: tiltyard doctor",
-        )
+        hint = "remove trials_per_gpu, or check with: tiltyard doctor"
+        raise UseError(f"trials_per_gpu = {plan.trials_per_gpu}: this machine has no visible GPU", hint)
     return found
 
 
@@ -56,11 +54,7 @@ def visible_gpus(outside: Mapping[str, str]) -> list[str]:
     """The GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in outside:
         return [word.strip() for word in outside["CUDA_VISIBLE_DEVICES"].split(",") if word.strip() not in ("", "-1")]
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [str(i) for i, line in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+    return [str(number) for number in range(gpu_count())]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ marked as forgotten, and a task of it that starts all the same exits at once.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.slurm import JOB_NUMBER, NEVER_SUBMITTED, SCRIPT, TRIALS, job_state
-from tiltyard.slurm.commands import cancel, run_command, sbatch
+from tiltyard.slurm.commands import cancel, sbatch
 from tiltyard.slurm.job_state import JobState
 from tiltyard.slurm.script import Array, Job, script
 from tiltyard.slurm.submit import write_script
@@ -132,14 +131,9 @@ def _no_answer() -> TiltyardError:
 
 def most_tasks() -> int:
     """How many tasks an array may have at this site."""
-    try:
-        done = run_command(["scontrol", "show", "config"], timeout=job_state.TIMEOUT)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _no_answer() from error
-    for line in done.stdout.splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "MaxArraySize" and value.strip().isdecimal():
-            if int(value) < 2:
-                raise UseError("this Slurm allows no job arrays: MaxArraySize is 0", "ask its administrators")
-            return int(value)
-    raise _no_answer()
+    most = (job_state.site_config() or {}).get("MaxArraySize", "")
+    if not most.isdecimal():
+        raise _no_answer()
+    if int(most) < 2:
+        raise UseError("this Slurm allows no job arrays: MaxArraySize is 0", "ask its administrators")
+    return int(most)

@@ -16,19 +16,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tiltyard.algos import pb2
 from tiltyard.algos.pbt import rules_of, source_for
 from tiltyard.algos.tunables import perturb
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.run import checkpoint, metrics
-from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run, read_events, write_status
+from tiltyard.run.events import log_event, read_events
+from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
 from tiltyard.run.settings_schedule import read as read_schedule
-from tiltyard.run.status import STATUS
+from tiltyard.run.status import STATUS, write_status
 from tiltyard.sweep import results
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
@@ -57,16 +56,25 @@ class Population:
         found = set()
         for number in numbers:
             run = Run(self.sweep.place(number))
-            paused = _paused(run)
-            if paused is None:
-                found |= {number} if _set_up_only(run) else set()
+            schedule = read_schedule(run.folder)
+            if schedule is None or schedule.until is None or not (run.folder / STATUS).exists():
+                continue
+            status = run.status()
+            if status["state"] != "stopped":
+                continue
+            if int(status["progress"]["env_steps"]) < schedule.until:
+                if str(status["reason"]).startswith(PAUSED):  # a user's stop leaves another reason
+                    found.add(number)
+                continue
+            newest, _ = checkpoint.newest_valid(run)
+            if newest is None or newest.env_steps < schedule.until:
                 continue
             found.add(number)
-            period, at = paused
-            if period == history.count(number) + 1:
-                checkpoint.pin(at.folder, self._pin(number, period))
+            if schedule.period == history.count(number) + 1:
+                checkpoint.pin(newest.folder, self._pin(number, schedule.period))
                 score = self._score(run, history.copy(number))
-                self.sweep.decide("period", trial=number, period=period, env_steps=at.env_steps, score=score)
+                facts = {"period": schedule.period, "env_steps": newest.env_steps, "score": score}
+                self.sweep.decide("period", trial=number, **facts)
         self._unpin()
         return found
 
@@ -135,8 +143,8 @@ class Population:
 
     def _failed(self) -> set[int]:
         """Members whose retries are used up: no other waits for them, and they are not ranked."""
-        known = results.failures(self.sweep.decisions())
-        often = [trial for trial in self.sweep.trials() if len(known.get(trial.number, ())) > self.plan.retries]
+        known = results.used_up(self.plan, self.sweep.decisions())
+        often = [trial for trial in self.sweep.trials() if trial.number in known]
         return {row.trial.number for row in results.rows(self.sweep, self.plan, often) if row.state == "failed"}
 
     def _awaited(self, history: Lineage, failed: set[int]) -> bool:
@@ -155,16 +163,15 @@ class Population:
 
     def _make_copy(self, history: Lineage, copy: Copy) -> None:
         """Make the source's pinned checkpoint the member's newest. Idempotent."""
-        exploit = copy.exploit
-        run = Run(self.sweep.place(exploit.member))
-        pinned = checkpoint.select(self._pin(exploit.source, copy.source_period))
-        theirs = history.settings(exploit.source, copy.source_period)
-        same_env = all(theirs.get(key) == value for key, value in exploit.after.items() if key.startswith("env."))
+        run = Run(self.sweep.place(copy.member))
+        pinned = checkpoint.select(self._pin(copy.source, copy.source_period))
+        theirs = history.settings(copy.source, copy.source_period)
+        same_env = all(theirs.get(key) == value for key, value in copy.after.items() if key.startswith("env."))
         with Lock.acquire(run):
             checkpoint.copy_into(run, pinned, score=pinned.score if same_env else None, milestone=False)
             write_status(run, progress=pinned.progress)
             if not any(each["kind"] == "exploited" and each["period"] == copy.period for each in read_events(run)):
-                log_event(run, "exploited", describe_copy(copy), **copy.as_data())
+                log_event(run, "exploited", describe_copy(copy), **vars(copy))
 
     # -- pinned checkpoints
 
@@ -178,37 +185,7 @@ class Population:
         for number in history.first:
             copy = history.copied_after(number, history.count(number))
             if copy is not None:
-                kept.add(self._pin(copy.exploit.source, copy.source_period))
+                kept.add(self._pin(copy.source, copy.source_period))
         for place in (self.sweep.folder / PINNED).iterdir():
             if place not in kept:
                 shutil.rmtree(place, ignore_errors=True)
-
-
-def _stopped(run: Run) -> tuple[SettingsSchedule, int, dict[str, Any]] | None:
-    """The schedule of a stopped member, the env step it trains to, and its status; None for others."""
-    schedule = read_schedule(run.folder)
-    if schedule is None or schedule.until is None or not (run.folder / STATUS).exists():
-        return None
-    status = run.status()
-    return (schedule, schedule.until, status) if status["state"] == "stopped" else None
-
-
-def _set_up_only(run: Run) -> bool:
-    """Whether a member paused, its next period was set up, and it never began: a user's stop leaves another reason."""
-    found = _stopped(run)
-    if found is None:
-        return False
-    _, until, status = found
-    return str(status["reason"]).startswith(PAUSED) and int(status["progress"]["env_steps"]) < until
-
-
-def _paused(run: Run) -> tuple[int, checkpoint.Checkpoint] | None:
-    """The period that a member has ended, and the checkpoint there; None if it has not."""
-    found = _stopped(run)
-    if found is None:
-        return None
-    schedule, until, status = found
-    if int(status["progress"]["env_steps"]) < until:
-        return None
-    newest, _ = checkpoint.newest_valid(run)
-    return (schedule.period, newest) if newest is not None and newest.env_steps >= until else None

@@ -11,7 +11,7 @@ A line is written before anything acts on it. Every exploit follows from the lin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiltyard.algos.pb2 import Gain
@@ -34,20 +34,15 @@ class Period:
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Exploit):
     """An exploit, with the member's period after which it happened and the source's period that was copied."""
 
-    exploit: Exploit
     period: int
     source_period: int
     attempt: int
     """of the member, when it was replaced: its records up to this attempt do not count for the copy"""
     score: float | None
     source_score: float | None
-
-    def as_data(self) -> dict[str, Any]:
-        facts = {name: value for name, value in vars(self).items() if name != "exploit"}
-        return {**vars(self.exploit), **facts}
 
 
 class Lineage:
@@ -66,7 +61,9 @@ class Lineage:
                 period = Period(line["period"], line["env_steps"], atomic.number(line["score"]))
                 self.periods[line["trial"]].append(period)
             elif line["kind"] == "exploit":
-                self.copies.append(_copy(line))
+                facts = {field.name: line[field.name] for field in fields(Copy) if field.name != "member"}
+                scores = {name: atomic.number(line[name]) for name in ("score", "source_score")}
+                self.copies.append(Copy(line["trial"], **{**facts, **scores}))
             elif line["kind"] == "stays":
                 self._stay.add((line["trial"], line["period"]))
 
@@ -76,13 +73,13 @@ class Lineage:
 
     def copy(self, member: int) -> Copy | None:
         """The newest copy that replaced the member."""
-        return next((each for each in reversed(self.copies) if each.exploit.member == member), None)
+        return next((each for each in reversed(self.copies) if each.member == member), None)
 
     def settings(self, member: int, period: int | None = None) -> Settings:
         """The settings of the member's newest period, or of an earlier one."""
-        made = [each for each in self.copies if each.exploit.member == member]
+        made = [each for each in self.copies if each.member == member]
         made = [each for each in made if period is None or each.period < period]
-        return made[-1].exploit.after if made else self.first[member]
+        return made[-1].after if made else self.first[member]
 
     def undecided(self, member: int) -> bool:
         """Whether no decision about the member after its newest period is recorded."""
@@ -91,7 +88,7 @@ class Lineage:
 
     def copied_after(self, member: int, period: int) -> Copy | None:
         """The copy that replaced the member after that period, if any."""
-        return next((each for each in self.copies if each.exploit.member == member and each.period == period), None)
+        return next((each for each in self.copies if each.member == member and each.period == period), None)
 
     def begins(self, member: int) -> int:
         """The env steps at which its next period begins."""
@@ -101,7 +98,7 @@ class Lineage:
         """Env steps and score with which the member continues after a period; 0 means before the first."""
         copy = self.copied_after(member, period)
         if copy is not None:
-            return copy.exploit.counts_from, copy.source_score
+            return copy.counts_from, copy.source_score
         if period == 0:
             return 0, None
         return self.periods[member][period - 1].env_steps, self.periods[member][period - 1].score
@@ -110,10 +107,7 @@ class Lineage:
         """The members as a decision ranks them: each as at the end of its newest period. One that became a copy since
         counts as it was: else the next one would be the worst, and so on."""
         newest = [(number, periods[-1]) for number, periods in self.periods.items() if periods]
-        return [
-            Member(number, last.env_steps, last.score, self._after(number, last.number - 1)[0])
-            for number, last in newest
-        ]
+        return [Member(each, at.env_steps, at.score, self._after(each, at.number - 1)[0]) for each, at in newest]
 
     def gains(self, better: float) -> list[Gain]:
         """The change of score in each period, where both scores are known."""
@@ -129,33 +123,14 @@ class Lineage:
     def schedule(self, member: int) -> list[tuple[int, Settings]]:
         """(env step, settings from there on), seeds included, for one run that repeats the member's history."""
         first = {number: {**settings, "seed": self.seeds[number]} for number, settings in self.first.items()}
-        seeded = [_with_seed(each.exploit, self.seeds) for each in self.copies]
+        # A copy has the member's own seed: it does not repeat the source's random numbers.
+        seeded = [replace(each, after={**each.after, "seed": self.seeds[each.member]}) for each in self.copies]
         return schedule(member, seeded, first)
 
 
 def read(sweep: Sweep) -> Lineage:
     """Read the history from disk."""
     return Lineage(sweep.trials(), sweep.decisions())
-
-
-def _copy(line: Mapping[str, Any]) -> Copy:
-    exploit = Exploit(
-        line["trial"],
-        line["source"],
-        line["env_steps"],
-        line["source_env_steps"],
-        line["counts_from"],
-        dict(line["before"]),
-        dict(line["after"]),
-    )
-    scores = (atomic.number(line["score"]), atomic.number(line["source_score"]))
-    return Copy(exploit, line["period"], line["source_period"], line["attempt"], *scores)
-
-
-def _with_seed(exploit: Exploit, seeds: Mapping[int, int]) -> Exploit:
-    """The exploit with the member's own seed in its settings: a copy does not repeat the source's random numbers."""
-    seed = {"seed": seeds[exploit.member]}
-    return replace(exploit, before={**exploit.before, **seed}, after={**exploit.after, **seed})
 
 
 def lineage_of(sweep: Sweep) -> Lineage:

@@ -54,13 +54,13 @@ def _weights(plan: Plan) -> Settings:
     for key, value in plan.space.items():
         if value != WEIGHTS:
             continue
-        tree = _below(plan.experiment, key)
+        tree: Any = plan.experiment
+        for name in key.split("."):
+            tree = tree.get(name) if isinstance(tree, dict) else None
         numbers = reward_weights(tree, key) if isinstance(tree, dict) else {}
         if not numbers:
-            raise UseError(
-                f"space.{key} = {{weights: true}}: the experiment has no numbers there",
-                "name a mapping of numbers",
-            )
+            hint = "name a mapping of numbers"
+            raise UseError(f"space.{key} = {{weights: true}}: the experiment has no numbers there", hint)
         odd = next((name for name in numbers if "=" in name or "," in name), None)
         if odd is not None:
             raise UseError(f"{odd} has a '=' or a ',' in its name", "rename it")
@@ -68,18 +68,13 @@ def _weights(plan: Plan) -> Settings:
     return found
 
 
-def _below(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
 # ------------------------------------------------------------------------------------------------ checks
 
 
 def check(plan: Plan, built: Sequence[Experiment]) -> None:
     """ConfigError with everything that is wrong with a population's plan."""
-    problems = [problem for key in _keys(plan) if (problem := _movable(key, built[0])) is not None]
+    keys = [part.strip() for line in plan.space for part in line.split(",")]
+    problems = [problem for key in keys if (problem := _movable(key, built[0])) is not None]
     for key, value in plan.space.items():
         if isinstance(value, dict) and {"step", "points"} & set(value):
             message = "has steps, but a population multiplies numbers by factors"
@@ -98,10 +93,6 @@ def check(plan: Plan, built: Sequence[Experiment]) -> None:
         problems += _timing(plan, experiment)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "the plan's population")
-
-
-def _keys(plan: Plan) -> list[str]:
-    return [part.strip() for line in plan.space for part in line.split(",")]
 
 
 def _movable(key: str, experiment: Experiment) -> Problem | None:
