@@ -49,6 +49,7 @@ SLOW = (  # tests that train or start processes for seconds; `make check` does n
     "sweep/test_custom_queue.py",
     "sweep/test_pbt.py",
     "tests/test_api.py",
+    "tests/test_notebook.py",
     "tests/training/test_loop.py",
     "track/test_trackers.py",
     "track/test_bottleneck.py",

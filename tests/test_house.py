@@ -18,6 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # ------------------------------------------------------------------------------------------------ forbidden calls
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+IMPORT_SURGERY = {"__builtins__", "__import__"}
 UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 
 
@@ -68,6 +69,8 @@ def forbidden(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "bare except"
         elif isinstance(node, ast.Call):
             yield from ((node.lineno, what) for what in forbidden_call(node, dotted(node.func, known)))
+        elif IMPORT_SURGERY & {getattr(node, field, None) for field in ("id", "attr", "arg", "value", "name")}:
+            yield getattr(node, "lineno", 0), "__builtins__ or __import__"
 
 
 def forbidden_call(call: ast.Call, name: str) -> Iterator[str]:
@@ -122,6 +125,10 @@ def test_package_has_no_forbidden_calls():
         "from os import popen\npopen('ls')",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
         "try:\n    pass\nexcept:\n    pass",
+        "module.__builtins__ = {}",
+        "vars(module)['__builtins__'] = {}",
+        "module.__dict__.update(__builtins__={})",
+        "import builtins\nbuiltins.__import__ = f",
     ],
 )
 def test_scanner_finds_forbidden_code(snippet):
@@ -307,6 +314,70 @@ def test_libraries_are_imported_only_where_allowed():
 
 
 # ------------------------------------------------------------------------------------------------ docstrings
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+# Programs that are not ours, and trainings that outlive or replace who starts them, by the module that starts them.
+FOREIGN_PROGRAMS = {
+    "cli/nodes.py": "srun",
+    "cli/sweep.py": "a sweep's controller, which outlives the command",
+    "doctor/display.py": "Xvfb; a test of the OpenGL driver, which may crash",
+    "doctor/software.py": "ffmpeg",
+    "doctor/storage.py": "quota",
+    "evaluation/video.py": "ffmpeg",
+    "run/provenance.py": "git",
+    "slurm/commands.py": "sbatch, squeue, ...",
+    "slurm/node_agent.py": "the trainer of a job, a tick of its sweep",
+    "slurm/ray_nodes.py": "ray",
+    "slurm/shell.py": "the user's command",
+    "sweep/backends/local.py": "the trainer of a trial",
+    "sweep/external_program.py": "the user's program",
+}
+STARTS = {"subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
+
+
+def process_starts(source: str) -> list[str]:
+    """Return the dotted names of all functions that start a process, as called or passed on."""
+    tree = ast.parse(source)
+    known = aliases(tree)
+    annotations = {id(each) for node in ast.walk(tree) for each in _annotation_nodes(node)}
+    names = (dotted(n, known) for n in ast.walk(tree) if isinstance(n, ast.expr) and id(n) not in annotations)
+    return [name for name in names if name in STARTS or re.fullmatch(r"os\.(fork|forkpty|posix_spawn|spawn\w+)", name)]
+
+
+def _annotation_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    for field in ("annotation", "returns"):
+        if isinstance(found := getattr(node, field, None), ast.expr):
+            yield from ast.walk(found)
+
+
+def test_processes_are_started_only_where_listed():
+    starts = {path.relative_to(PACKAGE).as_posix(): process_starts(path.read_text()) for path in MODULES}
+    forks = [(name, each) for name, found in starts.items() for each in found if each.startswith("os.")]
+    assert forks == [("processes/fork_server.py", "os.fork")]
+    foreign = {name for name, found in starts.items() if found and not name.startswith("processes/")}
+    assert foreign == FOREIGN_PROGRAMS.keys()
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import subprocess\nsubprocess.Popen(['x'])",
+        "from subprocess import run as go\ngo(['x'])",
+        "import os\nos.fork()",
+        "import subprocess\nThread(target=subprocess.run)",
+    ],
+)
+def test_process_starts_are_found(snippet):
+    assert len(process_starts(snippet)) == 1
+
+
+def test_annotations_start_no_process():
+    assert process_starts("import subprocess\ndef f(x: subprocess.Popen[str]) -> subprocess.Popen[str]: ...") == []
+
+
+# ------------------------------------------------------------------------------------------------ names
 
 
 def missing_manners(path: Path) -> Iterator[str]:

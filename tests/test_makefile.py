@@ -72,5 +72,5 @@ def test_test_targets_install_slurm_if_root_and_otherwise_report_skipped_tests(t
     words = ["/bin/bash", "-c", script, "install.sh", str(tmp_path / "stamp")]
     output = subprocess.run(words, env={"PATH": str(tools)}, capture_output=True, text=True)
     assert output.returncode == 0 and not (tmp_path / "stamp").exists()
-    assert "(tests/cluster) are skipped: Slurm is not installed, and only root may install it" in output.stderr
+    assert "zsh and fish may be skipped: packages are missing, and only root may install them" in output.stderr
     assert "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge libfaketime" in output.stderr

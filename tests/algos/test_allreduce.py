@@ -19,8 +19,8 @@ from tiltyard.algos.allreduce import LearnerGroup, ProcessGroup, SingleProcess
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import A2c
 from tiltyard.config.algos import Ppo as Settings
-from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.schedules import KlAdaptive
+from tiltyard.config.sections import Memory, Model, Normalise
 from tiltyard.errors import DivergedError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, EnvSpec, Rollout

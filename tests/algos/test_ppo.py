@@ -7,12 +7,12 @@ from torch import distributions as td
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations
 from tiltyard.algos.advantages import Steps, gae
-from tiltyard.algos.minibatches import make_chunks, shuffled
+from tiltyard.algos.minibatches import cut_rollout, shuffled
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import A2c
 from tiltyard.config.algos import Ppo as Settings
-from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.schedules import KlAdaptive, Linear
+from tiltyard.config.sections import Memory, Model, Normalise
 from tiltyard.errors import DivergedError, UseError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import EnvSpec, Rollout
@@ -100,7 +100,8 @@ def steps_of(rollout):
 
 def chunks_of(ppo, rollout):
     nothing = np.zeros((16, ROWS))
-    return make_chunks(ppo.net, ppo.bptt, rollout, (rollout.log_prob, nothing, nothing, nothing))
+    chunks, _ = cut_rollout(ppo.net, ppo.bptt, rollout, (rollout.log_prob, nothing, nothing, nothing)).to(ppo.net)
+    return chunks
 
 
 def textbook_loss(net, algo, rollout):
@@ -151,7 +152,7 @@ def test_gradient_matches_the_textbook_loss(parts, model, terms):
     spec = env(*parts)
     algo = Settings(rollout=16, minibatch=64, epochs=1, lr=0.0, max_grad_norm=None, **terms)
     ppo, net, _ = learner(algo, model, spec)
-    assert (ppo.backprop.dense is not None) == (model.activation != "gelu" and not net.recurrent)
+    assert (ppo.fast is not None) == (model.activation != "gelu" and not net.recurrent)
     rng = np.random.default_rng(5)
     with torch.no_grad():  # away from the initial weights, where most values are nearly zero
         for parameter in net.model.parameters():
@@ -333,7 +334,7 @@ def test_chunks_keep_the_order_of_steps_and_start_from_the_stored_state():
     chunks = chunks_of(ppo, rollout)
     picked = chunks.take(np.array([2 * ROWS + 3]))  # chunk 2 of row 3
     np.testing.assert_array_equal(picked.obs["obs"][:, 0], rollout.obs["obs"][8:12, 3])
-    np.testing.assert_array_equal(picked.numbers[0, :, 0], rollout.log_prob[8:12, 3])
+    np.testing.assert_array_equal(picked.log_prob[:, 0], rollout.log_prob[8:12, 3])
     np.testing.assert_array_equal(picked.state0["actor.h"][0], rollout.state0["actor.h"][2, 3])
     with pytest.raises(UseError, match=r"algo\.rollout = 16"):
         learner(model=model, bptt=5)

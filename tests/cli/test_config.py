@@ -58,9 +58,9 @@ def test_schema_and_reference_are_printed(tmp_path):
     ("words", "sentence"),
     [
         (["show", "none.yaml"], "error: none.yaml does not exist"),
-        (["show"], "error: config show needs a YAML file or an env id"),
+        (["show"], "error: tiltyard config show needs FILE|ENV"),
         (["shwo", "x"], "hint: did you mean 'show'?"),
-        (["schema", "x"], "error: config schema does not take 'x'"),
+        (["schema", "x"], "error: unexpected argument 'x' of tiltyard config schema"),
         (["show", "CartPole-v1", "--on", "cluster"], "error: there is no profile 'cluster'"),
         (["show", "CartPole-v1", "algo.lrr=1"], "1. algo.lrr = 1: unknown setting"),
     ],

@@ -15,9 +15,11 @@ import pytest
 
 from tiltyard.cli import main
 from tiltyard.config.experiment import Experiment
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metrics, state_file
 from tiltyard.run.create import Source, create
-from tiltyard.run.folder import Run, find, log_event, write_status
+from tiltyard.run.events import log_event
+from tiltyard.run.folder import Run, find
+from tiltyard.run.status import write_status
 from tiltyard.types import Progress
 
 HEAVY = ("torch", "ray", "gymnasium", "numpy")
@@ -72,7 +74,7 @@ def trained(root, name="toy", **settings):
             steps,
             Progress(env_steps=steps),
             value * 2,
-            lambda folder: checkpoint.write_tree(folder, "x", {"a": 1}),
+            lambda folder: state_file.write_tree(folder, "x", {"a": 1}),
         )
     progress = Progress(env_steps=200, updates=2, episodes=9, seconds=75.0)
     write_status(
@@ -241,7 +243,9 @@ def test_unknown_run_is_reported_in_one_sentence(root, tiltyard):
 TRAINER = """
 import signal, sys, time
 from pathlib import Path
-from tiltyard.run.folder import Lock, Run, write_status
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import write_status
 run, obeys = Run(Path(sys.argv[1])), sys.argv[2] == "obeys"
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

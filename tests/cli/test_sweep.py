@@ -61,7 +61,7 @@ def test_extension_is_checked_before_anything_is_written(tiltyard: Command) -> N
     """The checks of `start` apply: invalid samples and too many trials are refused."""
 
     def made(name: str, space: dict[str, Any], first: dict[str, Any]) -> Sweep:
-        plan, _ = load_plan({"experiment": EXPERIMENT, "space": space, "search": "random", "trials": 1})
+        plan = load_plan({"experiment": EXPERIMENT, "space": space, "search": "random", "trials": 1})
         return make(Path("runs"), name, plan, [Trial(1, 1, 0, first)])
 
     made("fine", {"algo.lr": {"log": [1e-4, 1e-3]}}, {"algo.lr": 1e-3})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command, in_own_process
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metrics, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -32,6 +32,21 @@ def test_train_without_a_file_prints_the_folder_and_the_next_commands(tiltyard: 
     status = run.status()
     assert (status["state"], status["reason"]) == ("finished", "stop.env_steps=96 reached (96)")
     assert [record["env_steps"] for record in metrics.read(run.metrics_file)][-1] == 96
+
+
+def test_dry_run_checks_everything_and_prints_what_would_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
+    done = tiltyard("train", "CartPole-v1", *TINY, "--dry-run", "--seeds", "0-2")
+    run = "CartPole-v1/NNNN-new-run"
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert list(lines) == ["run", "env", "model", "algo", "engine", "folder"]
+    assert lines["run"] == run and lines["folder"] == str(runs / run)
+    assert lines["algo"].startswith("ppo: a batch of 32 env steps") and "9,155 parameters" in lines["model"]
+    broken = (
+        "import torch\nclass Broken(torch.nn.Module):\n    def __init__(self, *_, **__):\n        raise KeyError('x')\n"
+    )
+    (tmp_path / "broken.py").write_text(broken)
+    assert "KeyError" in tiltyard("train", "CartPole-v1", "model.id=broken.py:Broken", "--dry-run", expect=2).stderr
+    assert not runs.exists()
 
 
 def test_stdout_has_only_json_even_if_the_env_prints(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
@@ -82,7 +97,7 @@ def test_seeds_create_one_run_each(tiltyard: Command, runs: Path) -> None:
     tiltyard("train", "CartPole-v1", *QUICK, "--seeds", "3-4", "eval.at_end=false")
     assert [Run(folder).experiment().seed for folder in sorted(runs.glob("*/0*"))] == [3, 4]
     weights = [
-        checkpoint.read_tree(next(folder.glob("checkpoints/0*")) / "policies", "main")["weights"]
+        state_file.read_tree(next(folder.glob("checkpoints/0*")) / "policies", "main")["weights"]
         for folder in sorted(runs.glob("*/0*"))
     ]
     assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
@@ -166,7 +181,7 @@ def test_model_init_copies_matching_weights_and_lists_the_rest(tiltyard: Command
         "train", "Acrobot-v1", *QUICK, "model.init=source", "name=taker", "stop.env_steps=32", "eval.at_end=false"
     )
     assert "weights from" in done.stderr and "left as initialised" in done.stderr
-    source = checkpoint.read_tree(checkpoint.select(find("source", runs)).folder / "policies", "main")["weights"]
+    source = state_file.read_tree(checkpoint.select(find("source", runs)).folder / "policies", "main")["weights"]
     started = [event["sentence"] for event in read_events(find("taker", runs)) if "weights from" in event["sentence"]]
     assert started and any(name in started[0] for name in source)
     tiltyard("rm", "source", "--yes")

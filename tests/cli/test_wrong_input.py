@@ -15,7 +15,8 @@ import pytest
 from tests.conftest import Command
 from tiltyard import api
 from tiltyard.config.cross_checks import RLLIB_SETTINGS
-from tiltyard.config.load import describe, load
+from tiltyard.config.load import load
+from tiltyard.config.reference import describe
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
@@ -117,7 +118,7 @@ class Sum(torch.nn.Module):
     ("words", "output"),
     [
         ("trian CartPole-v1", "unknown command 'trian'"),
-        ("train", "tiltyard train needs target"),
+        ("train", "tiltyard train needs FILE|ENV"),
         ("train CartPole-v1 --sed 3", "did you mean '--seeds'?"),
         ("train CartPole-v1 lr", "'lr' is not an override"),
         ("train algo.lr=3", "expected a YAML file or an env id, got the setting"),
@@ -221,6 +222,8 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
         plain, _, variant = name.partition(" (")
         variant = variant.rstrip(")").partition(" or ")[0]
         around = [f"algo.id={variant.removeprefix('id: ')}"] if variant.startswith("id:") else []
+        if around == ["algo.id=your own"]:
+            around = [f"algo.id={Path(__file__).parents[2] / 'examples' / 'reinforce.py'}:Reinforce"]
         if plain.startswith("<schedule>"):
             shape = variant.removeprefix("kind: ")
             whole = {
@@ -377,7 +380,8 @@ def test_incomplete_runs_and_runs_of_a_newer_tiltyard_are_refused(refused: Refus
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tiltyard.run.folder import Lock, Run
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
 with Lock(Run(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(600)

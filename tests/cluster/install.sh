@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Installs the Slurm packages of Debian, if run as root and with apt-get: tests start their own clusters from them.
+# Installs Debian's packages of Slurm and of the shells zsh and fish, if run as root and with apt-get: tests start their
+# own clusters from them, and ask the shells for completions.
 # Nothing is configured or started. Without root or apt-get it prints which tests are skipped.
 #
 #   install.sh STAMP      STAMP is touched when everything is installed
-packages="slurmctld slurmd slurm-client munge libfaketime"
+packages="slurmctld slurmd slurm-client munge libfaketime zsh fish"
 export PATH=$PATH:/usr/sbin:/sbin
 
 complete() {
-    command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch &&
+    command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch && command -v zsh && command -v fish &&
         { compgen -G '/usr/lib*/*/faketime/libfaketimeMT.so.1' || compgen -G '/usr/lib*/faketime/libfaketimeMT.so.1'; }
 } >/dev/null
 skipped() {
-    printf '%s\n' "" "================ the tests of Slurm jobs (tests/cluster) are skipped: $1" \
+    printf '%s\n' "" "================ tests of Slurm jobs (tests/cluster), zsh and fish may be skipped: $1" \
         "                 install by hand: apt-get install --no-install-recommends $packages" "" >&2
     exit 0
 }
 
 complete || {
-    [ "$(id -u)" = 0 ] || skipped "Slurm is not installed, and only root may install it"
-    command -v apt-get >/dev/null || skipped "Slurm and apt-get are not installed"
+    [ "$(id -u)" = 0 ] || skipped "packages are missing, and only root may install them"
+    command -v apt-get >/dev/null || skipped "packages are missing, and there is no apt-get"
     # A policy file keeps apt from starting the daemons; an existing one is not changed.
     policy=/usr/sbin/policy-rc.d
     [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy && trap 'rm -f $policy' EXIT; }

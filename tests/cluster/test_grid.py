@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.conftest import Command
 from tests.counts import LONG
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.sweep.folder import find_sweep
 from tiltyard.sweep.report import summarize
 

@@ -15,7 +15,8 @@ from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.cluster.conftest import SITE
 from tests.conftest import Command
 from tiltyard.run.events import read_events
-from tiltyard.run.folder import Run, find, list_runs
+from tiltyard.run.folder import Run, find
+from tiltyard.run.status import list_runs
 from tiltyard.slurm import FOLDER
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("slurm")]
@@ -221,7 +222,6 @@ def test_lost_job_shows_its_output(tiltyard: Command, cluster: Cluster, runs: Pa
     ("words", "output"),
     [
         (["--detach"], "--detach is for jobs"),
-        (["--dry-run"], "--dry-run is for jobs"),
         (["--on", "cluster", "--pdb"], "--pdb needs a terminal"),
         (["--on", "cluster", "--detach", "--expect", "return>=1"], "--expect waits for the end"),
         (["--on", "wide"], "profile wide requests several nodes, but engine.kind = serial uses one"),

@@ -11,7 +11,8 @@ from tests.cluster.cluster import Cluster, needs_slurm, wait_for
 from tests.cluster.test_sweeps import outside_of_jobs, over
 from tests.conftest import Command, in_own_process
 from tests.sweep.pbt_sweep import EXPERIMENT, plan, weights
-from tiltyard.run.folder import Run, read_events
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run
 from tiltyard.sweep.folder import find_sweep
 from tiltyard.sweep.report import summarize
 

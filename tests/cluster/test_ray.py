@@ -18,7 +18,8 @@ from tests.conftest import Command
 from tests.counts import only_when_long
 from tests.engines.rllib.test_commands import without_ray
 from tiltyard.run.events import read_events
-from tiltyard.run.folder import Run, find, list_runs
+from tiltyard.run.folder import Run, find
+from tiltyard.run.status import list_runs
 from tiltyard.slurm import FOLDER
 
 pytestmark = [needs_slurm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]

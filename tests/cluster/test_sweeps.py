@@ -24,7 +24,7 @@ from tests.cluster.test_never_lost import SMALL, STEPS, finish, profile, running
 from tests.conftest import Command, in_own_process
 from tests.counts import only_when_long
 from tests.sweep.talker import most_at_once, output, write_plan
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.processes import proc
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run

@@ -13,7 +13,7 @@ from tiltyard.config.yaml import MAX_BYTES, MAX_NODES, dump_yaml, parse_yaml, re
 from tiltyard.errors import UseError
 
 SCALARS = [
-    ("3e-4", 3e-4), ("1_000_000", 1_000_000), ("1e6", 1e6), ("010", 10), ("0x1F", 31), ("0o17", 15), ("-.5", -0.5), ("+3", 3),
+    ("3e-4", 3e-4), ("1_000_000", 1_000_000), ("1e6", 1e6), ("010", 10), ("0x1F", 31), ("0o17", 15), ("-.5", -0.5), (".5e5", 5e4), ("=", "="), ("<<", "<<"), ("+3", 3),
     ("off", "off"), ("yes", "yes"), ("on", "on"), ("true", True), ("False", False), ("~", None), ("", None), ("null", None),
     ("2024-01-01", "2024-01-01"), ("1:30", "1:30"), (".inf", math.inf), ("-.Inf", -math.inf), ("'3'", "3"), ('"true"', "true"),
     ("CartPole-v1", "CartPole-v1"), ("1.2.3", "1.2.3"), ("0x", "0x"), ("e5", "e5"), ("!!str 3", "3"), ("!!float 3", 3.0), ("!!int '3'", 3),
@@ -52,6 +52,9 @@ REFUSED = [
     ("a: !mine 3", "the tag '!mine' is not allowed"),
     ("a: !!binary aGk=", "the tag '!!binary' is not allowed"),
     ("a: !!int x", "'x' is not a valid !!int"),
+    ("a: !!bool x", "'x' is not a valid !!bool"),
+    ("a: -_", "'-_' is not a valid !!int"),
+    ("a: &b {c: 1}\nd: {<<: *b, e: 1, e: 2}", "line 2: duplicate key 'e'"),
     ("1: a", "the key 1 is not text"),
     ("? [1, 2]\n: a", "is not text"),
     ("a: 1\n--- \nb: 2", "a second document starts here"),

@@ -20,6 +20,7 @@ import pytest
 from tests.conftest import Command
 from tiltyard.doctor import checkup, display, slurm, software, storage, system
 from tiltyard.doctor.finding import Finding
+from tiltyard.slurm import job_state
 
 PROGRAM = """
 import json, sys
@@ -167,7 +168,7 @@ def test_busy_cores_and_low_memory_are_reported(monkeypatch: pytest.MonkeyPatch)
     assert system.check_cores(os.cpu_count()).state == "note"
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert system.check_cores(os.cpu_count()).state == "ok"
-    for free, state in ((1 << 20, "note"), (1 << 40, "ok"), (None, "note")):
+    for free, state in ((1 << 20, "note"), (1 << 40, "ok")):
         assert system.memory_finding(free).state == state
 
 
@@ -360,9 +361,9 @@ def test_slurm_settings_are_empty_without_an_answer_and_none_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", program(tmp_path, "scontrol", "exec sleep 100"))
-    monkeypatch.setattr(slurm, "TIMEOUT", 0.5)
-    assert slurm.settings() == {}
+    monkeypatch.setattr(job_state, "TIMEOUT", 0.5)
+    assert job_state.site_config() == {}
     program(tmp_path, "scontrol", "echo no; exit 1")
-    assert slurm.settings() == {}
+    assert job_state.site_config() == {}
     monkeypatch.setenv("PATH", "/nowhere")
-    assert slurm.settings() is None
+    assert job_state.site_config() is None

@@ -5,21 +5,25 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines import test_serial
 from tests.engines.test_local import TWO
-from tests.engines.test_serial import build
 from tiltyard.engines.engine_state import read_group
-from tiltyard.engines.local import worker_pool
+from tiltyard.engines.local import PRELOAD, worker_pool
 from tiltyard.envs.watchdog import STEPPING
 from tiltyard.errors import EnvError
-from tiltyard.processes import fork_server, proc
+from tiltyard.processes import proc
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.reaper import GRACE
 
 TIMEOUT = 60
+SERVER = ForkServer(PRELOAD)
+build = partial(test_serial.build, server=SERVER)
 
 # Files next to the env select its faults, so that it behaves well while it is probed.
 ENV = """
@@ -76,7 +80,7 @@ STATEFUL = """
 
 @pytest.fixture(scope="module", autouse=True)
 def one_fork_server() -> Iterator[None]:
-    with fork_server.standby.shared():
+    with SERVER:
         yield
 
 

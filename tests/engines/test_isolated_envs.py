@@ -14,11 +14,11 @@ from tests.conftest import Command
 from tests.engines.test_local import SHORT, TWO, weights
 from tests.engines.test_serial import SMALL
 from tests.envs.test_isolation import alive, spec_of
-from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
+from tiltyard.config.sections import Env
 from tiltyard.engines import make_engine
 from tiltyard.engines.local.engine import LocalEngine
-from tiltyard.envs.episode_stats import first_limits
+from tiltyard.envs.episodes import first_limits
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.run import metrics
@@ -91,7 +91,7 @@ def ends_of(group: EnvGroup, steps: int) -> list[list[int]]:
         reported += now.episodes
         for copy in np.flatnonzero(now.first[:: group.agents]).tolist():
             found[copy].append(step)
-    assert group.frames_taken == steps * group.copies * group.spec.frameskip, "cut episodes are counted"
+    assert group.stats.frames_taken == steps * group.copies * group.spec.frameskip, "cut episodes are counted"
     assert all(end.length == group.env.time_limit for end in reported), "cut episodes are not reported"
     assert len(reported) == sum(len(ends) - (ends[0] != group.env.time_limit) for ends in found)
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiltyard as product
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.probe import probe
 from tiltyard.processes.proc import read, tree
 from tiltyard.processes.reaper import GRACE, MARK, WORKER
@@ -144,7 +144,7 @@ def test_processes_not_started_by_envs_keep_running() -> None:
     """Trackers' helpers and processes started after the envs were closed have their own work to finish."""
     code = (
         "import subprocess; from pathlib import Path\n"
-        "from tiltyard.processes import reaper; from tiltyard.config.experiment import Env\n"
+        "from tiltyard.processes import reaper; from tiltyard.config.sections import Env\n"
         "from tiltyard.envs.make import make_copies\n"
         "def start():\n"
         "    return subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, start_new_session=True).pid\n"

@@ -12,11 +12,12 @@ from tests.engines.test_serial import build
 from tiltyard.config.load import load
 from tiltyard.config.policies import Past
 from tiltyard.engines.local.engine import LocalEngine
-from tiltyard.engines.policies.opponent_pool import draw_version, read_versions
+from tiltyard.engines.policies.matchmaking import draw_version, read_versions
 from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import ConfigError
-from tiltyard.run.checkpoint import list_checkpoints, read_tree
+from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
+from tiltyard.run.state_file import read_tree
 
 POOL = (
     "env.options.pauses=true",

@@ -21,8 +21,9 @@ from tiltyard.engines.serial import SerialEngine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
 from tiltyard.run import metric_names, metrics
-from tiltyard.run.checkpoint import list_checkpoints, read_tree
+from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
+from tiltyard.run.state_file import read_tree
 from tiltyard.types import Arrays
 
 pytestmark = pytest.mark.slow  # starts and ends processes
@@ -140,7 +141,7 @@ def test_override_replaces_a_whole_pool_but_single_settings_of_a_policy() -> Non
         "match": {"odd": {"main": 0.5, "b.c": 1}},
     }
     made = load(file, ["policies.b.c.algo.clip=0.3", "match.odd={b.c: 2}"]).experiment  # fmt: skip
-    assert made.policies["b.c"].algo.given() == {"lr": 0.1, "clip": 0.3}
+    assert made.policies["b.c"].algo.model_dump(exclude_none=True) == {"lr": 0.1, "clip": 0.3}
     assert made.match == {"odd": {"b.c": 2.0}}
     from tiltyard.algos.ppo import CHANGEABLE
 

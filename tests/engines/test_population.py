@@ -22,9 +22,10 @@ from tiltyard.engines.engine_state import read_state
 from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.errors import ConfigError
 from tiltyard.run import metrics
-from tiltyard.run.checkpoint import list_checkpoints, read_tree
+from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
+from tiltyard.run.state_file import read_tree
 from tiltyard.training.pbt import policy_lineage, read_pbt_state
 
 SMALL: dict[str, Any] = {

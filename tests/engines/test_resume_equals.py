@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tiltyard
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metrics, state_file
 from tiltyard.run.events import read_events
 
 BASE: dict[str, Any] = {
@@ -51,7 +51,7 @@ def merged(case: dict[str, Any], **more: Any) -> dict[str, Any]:
 def final(run: tiltyard.Run) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     newest, _ = checkpoint.newest_valid(run)
     assert newest is not None
-    weights = checkpoint.read_tree(newest.folder / "policies", "main")["weights"]
+    weights = state_file.read_tree(newest.folder / "policies", "main")["weights"]
     records = [
         {
             "env_steps": record["env_steps"],

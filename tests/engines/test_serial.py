@@ -11,6 +11,7 @@ from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Engine
 
 SMALL = [
@@ -23,11 +24,11 @@ SMALL = [
 ]
 
 
-def build(target: str, *overrides: str) -> Engine:
+def build(target: str, *overrides: str, server: ForkServer | None = None) -> Engine:
     loaded = load(target, [*SMALL, *overrides])
     experiment = loaded.experiment
     spec = probe(experiment.env, base=loaded.base, previous=experiment.model.previous)
-    return make_engine(experiment, spec, loaded.base)
+    return make_engine(experiment, spec, loaded.base, server=server)
 
 
 def test_progress_grows_and_the_time_split_adds_up(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from tiltyard.engines import topology as topologies
 from tiltyard.engines.topology import Topology, learner_threads, topology
 from tiltyard.envs.probe import probe
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.processes import fork_server
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.resources import free_cores, usable_cores
-from tiltyard.training.preflight import check_on_this_machine
+from tiltyard.training.preflight import start_early
 from tiltyard.types import EnvSpec
 
 
@@ -55,6 +55,12 @@ def test_native_envs_get_a_worker_only_in_async_mode() -> None:
         assert topology(loaded, probe(loaded.env, base=(), previous=False)).workers == workers
 
 
+def set_cores(monkeypatch: pytest.MonkeyPatch, usable: int, free: float) -> None:
+    """Set what a machine with that many cores measures."""
+    monkeypatch.setattr(topologies, "usable_cores", lambda: usable)
+    monkeypatch.setattr(topologies, "free_cores", lambda: free)
+
+
 @pytest.mark.parametrize(
     ("mode", "usable", "free", "workers", "why"),
     [
@@ -68,18 +74,22 @@ def test_native_envs_get_a_worker_only_in_async_mode() -> None:
     ],
 )
 def test_there_is_one_worker_per_free_core(
-    slow: EnvSpec, mode: str, usable: int, free: float, workers: int, why: str
+    slow: EnvSpec, monkeypatch: pytest.MonkeyPatch, mode: str, usable: int, free: float, workers: int, why: str
 ) -> None:
-    found = topology(experiment(f"engine.mode={mode}"), slow, usable=usable, free=free)
+    set_cores(monkeypatch, usable, free)
+    found = topology(experiment(f"engine.mode={mode}"), slow)
     assert found.workers == workers and found.why.endswith(why)
 
 
-def test_resumed_run_keeps_its_number_of_groups(slow: EnvSpec) -> None:
+def test_resumed_run_keeps_its_number_of_groups(slow: EnvSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another number, from a new measurement, would cut running episodes."""
-    assert topology(experiment(), slow, 3, usable=2, free=1.0).workers == 3
-    assert topology(experiment(), slow, 1, usable=2, free=2.0).workers == 0
+    set_cores(monkeypatch, 2, 1.0)
+    assert topology(experiment(), slow, 3).workers == 3
+    set_cores(monkeypatch, 2, 2.0)
+    assert topology(experiment(), slow, 1).workers == 0
     assert topology(experiment(), replace(slow, step_seconds=0.0), 1).workers == 0
-    assert topology(experiment(), slow, 5, usable=4, free=4.0).workers == 4, "twelve envs are no five equal groups"
+    set_cores(monkeypatch, 4, 4.0)
+    assert topology(experiment(), slow, 5).workers == 4, "twelve envs are no five equal groups"
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
@@ -94,8 +104,8 @@ def test_core_used_by_another_process_is_not_free(slow: EnvSpec) -> None:
 def test_free_cores_are_measured_before_the_fork_server_uses_one(slow: EnvSpec) -> None:
     with one_core_busy():
         free_cores()
-        check_on_this_machine(experiment("engine.mode=async"), (), None)  # measures again, before anything else
-        fork_server.standby.end()
+        with ForkServer() as server:
+            start_early(server, experiment("engine.mode=async"))  # measures again, before anything else
         seen = free_cores.cache_info()
         assert seen.currsize == 1 and "of them busy" in topology(experiment("engine.mode=async"), slow).why
         assert free_cores.cache_info().misses == seen.misses
@@ -108,7 +118,8 @@ def test_number_of_threads_follows_the_free_cores(slow: EnvSpec, monkeypatch: py
     def threads(*words: str, usable: int = 4, free: float = 4.0, workers: int = 0, before: int | None = None) -> Any:
         settings = experiment(*words)
         net = PolicyNet(slow, settings.model, (), seed=0)
-        return learner_threads(settings, slow, net, Topology(workers, "", threads=before), usable=usable, free=free)
+        set_cores(monkeypatch, usable, free)
+        return learner_threads(settings, slow, net, Topology(workers, "", threads=before))
 
     assert threads()[0] == 4
     assert threads(free=2.8)[0] == 3 and threads(free=2.4)[0] == 2

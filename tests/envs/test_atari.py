@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
 from tiltyard.config.load import load
+from tiltyard.config.sections import Env
 from tiltyard.engines import make_engine
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.episode_stats import episode_seed, row_seeds
-from tiltyard.envs.make import frames_per_step, make_env
-from tiltyard.envs.native_vector import NativeStepping, has_native
+from tiltyard.envs.episodes import episode_seed, row_seeds
+from tiltyard.envs.make import frames_per_step, make_any
 from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.single_agent_vector import NativeStepping, has_native
 from tiltyard.envs.spaces import observation_specs, spec_from_json
 from tiltyard.envs.suites.atari import Atari, AtariVector
 from tiltyard.envs.vector import make_group
@@ -46,17 +46,17 @@ def played(env: Atari, seed: int, steps: int) -> list[tuple]:
 )
 def test_unknown_games_are_refused_in_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
-        make_env(Env(id=name), BASE)
+        make_any(Env(id=name), BASE)
     assert output in caught.value.message and hint in caught.value.hint
 
 
 def test_options_are_checked_and_the_game_cannot_be_set() -> None:
     for option, hint in (("framskip", "frameskip"), ("game", "leave it out")):
         with pytest.raises(ConfigError) as caught:
-            make_env(Env(id="atari:pong", options={option: 1}), BASE)
+            make_any(Env(id="atari:pong", options={option: 1}), BASE)
         assert caught.value.problems[0].setting == f"env.options.{option}" and hint in caught.value.problems[0].hint
     with pytest.raises(UseError, match="stack = 0 must be an integer"):
-        make_env(Env(id="atari:pong", options={"stack": 0}), BASE)
+        make_any(Env(id="atari:pong", options={"stack": 0}), BASE)
 
 
 def test_without_ale_the_hint_is_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_without_ale_the_hint_is_the_install_command(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "tiltyard.envs.suites.atari")
     for name in ("atari:pong", "ALE/Pong-v5"):
         with pytest.raises(UseError) as caught:
-            make_env(Env(id=name), BASE)
+            make_any(Env(id=name), BASE)
         assert "'ale_py', which is not installed" in caught.value.message
         assert caught.value.hint.startswith("pip install 'tiltyard[atari]'")
 
@@ -84,11 +84,11 @@ def test_frames_are_counted_separately_from_env_steps() -> None:
     group.reset()
     for _ in range(5):
         group.step(np.zeros((1, 1), np.float32))
-    assert group.frames_taken == group.stats.frames(0) == 30 and group.fps == 10
-    assert frames_per_step(make_env(Env(id="atari:pong"), BASE)) == 4
+    assert group.stats.frames_taken == group.stats.frames(0) == 30 and group.fps == 10
+    assert frames_per_step(make_any(Env(id="atari:pong"), BASE)) == 4
     raw = spec_from_json(examine(Env(id="ALE/Pong-v5"), BASE, False))
     assert raw.frameskip == 4 and raw.obs["obs"].shape == (210, 160, 3) and "atari:pong" in raw.notes[0]
-    assert frames_per_step(make_env(Env(id="ALE/Pong-v5", options={"frameskip": 1}), BASE)) == 1
+    assert frames_per_step(make_any(Env(id="ALE/Pong-v5", options={"frameskip": 1}), BASE)) == 1
 
 
 def test_episodes_are_deterministic() -> None:
@@ -112,7 +112,7 @@ def test_frame_limit_truncates_and_a_lost_life_terminates() -> None:
 
 
 def test_video_shows_the_colours_of_the_screen() -> None:
-    env = make_env(Env(id="atari:pong"), BASE, render=True)
+    env = make_any(Env(id="atari:pong"), BASE, render=True)
     env.reset(seed=0)
     for _ in range(30):
         env.step(0)
@@ -134,7 +134,7 @@ def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> Non
     single = [Atari(game, **env.options) for _ in range(rows)]
     obs, action = observation_specs(single[0].observation_space, 1), action_spec(single[0].action_space)
     group = make_group(GroupConfig(env, EnvSpec(obs, action, frameskip=4), rows, 5, BASE), threads=2)
-    assert isinstance(group.stepping, NativeStepping) and group.restore_mode == "fresh"
+    assert isinstance(group.stepping, NativeStepping) and group.data.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = np.stack([one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)])
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows
@@ -152,7 +152,7 @@ def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> Non
                 obs, _ = one.reset()  # without a seed: the row's random stream continues
                 length[row], ended = 0, ended + 1
             seen[row] = obs
-    assert ended >= 2 * rows and group.frames_taken == steps * rows * 4
+    assert ended >= 2 * rows and group.stats.frames_taken == steps * rows * 4
     group.close()
 
 

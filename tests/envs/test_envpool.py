@@ -13,18 +13,18 @@ import pytest
 
 from tests.conftest import Command
 from tests.counts import count
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.actions import action_spec
-from tiltyard.envs.episode_stats import episode_seed, row_seeds
-from tiltyard.envs.make import can_render, frames_per_step, make_env
-from tiltyard.envs.native_vector import NativeStepping, has_native
+from tiltyard.envs.episodes import episode_seed, row_seeds
+from tiltyard.envs.make import can_render, frames_per_step, make_any
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
-from tiltyard.envs.spaces import MASK, ObsEncoder, observation_specs, spec_from_json
+from tiltyard.envs.single_agent_vector import NativeStepping, has_native
+from tiltyard.envs.spaces import MASK, encode, observation_leaves, observation_specs, spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.evaluation.evaluator import require_recordable
-from tiltyard.run import checkpoint
+from tiltyard.evaluation.evaluate import require_recordable
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import find
 from tiltyard.types import EnvSpec
 
@@ -51,7 +51,7 @@ TINY = [
 
 def group_of(env: Env, rows: int, threads: int | None = None) -> EnvGroup:
     """Make a group without the child process of the probe."""
-    made = make_env(env, BASE)
+    made = make_any(env, BASE)
     obs, action = observation_specs(made.observation_space), action_spec(made.action_space)
     masked = isinstance(made.observation_space, gymnasium.spaces.Dict) and MASK in made.observation_space.spaces
     spec = EnvSpec(obs, action, frameskip=frames_per_step(made), masked=masked)
@@ -109,7 +109,7 @@ def test_without_envpool_the_hint_is_the_install_command(runs: Path, tmp_path: P
 )
 def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
-        make_env(Env(id=f"envpool:{name}"), BASE)
+        make_any(Env(id=f"envpool:{name}"), BASE)
     assert output in caught.value.message and hint in caught.value.hint
 
 
@@ -128,7 +128,7 @@ def test_unknown_names_are_refused_in_one_sentence(name: str, output: str, hint:
 )
 def test_invalid_options_are_refused_by_name(option: str, value: object, output: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_env(Env(id="envpool:Pong-v5", options={option: value}), BASE)
+        make_any(Env(id="envpool:Pong-v5", options={option: value}), BASE)
     (problem,) = caught.value.problems
     assert problem.setting == f"env.options.{option}" and output in problem.message and hint in problem.hint
 
@@ -136,7 +136,7 @@ def test_invalid_options_are_refused_by_name(option: str, value: object, output:
 @installed
 def test_options_reach_the_env() -> None:
     env = Env(id="envpool:Pong-v5", options={"frame_skip": 2, "stack_num": 3, "img_height": 42, "gray_scale": False})
-    made = make_env(env, BASE)
+    made = make_any(env, BASE)
     assert made.observation_space.shape == (9, 42, 84) and made.observation_space.dtype == np.uint8
     assert frames_per_step(made) == 2
     obs, _ = made.reset(seed=1)
@@ -145,14 +145,14 @@ def test_options_reach_the_env() -> None:
 
 @installed
 def test_spaces_match_the_observations() -> None:
-    walker = make_env(Env(id="envpool:BipedalWalker-v3"), BASE)
+    walker = make_any(Env(id="envpool:BipedalWalker-v3"), BASE)
     assert np.isneginf(walker.observation_space.low).all()  # EnvPool declares 1e-38 as lower bound
     obs, _ = walker.reset(seed=0)
     assert walker.observation_space.contains(obs) and (obs < 0).any()
     assert walker.action_space == gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
-    bits = make_env(Env(id="envpool:Play2048-v1"), BASE)
+    bits = make_any(Env(id="envpool:Play2048-v1"), BASE)
     assert bits.observation_space.contains(bits.reset(seed=0)[0])
-    tetris = make_env(Env(id="envpool:Tetris-v0"), BASE)
+    tetris = make_any(Env(id="envpool:Tetris-v0"), BASE)
     assert tetris.action_space == gymnasium.spaces.MultiDiscrete([4, 10], dtype=np.int32)
 
 
@@ -263,14 +263,14 @@ def test_steps_and_episodes_equal_those_of_a_raw_pool(name: str, options: dict[s
 def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> None:
     rows, name = 2, env.id.partition(":")[2]
     single = [EnvPool(name, **env.options) for _ in range(rows)]
-    group, encoder = group_of(env, rows, threads=2), ObsEncoder(single[0].observation_space)
-    assert isinstance(group.stepping, NativeStepping) and group.restore_mode == "fresh"
+    group, leaves = group_of(env, rows, threads=2), observation_leaves(single[0].observation_space)
+    assert isinstance(group.stepping, NativeStepping) and group.data.restore_mode == "fresh"
     seeds = row_seeds(episode_seed(5, "train", 0, 0), rows)
     seen = [one.reset(seed=int(seed))[0] for one, seed in zip(single, seeds, strict=True)]
     now, rng, ended, length = group.reset(), np.random.default_rng(1), 0, [0] * rows
     for _ in range(steps):
         for row in range(rows):
-            assert all(np.array_equal(now.obs[key][row], value) for key, value in encoder.encode(seen[row]).items())
+            assert all(np.array_equal(now.obs[key][row], value) for key, value in encode(leaves, seen[row]).items())
             assert now.mask is None or np.array_equal(now.mask[row], seen[row][MASK])
         chosen = group.codec.random_rows(rng, rows, now.mask)
         now = group.step(chosen)
@@ -281,12 +281,12 @@ def test_rows_stepped_in_one_call_equal_single_envs(env: Env, steps: int) -> Non
             assert (now.terminated[row], now.truncated[row]) == (terminated, truncated)
             assert now.reward[row] == np.float32(reward)
             if terminated or truncated:
-                kept = encoder.encode(obs)
+                kept = encode(leaves, obs)
                 assert all(np.array_equal(now.final_obs[key][row], value) for key, value in kept.items())
                 obs, _ = one.reset()  # without a seed: the row's random stream continues
                 length[row], ended = 0, ended + 1
             seen[row] = obs
-    assert ended >= 2 * rows and group.frames_taken == steps * rows * frames_per_step(single[0])
+    assert ended >= 2 * rows and group.stats.frames_taken == steps * rows * frames_per_step(single[0])
     group.close()
 
 
@@ -313,7 +313,7 @@ def test_with_wrappers_or_frameskip_rows_are_stepped_one_by_one() -> None:
 def test_videos_are_rendered_by_envpool_or_refused() -> None:
     for name, shape in (("CartPole-v1", (400, 600, 3)), ("Pong-v5", (210, 160, 3))):
         env = Env(id=f"envpool:{name}")
-        made = make_env(env, BASE, render=True)
+        made = make_any(env, BASE, render=True)
         assert can_render(env, made, BASE)
         made.reset(seed=0)
         made.step(0)
@@ -321,7 +321,7 @@ def test_videos_are_rendered_by_envpool_or_refused() -> None:
         assert picture.shape == shape and picture.dtype == np.uint8 and picture.std() > 0
     for name in ("FrozenLake-v1", "Ant-v5"):
         env = Env(id=f"envpool:{name}")
-        assert not can_render(env, make_env(env, BASE, render=True), BASE)
+        assert not can_render(env, make_any(env, BASE, render=True), BASE)
         with pytest.raises(UseError, match=f"env envpool:{name} cannot be recorded"):
             require_recordable(spec_from_json(examine(env, BASE, False)), env)
 
@@ -332,7 +332,7 @@ def test_videos_are_rendered_by_envpool_or_refused() -> None:
 def weights(runs: Path) -> dict[str, np.ndarray]:
     newest, _ = checkpoint.newest_valid(find("last", runs))
     assert newest is not None
-    return checkpoint.read_tree(newest.folder / "policies", "main")["weights"]
+    return state_file.read_tree(newest.folder / "policies", "main")["weights"]
 
 
 @installed

@@ -18,15 +18,16 @@ import pytest
 from gymnasium import spaces
 
 from tests.counts import count
-from tiltyard.config.experiment import Env
-from tiltyard.envs.isolation.wire import Connection, DropUnsendable, Unsendable, space_from_parts, space_parts
+from tiltyard.config.sections import Env
+from tiltyard.envs.isolation.space_parts import space_from_parts, space_parts
 from tiltyard.envs.make import make_copies
-from tiltyard.envs.native_vector import has_native
 from tiltyard.envs.probe import examine, probe
 from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.single_agent_vector import has_native
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError, UseError
+from tiltyard.processes.channel import Channel, DropUnsendable, Unsendable
 from tiltyard.types import EnvSpec
 
 pytestmark = pytest.mark.slow  # starts and ends processes
@@ -139,7 +140,7 @@ def test_isolation_does_not_change_results_also_after_a_restore(env: Env, isolat
             assert np.array_equal(array, two.obs[name]), name
         assert np.array_equal(one.reward, two.reward) and np.array_equal(one.first, two.first)
         assert np.array_equal(one.truncated, two.truncated) and one.episodes == two.episodes
-    assert plain.frames_taken > 0
+    assert plain.stats.frames_taken > 0
     apart.close()
 
 
@@ -219,7 +220,7 @@ def test_env_processes_end_if_their_parent_is_killed(tmp_path: Path) -> None:
 
 def through(value: Any) -> Any:
     one, two = socket.socketpair()
-    sender, receiver = Connection(one), Connection(two)
+    sender, receiver = Channel(one), Channel(two)
     try:
         sending = threading.Thread(target=sender.send, args=(value,))
         sending.start()
@@ -280,7 +281,7 @@ def test_unsendable_values_are_refused_or_dropped() -> None:
     one, _two = socket.socketpair()
     for value in (object(), {"a": object()}, np.array([object()]), np.zeros(2, [("x", "f4")])):
         with pytest.raises(Unsendable):
-            Connection(one).send(value)
+            Channel(one).send(value)
     info = {"a": np.arange(3), "b": {"c": [np.arange(4), object()], "d": 2}, "e": object(), "f": np.arange(2)}
     got = through((1, DropUnsendable(info)))[1]
     assert list(got) == ["a", "b", "f"] and got["b"] == {"d": 2} and got["f"].tolist() == [0, 1]

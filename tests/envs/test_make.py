@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
-from tiltyard.envs.make import make_any, make_env
+from tiltyard.envs.make import make_any
 from tiltyard.envs.pettingzoo import Parallel
 from tiltyard.envs.wrappers import FlattenMultiDiscrete, GreyImage, ResizeImage
 from tiltyard.errors import ConfigError, UseError
@@ -36,21 +36,21 @@ def test_every_built_in_env_can_be_made_and_reset(name: str) -> None:
     ],
 )
 def test_every_kind_of_name_is_accepted(name: str) -> None:
-    assert isinstance(make_env(Env(id=name), BASE), gymnasium.Env)
+    assert isinstance(make_any(Env(id=name), BASE), gymnasium.Env)
 
 
 def test_time_limit_wrapper_of_gymnasium_is_not_applied() -> None:
-    layer: Any = make_env(Env(id="CartPole-v1"), BASE)
+    layer: Any = make_any(Env(id="CartPole-v1"), BASE)
     while isinstance(layer, gymnasium.Wrapper):
         assert not isinstance(layer, gymnasium.wrappers.TimeLimit)
         layer = layer.env
 
 
 def test_render_sets_the_render_mode() -> None:
-    assert make_env(Env(id="CartPole-v1"), BASE, render=True).render_mode == "rgb_array"
-    assert make_env(Env(id="CarPass-v0"), BASE, render=True).render_mode == "rgb_array"
-    assert make_env(Env(id="CarPass-v0"), BASE).render_mode is None
-    assert isinstance(make_env(Env(id="basic"), BASE, render=True), gymnasium.Env)
+    assert make_any(Env(id="CartPole-v1"), BASE, render=True).render_mode == "rgb_array"
+    assert make_any(Env(id="CarPass-v0"), BASE, render=True).render_mode == "rgb_array"
+    assert make_any(Env(id="CarPass-v0"), BASE).render_mode is None
+    assert isinstance(make_any(Env(id="basic"), BASE, render=True), gymnasium.Env)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_render_sets_the_render_mode() -> None:
 )
 def test_invalid_envs_and_wrappers_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
-        make_env(env, BASE)
+        make_any(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -99,7 +99,7 @@ def test_invalid_envs_and_wrappers_are_refused_in_one_sentence(env: Env, output:
 )
 def test_options_are_checked_against_the_constructor(env: Env, setting: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_env(env, BASE)
+        make_any(env, BASE)
     assert caught.value.problems[0].setting == setting and hint in caught.value.problems[0].hint
 
 
@@ -108,17 +108,17 @@ def test_without_box2d_the_hint_is_the_install_command(monkeypatch: pytest.Monke
     for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UseError) as caught:
-        make_env(Env(id="LunarLander-v3"), BASE)
+        make_any(Env(id="LunarLander-v3"), BASE)
     assert "not installed" in caught.value.message and caught.value.hint == "pip install 'tiltyard[box2d]'"
 
 
 def test_box2d_envs_run() -> None:
-    env = make_env(Env(id="LunarLander-v3"), BASE)
+    env = make_any(Env(id="LunarLander-v3"), BASE)
     assert env.observation_space.contains(env.reset(seed=0)[0]) and len(env.step(0)) == 5
 
 
 def test_options_reach_the_constructor() -> None:
-    made = make_env(Env(id="CartPole-v1", options={"sutton_barto_reward": True}), BASE)
+    made = make_any(Env(id="CartPole-v1", options={"sutton_barto_reward": True}), BASE)
     made.reset(seed=0)
     assert made.step(0)[1] == 0.0
 
@@ -188,14 +188,14 @@ def test_first_wrapper_in_the_list_is_innermost() -> None:
             {"id": "gymnasium.wrappers:RescaleObservation", "options": {"min_obs": 0, "max_obs": 1}},
         ],
     )
-    made = make_env(env, BASE)
+    made = make_any(env, BASE)
     assert made.observation_space.shape == (36 * 36,)
     assert type(made).__name__ == "RescaleObservation"
 
 
 def test_discrete_steps_are_evenly_spaced_from_bound_to_bound() -> None:
     settings = Env(id="CarPass-v0", wrappers=[{"id": "discrete_steps", "options": {"steps": 5}}])  # type: ignore[list-item]
-    env = make_env(settings, ())
+    env = make_any(settings, ())
     assert list(env.action_space.nvec) == [5, 5]
     given = []
     env.unwrapped.step = lambda action: given.append(action) or (None, 0.0, False, False, {})  # type: ignore[method-assign]
@@ -204,4 +204,4 @@ def test_discrete_steps_are_evenly_spaced_from_bound_to_bound() -> None:
     assert np.array_equal(given, [[-1, 1], [-0.5, 0.5], [0, 0], [0.5, -0.5], [1, -1]])
     assert given[0].dtype == np.float32
     with pytest.raises(UseError, match="finite bounds"):
-        make_env(Env(id="CartPole-v1", wrappers=["discrete_steps"]), ())  # type: ignore[list-item]
+        make_any(Env(id="CartPole-v1", wrappers=["discrete_steps"]), ())  # type: ignore[list-item]

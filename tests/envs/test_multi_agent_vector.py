@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.data.episodes import read_episodes
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import DivergedError, EnvError, UseError
-from tiltyard.evaluation.actors import scripted_actor
-from tiltyard.evaluation.rollouts import EpisodeSet, play_episodes
+from tiltyard.evaluation.rollouts import EpisodeSet, play_episodes, scripted_actor
 from tiltyard.testing import check_env
 from tiltyard.types import EnvSpec, Step
 
@@ -61,7 +60,7 @@ def test_rows_are_agents_and_only_present_agents_act() -> None:
         assert (end.total, end.length, end.frames) == (3.5, 6, 6)
         returns = {name: value for name, value in end.metrics.items() if name.endswith("_return")}
         assert returns == {"host_return": 6, "late_return": 3, "early_return": 2, "guest_return": 3}
-    assert group.frames_taken == 36, "a frame counts once, however many agents observe it"
+    assert group.stats.frames_taken == 36, "a frame counts once, however many agents observe it"
 
 
 def test_each_agent_has_its_own_end() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json

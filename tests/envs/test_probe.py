@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.probe import examine, probe
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.testing import check_env
@@ -123,7 +123,7 @@ def test_error_while_importing_a_plugin_has_only_the_plugins_traceback(tmp_path:
 
 def test_child_does_not_import_torch() -> None:
     code = (
-        "import sys; from pathlib import Path; from tiltyard.config.experiment import Env; "
+        "import sys; from pathlib import Path; from tiltyard.config.sections import Env; "
         "from tiltyard.envs.probe import examine; examine(Env(id='kitchen_sink'), [Path('.')], True); "
         "import tiltyard.envs.vector; print([m for m in ('torch', 'ray', 'pyarrow', 'pygame') if m in sys.modules])"
     )

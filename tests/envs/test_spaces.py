@@ -9,8 +9,9 @@ from gymnasium import spaces
 
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import (
-    ObsEncoder,
+    encode,
     fill_stack,
+    observation_leaves,
     observation_specs,
     previous_specs,
     spec_from_json,
@@ -63,7 +64,7 @@ def test_every_leaf_has_a_name_a_shape_and_a_stored_dtype() -> None:
 
 
 def test_encoding_counts_categories_from_zero_and_hashes_words() -> None:
-    arrays = ObsEncoder(NESTED).encode(OBS)
+    arrays = encode(observation_leaves(NESTED), OBS)
     assert arrays["arm.0.angle"].tolist() == [0.25, -1.0] and arrays["arm.0.angle"].dtype == np.float32
     assert arrays["arm.1"] == 3 and arrays["keys"].tolist() == [1, 2]
     assert arrays["flag"] == 1 and arrays["ticks"].tolist() == [7]
@@ -76,7 +77,7 @@ def test_encoding_counts_categories_from_zero_and_hashes_words() -> None:
 
 def test_long_text_is_cut() -> None:
     space = spaces.Text(1000)
-    encoded = ObsEncoder(space).encode("word " * 100)["obs"]
+    encoded = encode(observation_leaves(space), "word " * 100)["obs"]
     assert encoded.shape == (32,) and (encoded > 0).all()
 
 
@@ -96,7 +97,7 @@ def test_stacking_widens_one_axis(space: spaces.Space, stacked: tuple[int, ...],
     single, many = observation_specs(space, 1)["obs"], observation_specs(space, 4)["obs"]
     assert many.shape == stacked and stack_axis(single) == axis
     space.seed(0)
-    encoded = fill_stack(ObsEncoder(space).encode(space.sample())["obs"], many.shape)
+    encoded = fill_stack(encode(observation_leaves(space), space.sample())["obs"], many.shape)
     assert encoded.shape == stacked
     frames = np.split(encoded, 4, axis) if single.shape else list(encoded)
     assert all(np.array_equal(frame, frames[0]) for frame in frames)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.envs.toys.single import WORDS, Basic, Delay, Identity, Memory, Timeout
-from tiltyard.envs.toys.spaces import KitchenSink, Masked
+from tiltyard.envs.toys.single import WORDS, Basic, Delay, Identity, KitchenSink, Masked, Memory, Timeout
 
 
 def episode_return(env: gymnasium.Env, seed: int, choose: Any) -> float:

@@ -7,8 +7,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
-from tiltyard.envs.episode_stats import episode_seed
+from tiltyard.config.sections import Env
+from tiltyard.envs.episodes import episode_seed
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
@@ -92,11 +92,11 @@ def test_frameskip_adds_rewards_and_stops_at_the_end() -> None:
     group = group_of(Env(id=RECORDER, options={"length": 5}, frameskip=3))
     group.reset()
     now = group.step(flat(1))
-    assert now.reward.tolist() == [3, 3] and not now.first.any() and group.frames_taken == 6
+    assert now.reward.tolist() == [3, 3] and not now.first.any() and group.stats.frames_taken == 6
     now = group.step(flat(2))
     assert now.reward.tolist() == [4, 4] and now.terminated.all()
     assert [(end.length, end.frames, end.total) for end in now.episodes] == [(2, 5, 7.0)] * 2
-    assert group.frames_taken == 10
+    assert group.stats.frames_taken == 10
     assert (now.final_obs["obs"] == 5).all() and (now.obs["obs"] == 0).all()
 
 

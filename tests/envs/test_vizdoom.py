@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tiltyard.config.experiment import Env
-from tiltyard.envs.make import make_env
+from tiltyard.config.sections import Env
+from tiltyard.envs.make import make_any
 from tiltyard.envs.probe import examine
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.suites.vizdoom import Doom, scenarios
@@ -61,7 +61,7 @@ def played(env: Doom, seed: int, steps: int) -> list[tuple]:
 )
 def test_invalid_names_and_options_are_refused_in_one_sentence(env: Env, output: str, hint: str) -> None:
     with pytest.raises(UseError) as caught:
-        make_env(env, BASE)
+        make_any(env, BASE)
     assert output in caught.value.message and hint in caught.value.hint
 
 
@@ -117,7 +117,7 @@ def test_buttons_are_separate_or_in_groups() -> None:
 
 
 def test_video_shows_the_rendered_screen() -> None:
-    env = make_env(Env(id="doom:basic"), BASE, render=True)
+    env = make_any(Env(id="doom:basic"), BASE, render=True)
     env.reset(seed=0)
     assert env.render().shape == (120, 160, 3) and env.render().std() > 10
     env.close()

@@ -19,6 +19,7 @@ from tiltyard.errors import UseError
 from tiltyard.evaluation.evaluate import VideoError
 from tiltyard.evaluation.rollouts import EpisodeResult
 from tiltyard.evaluation.statistics import student_t, summarise
+from tiltyard.processes.child import Child
 from tiltyard.run import metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
@@ -277,12 +278,11 @@ def test_signal_ends_an_evaluation_and_its_workers(trained: Run, number: signal.
     assert not any(is_there(worker) for worker in workers)
 
 
-def test_worker_exits_when_its_pipe_is_closed(trained: Run) -> None:
-    """For systems without PR_SET_PDEATHSIG. Here the parent stays alive but closes its end of the pipe."""
-    command = [sys.executable, "-m", "tiltyard.evaluation.workers", str(os.getpid())]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    worker.communicate('{"checkpoint": "none"}\n', timeout=100)
-    assert worker.returncode == 1
+def test_worker_exits_when_its_channel_is_closed(trained: Run) -> None:
+    """For systems without PR_SET_PDEATHSIG. Here the parent stays alive but closes its end of the channel."""
+    worker = Child("tiltyard.evaluation.workers:answer", {"checkpoint": "none"}, "worker", "")
+    worker._channel.close()
+    assert worker.process.wait(100) == 1
 
 
 DRAWS = """

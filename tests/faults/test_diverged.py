@@ -6,7 +6,7 @@ import pytest
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.run import checkpoint
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import find
 
 SETTINGS = [
@@ -59,7 +59,7 @@ def test_non_finite_values_from_an_env_stop_the_run(
     assert run.state == "failed" and named in run.status()["reason"]
     newest, complaints = checkpoint.newest_valid(run)
     assert newest is not None and newest.env_steps == 96 and complaints == []
-    assert checkpoint.read_tree(run.folder / "bad_batch", "batch")
+    assert state_file.read_tree(run.folder / "bad_batch", "batch")
 
 
 def test_shape_or_dtype_that_changes_later_stops_the_run(tiltyard: Command, runs: Path, tmp_path: Path) -> None:
@@ -101,6 +101,6 @@ def test_non_finite_loss_is_named(tiltyard: Command, runs: Path, tmp_path: Path)
     assert "policy loss is not a finite number" in done.stderr
     run = find("last", runs)
     assert checkpoint.newest_valid(run)[0] is not None
-    batch = checkpoint.read_tree(run.folder / "bad_batch", "batch")
+    batch = state_file.read_tree(run.folder / "bad_batch", "batch")
     assert batch["action"].shape[:2] == (1, 32)
     assert product.load_policy(run.folder).act([0.0, 0.0, 0.0, 0.0]) in (0, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command, in_own_process
-from tiltyard.run import checkpoint
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -93,7 +93,7 @@ def test_failing_learner_saves_a_checkpoint_from_before_the_update(
     if processes == ["engine.workers=0"]:  # the policy from before the failed update, bit for bit
         tiltyard("train", "CartPole-v1", *SHORT, *model, *processes, "stop.updates=5", "name=five")
         weights, theirs = (
-            checkpoint.read_tree(checkpoint.newest_valid(each)[0].folder / "policies", "main")["weights"]  # type: ignore[union-attr]
+            state_file.read_tree(checkpoint.newest_valid(each)[0].folder / "policies", "main")["weights"]  # type: ignore[union-attr]
             for each in (run, find("five", runs))
         )
         assert all((theirs[name] == array).all() for name, array in weights.items())

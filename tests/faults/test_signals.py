@@ -17,7 +17,7 @@ from tests.conftest import Command
 from tests.engines.test_resume_equals import final
 from tests.faults.test_kill import SETTINGS, wait_until
 from tests.faults.test_kill import tiltyard as started
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint, metrics, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -45,7 +45,7 @@ import signal
 from pathlib import Path
 
 from gymnasium.envs.classic_control import CartPoleEnv
-from tiltyard.envs.episode_stats import episode_seed
+from tiltyard.envs.episodes import episode_seed
 
 SEEDS = {episode_seed(7, "eval", i, 0) for i in range(20)}
 HERE = Path(FOLDER)
@@ -188,13 +188,13 @@ def test_interrupt_of_the_process_group_leaves_no_partial_video(cut: Path, tmp_p
 def test_kill_between_a_record_and_its_checkpoint_leaves_one_record(cut: Path, runs: Path) -> None:
     run = product.train({**EVALUATED, "stop": {"env_steps": 64}}, live=False)
     kept = checkpoint.list_checkpoints(run)[-1]
-    tree = checkpoint.read_tree(kept.folder, "loop")
+    tree = state_file.read_tree(kept.folder, "loop")
     record = metrics.read(run.metrics_file)[-1]
 
     def as_before_the_evaluation(folder: Path) -> None:
         checkpoint.link_files(kept.folder, folder, but="loop")
         unrecorded = {name: value for name, value in record["metrics"].items() if not name.startswith("eval/")}
-        checkpoint.write_tree(folder, "loop", {**tree, "evaluated_at": -1, "best": None, "unrecorded": unrecorded})
+        state_file.write_tree(folder, "loop", {**tree, "evaluated_at": -1, "best": None, "unrecorded": unrecorded})
 
     checkpoint.commit(run, 64, kept.progress, None, as_before_the_evaluation)
     product.resume(run, live=False)

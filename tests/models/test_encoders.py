@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tiltyard.errors import UseError
-from tiltyard.models.encoders import Flat, MlpEncoder, Text, auto
+from tiltyard.models.actor_critic import Flat, MlpEncoder, Text, auto
 from tiltyard.models.image_encoders import Impala, Nature, ResNet, Simple
 from tiltyard.models.layers import Mlp
 from tiltyard.types import ArraySpec

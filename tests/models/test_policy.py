@@ -9,8 +9,9 @@ import torch
 from gymnasium import spaces
 
 from tests.models.specs import CATEGORICAL, env, observations, vector
-from tiltyard.config.experiment import Env, Experiment, Memory, Model, Normalise
+from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import resolved_yaml
+from tiltyard.config.sections import Env, Memory, Model, Normalise
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError

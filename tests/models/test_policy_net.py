@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.models.specs import BINARY, CATEGORICAL, CONTINUOUS, env, observations, vector
-from tiltyard.config.experiment import Memory, Model, Normalise
 from tiltyard.config.fields import Plugin
+from tiltyard.config.sections import Memory, Model, Normalise
 from tiltyard.errors import ConfigError, UseError
 from tiltyard.models.normalise import RunningStats
 from tiltyard.models.policy_net import PolicyNet

@@ -1,12 +1,16 @@
 """Imports in a user's module, both while it is loaded and later in its functions."""
 
-import importlib.util
+import builtins
+import inspect
 import json
+import os
 import sys
+import traceback
 
 import pytest
 
 from tests.plugins.test_resolve import file_at, loaded
+from tiltyard.envs import env_errors
 from tiltyard.errors import UseError
 from tiltyard.plugins import namespaces
 
@@ -45,30 +49,67 @@ def test_imports_inside_functions_stay_in_their_folder(tmp_path):
     assert not list(tmp_path.rglob("__pycache__"))
 
 
-def test_import_module_works_like_import(tmp_path):
+def test_every_form_of_import_finds_the_folder(tmp_path):
     for name in ("a", "b"):
-        file_at(tmp_path / name / "lab" / "__init__.py", "")
-        file_at(tmp_path / name / "lab" / "walls.py", f"WHERE = '{name}'\n")
+        file_at(tmp_path / name / "lab" / "__init__.py", "from lab import walls\n")
+        file_at(tmp_path / name / "lab" / "walls.py", f"import lab.net\nWHERE = '{name}'\n")  # a circle
+        file_at(tmp_path / name / "lab" / "net.py", "")
         file_at(
-            tmp_path / name / "lab" / "net.py",
-            "import importlib\n"
-            "import importlib.util\n"
-            "from importlib import import_module, util\n"
+            tmp_path / name / "net.py",
+            '"""Docstring."""\n'
+            "from __future__ import annotations\n"
+            "import importlib, json as first, lab.walls as as_name, lab.walls, os.path\n"
+            "from importlib import import_module\n"
+            "from lab.walls import *\n"
             "class CustomModel:\n"
-            "    def where(self):\n"
-            "        found = [import_module('lab.walls'), importlib.import_module('.walls', 'lab')]\n"
-            "        found += [importlib.import_module('.walls', __package__), __import__('lab.walls').walls]\n"
-            "        return {module.WHERE for module in found}\n"
-            "    others = importlib.import_module('json'), importlib.util, util, importlib.reload\n",
+            "    import lab.walls\n"
+            "    found = {WHERE, as_name.WHERE, lab.walls.WHERE, import_module('lab.walls').WHERE}\n"
+            "    found |= {importlib.import_module('.lab.walls', __package__).WHERE}\n"
+            "    others = first, os, importlib.import_module('json')\n"
+            "    names = sorted(globals())\n",
         )
     before = set(sys.modules)
-    nets = [loaded("lab.net:CustomModel", tmp_path / name)() for name in "ab"]
-    assert [net.where() for net in [*nets, *nets]] == [{"a"}, {"b"}, {"a"}, {"b"}]
-    assert nets[0].others == (json, importlib.util, importlib.util, importlib.reload)
+    for name in "ab":
+        model = loaded("net.py", tmp_path / name)
+        assert model.found == {name}
+        assert model.others == (json, os, json)
+        assert not [each for each in model.names if "plugins" in each]
+        assert vars(sys.modules[model.__module__])["__builtins__"] is vars(builtins)
     assert not {name for name in set(sys.modules) - before if name.startswith("lab")}
-    file_at(tmp_path / "c" / "net.py", "from importlib import import_module\nimport_module('lab.walls')\n")
-    with pytest.raises(UseError, match=r"No module named 'lab'$"):
-        loaded("net.py", tmp_path / "c")
+
+
+def test_dynamic_imports_are_refused_with_a_hint(tmp_path):
+    file_at(tmp_path / "walls.py", "")
+    file_at(tmp_path / "net.py", "__import__('walls')\n")
+    file_at(
+        tmp_path / "late.py", "def make(spec):\n    from importlib import import_module as get\n    get('wal' + 'ls')\n"
+    )
+    with pytest.raises(
+        UseError, match=r"net\.py raised ModuleNotFoundError while imported: No module named 'walls'$"
+    ) as e:
+        loaded("net.py", tmp_path)
+    assert e.value.hint.startswith("write `import walls` in your code: dynamic imports")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'walls'$") as late:
+        loaded("late.py:make", tmp_path)(None)
+    assert namespaces.import_hint(late.value) == e.value.hint
+    assert env_errors.construction_error(late.value, "env late.py:make").hint == e.value.hint
+    file_at(tmp_path / "late.py", "def make(spec):\n    import no_such_package_at_all\n")
+    with pytest.raises(ModuleNotFoundError) as missing:
+        loaded("late.py:make", tmp_path)(None)
+    assert namespaces.import_hint(missing.value) is None
+
+
+def test_rewritten_code_keeps_its_lines_and_its_source(tmp_path):
+    text = "import lab.parts, os\n\n\ndef make():\n    import lab.parts; 1 / 0\n"
+    file_at(tmp_path / "lab" / "parts.py", "")
+    file_at(tmp_path / "net.py", text)
+    make = loaded("net.py:make", tmp_path)
+    with pytest.raises(ZeroDivisionError) as caught:
+        make()
+    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (frame.filename, frame.lineno, frame.line) == (str(tmp_path / "net.py"), 5, "import lab.parts; 1 / 0")
+    assert (frame.colno, frame.end_colno) == (22, 27)
+    assert inspect.getsource(make) == text[text.index("def") :]
 
 
 def test_missing_module_is_reported_with_a_hint(tmp_path, monkeypatch):
@@ -124,6 +165,11 @@ def test_edited_neighbour_is_used_by_the_next_load_only(tmp_path):
     assert loaded("net.py", tmp_path) is old
     file_at(tmp_path / "layers.py", "SIZE = 2\n")
     assert (old.size, loaded("net.py", tmp_path).size) == (1, 2)
+    (tmp_path / "layers.py").unlink()
+    with pytest.raises(UseError, match="No module named 'layers'"):
+        loaded("net.py", tmp_path)
+    file_at(tmp_path / "layers" / "__init__.py", "SIZE = 3\n")
+    assert loaded("net.py", tmp_path).size == 3
 
 
 @pytest.mark.parametrize("name", ["my-net.py", "2048.py", "a.b.py", "both.py"])

@@ -33,13 +33,9 @@ def loaded(text: str, base: Path, conventional: str = "CustomModel"):
 
 def test_builtin_module_and_file_names_are_parsed(here):
     path = file_at(here / "nets" / "net.py", "raise SystemExit('parse executes nothing')")
-    assert resolve.parse("mlp", BUILTINS, None, [here]) == resolve.Ref(
-        "mlp", "builtin", None, "collections", "OrderedDict"
-    )
-    assert resolve.parse("a.b:C.d", {}, None, [here]) == resolve.Ref("a.b:C.d", "module", None, "a.b", "C.d")
-    assert resolve.parse("nets/net.py:Net", {}, None, [here]) == resolve.Ref(
-        "nets/net.py:Net", "file", path, None, "Net"
-    )
+    assert resolve.parse("mlp", BUILTINS, None, [here]) == resolve.Ref("mlp", None, "collections", "OrderedDict")
+    assert resolve.parse("a.b:C.d", {}, None, [here]) == resolve.Ref("a.b:C.d", None, "a.b", "C.d")
+    assert resolve.parse("nets/net.py:Net", {}, None, [here]) == resolve.Ref("nets/net.py:Net", path, None, "Net")
     assert resolve.parse("nets/net.py", {}, "CustomModel", [here]).attribute == "CustomModel"
     assert resolve.parse(str(path), {}, "CustomModel", []).path == path
 
@@ -50,14 +46,14 @@ def test_builtin_module_and_file_names_are_parsed(here):
         ("CartPole-v1", None),
         ("ALE/Pong-v5", None),
         ("pkg:Env-v0", None),
-        ("mlp", "builtin"),
+        ("mlp", None),
         ("a:b", "module"),
         ("a.py", "file"),
         ("", None),
     ],
 )
 def test_kind_depends_on_the_form_of_the_name(text, kind):
-    assert resolve.kind_of(text, BUILTINS) == kind
+    assert resolve.kind_of(text) == kind
 
 
 def test_files_are_searched_in_order(here):

@@ -215,6 +215,18 @@ def test_owner_of_each_copied_module_is_checked(here):
         os.chown(here / name, os.getuid(), os.getgid())
 
 
+def test_computed_relative_imports_work_in_the_copy(here, tmp_path_factory):
+    into = tmp_path_factory.mktemp("run")
+    text = "import importlib, levels\nclass CustomModel:\n    def size(self, name):\n"
+    file_at(here / "net.py", f"{text}        return importlib.import_module(f'.levels.{{name}}', __package__).SIZE\n")
+    for size, name in enumerate(("easy", "hard")):
+        file_at(here / "levels" / f"{name}.py", f"SIZE = {size}\n")
+    before, base = experiment(here, "env: CartPole-v1\nmodel: net.py\n")
+    after = freeze(before, base, into)
+    shutil.rmtree(here / "levels")
+    assert [loaded(after.model.id, into)().size(name) for name in ("easy", "hard")] == [0, 1]
+
+
 # ------------------------------------------------------------------------------------------------ data
 
 

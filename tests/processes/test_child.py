@@ -18,7 +18,6 @@ def test_kill_is_attributed_to_memory_only_if_the_kernel_counted_one(tmp_path: P
 
 
 def test_signals_are_named() -> None:
-    assert killed_by(signal.SIGSEGV, explained=True) == "was killed by SIGSEGV"
-    assert killed_by(signal.SIGKILL) == "was killed by SIGKILL"
-    assert killed_by(signal.SIGKILL, explained=True).startswith("was killed by SIGKILL (")
+    assert killed_by(signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert killed_by(signal.SIGKILL).startswith("was killed by SIGKILL (")
     assert killed_by(signal.SIGRTMIN + 1) == f"was killed by signal {signal.SIGRTMIN + 1}"

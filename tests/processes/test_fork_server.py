@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tiltyard as product
 from tiltyard.engines.local import PRELOAD, WORKER
 from tiltyard.errors import UseError
-from tiltyard.processes.fork_server import ForkServer, standby
+from tiltyard.processes.fork_server import Forked, ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +31,12 @@ def fork_servers() -> int:
     return found
 
 
-def test_standby_fork_server_is_used_if_it_fits_and_ended_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = standby.start(PRELOAD)
-    assert standby.take(PRELOAD) is started
-    started.close()
-    started = standby.start(PRELOAD)
-    monkeypatch.chdir(tmp_path)  # the fork server does not fit: it would look for the user's files in the old folder
-    other = standby.take(PRELOAD)
-    assert other is not started and fork_servers() == 1
-    other.close()
+def test_process_starts_once_and_only_if_needed_and_ends_with_the_context() -> None:
+    with ForkServer(PRELOAD) as server:
+        assert fork_servers() == 0
+        server.start()
+        server.start()
+        assert fork_servers() == 1
     assert fork_servers() == 0
 
 
@@ -63,12 +57,11 @@ def test_training_ends_its_fork_server(runs: Path) -> None:
 TIMEOUT = 60
 
 
-def next_event(server: ForkServer) -> dict[str, Any]:
-    """Wait for the next event and return it."""
-    assert select.select([server], [], [], TIMEOUT)[0]
-    event = server.poll_events()
-    assert event is not None
-    return event
+def wait_for_exit(server: ForkServer, process: Forked) -> None:
+    until = time.monotonic() + TIMEOUT
+    while process.status is None:
+        assert time.monotonic() < until
+        server.exits(1.0)
 
 
 def descendants(pid: int) -> set[int]:
@@ -88,19 +81,17 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
-def test_shared_fork_servers_are_copies_of_one() -> None:
-    with standby.shared():
-        one, other = standby.take(PRELOAD), standby.take(PRELOAD)
+def test_copies_of_a_fork_server_do_not_affect_each_other() -> None:
+    with ForkServer(PRELOAD) as server:
+        one, other = server.copy(), server.copy()
         assert fork_servers() == 1
         below = descendants(os.getpid())
-        one.fork({"run": WORKER, "name": "tiltyard-w7", "number": 7}, [])  # fails at once: its task is empty
-        started = next_event(one)
-        assert started["number"] == 7 and started["started"] not in below
-        assert next_event(one) == {"exited": started["started"], "status": 1}
-        assert other.poll_events() is None  # the copies do not see each other's events
+        started = one.fork(WORKER, {}, name="tiltyard-w7")  # fails at once: its task is empty
+        wait_for_exit(one, started)
+        assert started.pid is not None and started.pid not in below and started.status == 1
+        assert not select.select([other], [], [], 0)[0]  # the copies do not see each other's events
         one.close()
-        other.fork({"run": WORKER, "name": "tiltyard-w8", "number": 8}, [])
-        assert next_event(other)["number"] == 8
+        wait_for_exit(other, other.fork(WORKER, {}, name="tiltyard-w8"))
         other.close()
         assert fork_servers() == 1
     assert fork_servers() == 0

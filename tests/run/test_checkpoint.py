@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from tests.counts import count
-from tiltyard.config.experiment import Save
+from tiltyard.config.sections import Save
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import atomic, checkpoint
+from tiltyard.run import atomic, checkpoint, state_file
 from tiltyard.run.folder import Run
 from tiltyard.types import Progress
 
 
 def save(run, steps, score=None, *, milestone=False, size=8):
     def write(folder):
-        checkpoint.write_tree(folder / "policies", "main", {"weights": np.full(size, steps, np.float32)})
-        checkpoint.write_tree(folder, "loop", {"steps": steps})
+        state_file.write_tree(folder / "policies", "main", {"weights": np.full(size, steps, np.float32)})
+        state_file.write_tree(folder, "loop", {"steps": steps})
 
     return checkpoint.commit(run, steps, Progress(env_steps=steps, updates=3), score, write, milestone=milestone)
 
 
 def content(found):
-    return int(checkpoint.read_tree(found.folder / "policies", "main")["weights"][0])
+    return int(state_file.read_tree(found.folder / "policies", "main")["weights"][0])
 
 
 def names(run):
@@ -319,13 +319,13 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from tiltyard.errors import TiltyardError
-from tiltyard.run import checkpoint
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import Run
 from tiltyard.types import Progress
 run = Run(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
-    checkpoint.commit(run, 200, Progress(), None, lambda f: checkpoint.write_tree(f, "x", {"a": np.zeros(10_000)}))
+    checkpoint.commit(run, 200, Progress(), None, lambda f: state_file.write_tree(f, "x", {"a": np.zeros(10_000)}))
 except TiltyardError as error:
     print(error.message)
 """
@@ -342,8 +342,8 @@ import os, sys
 from pathlib import Path
 import numpy as np
 import safetensors.numpy
-from tiltyard.config.experiment import Save
-from tiltyard.run import checkpoint
+from tiltyard.config.sections import Save
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import Run
 from tiltyard.types import Progress
 
@@ -353,8 +353,8 @@ def save_forever(run, step, confirmed):
         step += 1
         for again in range(1 + (step % 3 == 0)):
             def write(folder):
-                checkpoint.write_tree(folder / "policies", "main", {"weights": np.full(3000, step, np.float32)})
-                checkpoint.write_tree(folder, "loop", {"steps": step})
+                state_file.write_tree(folder / "policies", "main", {"weights": np.full(3000, step, np.float32)})
+                state_file.write_tree(folder, "loop", {"steps": step})
             checkpoint.commit(run, step, Progress(env_steps=step), float(step), write)
             os.write(log, b"%d\\n" % step)
             checkpoint.prune(run, Save(last=2, best=1))

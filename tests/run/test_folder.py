@@ -14,8 +14,10 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import folder
 from tiltyard.run.create import Source, create
-from tiltyard.run.folder import Lock, Run, find, list_runs, log_event, read_events, remove, write_status
-from tiltyard.run.status import RUN_FOLDER, run_folders
+from tiltyard.run.events import log_event, read_events
+from tiltyard.run.folder import Run, find, remove
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import RUN_FOLDER, list_runs, run_folders, write_status
 from tiltyard.types import Progress
 
 
@@ -142,7 +144,8 @@ def test_readers_never_see_a_partial_status(root, child):
     code = """
 import sys
 from pathlib import Path
-from tiltyard.run.folder import Run, write_status
+from tiltyard.run.folder import Run
+from tiltyard.run.status import write_status
 run = Run(Path(sys.argv[1]))
 print("ready", flush=True)
 while True:
@@ -198,7 +201,9 @@ def test_running_run_without_a_live_owner_is_lost(root, child):
     code = """
 import sys, time
 from pathlib import Path
-from tiltyard.run.folder import Lock, Run, write_status
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
+from tiltyard.run.status import write_status
 run = Run(Path(sys.argv[1]))
 with Lock(run):
     write_status(run, state="running")

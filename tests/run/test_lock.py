@@ -16,7 +16,8 @@ from tiltyard.run.lock import Lock, liveness, read_owner, seems_alive, this_proc
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tiltyard.run.folder import Lock, Run
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
 with Lock(Run(Path(sys.argv[1])), period=float(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.readline()
@@ -166,7 +167,8 @@ def test_exactly_one_of_many_processes_gets_the_lock(bare_run, child):
 import sys
 from pathlib import Path
 from tiltyard.errors import UseError
-from tiltyard.run.folder import Lock, Run
+from tiltyard.run.folder import Run
+from tiltyard.run.lock import Lock
 run = Run(Path(sys.argv[1]))
 print("ready", flush=True)
 for line in sys.stdin:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.counts import count
 from tiltyard.errors import TiltyardError
-from tiltyard.run.checkpoint import read_tree, write_tree
+from tiltyard.run.state_file import read_tree, write_tree
 
 DTYPES = [
     "bool",

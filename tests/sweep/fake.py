@@ -22,7 +22,7 @@ SPACE = {
 def fake_sweep(root: Path, points: int, seeds: int, *, records: int = 20, **more: Any) -> Sweep:
     """A finished random search whose return depends strongly on algo.lr, slightly on algo.gamma, not on the rest."""
     values = {"name": "fake", "space": SPACE, "search": "random", "trials": points, "seeds": seeds, **more}
-    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, **values})
+    plan = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, **values})
     found = list(itertools.islice(draws(dimensions(plan), 0), points))
     pairs = planned_pairs(plan, points, ())
     trials = [Trial(number, point, seed, found[point - 1]) for number, (point, seed) in enumerate(pairs, start=1)]

@@ -6,12 +6,12 @@ from typing import Any
 from unittest.mock import patch
 
 from tiltyard import api
-from tiltyard.config.experiment import Env
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.sections import Env
 from tiltyard.config.sweep_plan import Plan
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
-from tiltyard.run import checkpoint
+from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import Run
 from tiltyard.sweep import controller
 from tiltyard.sweep import preflight as sweep_preflight
@@ -76,15 +76,11 @@ class InProcess:
 
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.ended: dict[int, str] = {}
+        self.jobs: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
 
     def adopt(self, numbers: Iterable[int]) -> set[int]:
         return set(self.ended)
-
-    def gone(self) -> dict[int, str]:
-        return {}
-
-    def job(self, number: int) -> str:
-        return ""
 
     def has_capacity(self, number: int | None) -> bool:
         return True
@@ -93,9 +89,6 @@ class InProcess:
         train(folder)
         self.ended[number] = "its training ended"
         return True
-
-    def send(self) -> list[str]:
-        return []
 
     def poll(self) -> dict[int, str]:
         ended, self.ended = self.ended, {}
@@ -144,4 +137,4 @@ def started() -> Sweep:
 def weights(run: Run | Path, env_steps: int | None = None) -> Arrays:
     """Weights of the newest checkpoint, or of the one at `env_steps`."""
     found = checkpoint.select(run if isinstance(run, Run) else Run(run), env_steps)
-    return dict(checkpoint.read_tree(found.folder / "policies", "main")["weights"])
+    return dict(state_file.read_tree(found.folder / "policies", "main")["weights"])

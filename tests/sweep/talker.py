@@ -7,7 +7,7 @@ logs `overlap` if another process runs the same trial.
 from pathlib import Path
 from typing import Any
 
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.run import atomic
 
 PROGRAM = """

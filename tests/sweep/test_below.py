@@ -9,7 +9,8 @@ from tests.conftest import Command
 from tiltyard.config.experiment import Experiment
 from tiltyard.errors import UseError
 from tiltyard.run.create import create
-from tiltyard.run.folder import Run, find, list_runs, remove
+from tiltyard.run.folder import Run, find, remove
+from tiltyard.run.status import list_runs
 
 EXPERIMENT = Experiment.model_validate({"env": {"id": "CartPole-v1"}, "name": "cartpole"})
 

@@ -23,13 +23,14 @@ from tests.conftest import Command
 from tests.counts import LONG, count
 from tests.sweep.pbt_sweep import ENV
 from tests.sweep.talker import PROGRAM, output, write_plan
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.processes import proc
 from tiltyard.run import atomic, metrics
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
-from tiltyard.run.folder import Run, list_runs, write_status
+from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
+from tiltyard.run.status import list_runs, write_status
 from tiltyard.sweep import optuna_search, preflight
 from tiltyard.sweep.backends.local import AT_WORK
 from tiltyard.sweep.controller import Controller
@@ -155,11 +156,18 @@ def test_options_of_other_subcommands_are_refused(tiltyard: Command, runs: Path)
     write_plan(space={"x": [1]})
     tiltyard("sweep", "start", "plan.yaml")
     for words, printed in (
-        (("status", "--every", "5"), "has no --every"),
-        (("best", "--wait", "5"), "has no --wait"),
+        (("status", "--every", "5"), "unknown option --every of tiltyard sweep status"),
+        (("extend", "--seed", "5"), "did you mean '--seeds'?"),
         (("status", "--json", "--csv"), "not allowed with"),
     ):
         assert printed in tiltyard("sweep", *words, expect=2).stderr
+
+
+def test_help_lists_the_actions_and_the_options_of_each(tiltyard: Command) -> None:
+    printed = tiltyard("sweep", "--help").stdout
+    assert all(f"\n  {action} " in printed for action in ("start", "status", "extend", "stop"))
+    printed = tiltyard("sweep", "start", "--help").stdout
+    assert "--leave-stopped" in printed and "--failed" not in printed and "--csv" not in printed
 
 
 def test_pause_between_and_random_order_are_applied(tiltyard: Command) -> None:
@@ -186,7 +194,7 @@ def test_dry_run_and_refused_plan_write_nothing(tiltyard: Command, runs: Path) -
     assert not runs.exists()
     assert "no sweep" in tiltyard("sweep", "status", expect=2).stderr
     assert "did you mean 'status'" in tiltyard("sweep", "statsu", expect=2).stderr
-    assert "has no --csv" in tiltyard("sweep", "best", "--csv", expect=2).stderr
+    assert "unknown option --csv of tiltyard sweep best" in tiltyard("sweep", "best", "--csv", expect=2).stderr
 
 
 @pytest.mark.parametrize("way", ["sweep stop", "SIGTERM"])
@@ -281,15 +289,11 @@ class Desk:
         self.started: list[int] = []
         self.work: set[int] = set()
         self.ended: dict[int, str] = {}
+        self.jobs: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
 
     def adopt(self, numbers: Any) -> set[int]:
         return set(self.work)
-
-    def gone(self) -> dict[int, str]:
-        return {}
-
-    def job(self, number: int) -> str:
-        return ""
 
     def has_capacity(self, number: int | None) -> bool:
         return len(self.work) < 2
@@ -300,9 +304,6 @@ class Desk:
         self.started.append(number)
         self.work.add(number)
         return True
-
-    def send(self) -> list[str]:
-        return []
 
     def poll(self) -> dict[int, str]:
         ended, self.ended = self.ended, {}

@@ -17,9 +17,8 @@ import pytest
 from tests.conftest import Command
 from tests.sweep.pbt_sweep import EXPERIMENT, plan
 from tests.sweep.talker import PROGRAM, most_at_once, output, write_plan
-from tiltyard.config.load import dump_yaml
 from tiltyard.config.site import load_site
-from tiltyard.config.yaml import parse_yaml
+from tiltyard.config.yaml import dump_yaml, parse_yaml
 from tiltyard.errors import ConfigError
 from tiltyard.processes import proc
 from tiltyard.run import atomic

@@ -81,18 +81,18 @@ def test_asha_matches_a_hand_computed_example() -> None:
 
 @pytest.mark.parametrize(("goal", "out"), [("maximise", {1}), ("minimise", {7})])
 def test_minimise_ends_the_largest_values(goal: str, out: set[int]) -> None:
-    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
+    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})
     curves: dict[int, Curve] = {n: [(10, float(n))] for n in range(1, 8)}
     assert set(behind(plan, curves, {1, 4, 7})) == out
 
 
 @pytest.mark.parametrize(("goal", "one"), [("maximise", -1200.0), ("minimise", -800.0)])
 def test_reason_shows_values_with_their_sign(goal: str, one: float) -> None:
-    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})[0]
+    plan: Plan = load_plan({"experiment": "x", "goal": goal, "stop": {"rule": "median", "after": 10, "least": 3}})
     curves: dict[int, Curve] = {n: [(10, -1000.0)] for n in range(1, 8)} | {8: [(10, one)]}
     assert behind(plan, curves, {8})[8].endswith(f"{one:g}, and the median of 7 others is -1000")
 
 
 def test_no_trial_is_ended_without_a_rule() -> None:
-    plan = load_plan({"experiment": "x"})[0]
+    plan = load_plan({"experiment": "x"})
     assert behind(plan, {1: [(10, 0.0)], 2: [(10, 1.0)]}, {1, 2}) == {}

@@ -89,7 +89,7 @@ def population(**more: Any) -> Plan:
         "experiment": {"env": {"id": "x", "options": {"rewards": {"hit": 2.0, "deep": {"walk": -1}, "on": True}}}}
     }
     output: dict[str, Any] = {"search": "population", "trials": 8, "seeds": [5], **values, **more}
-    return load_plan(output)[0]
+    return load_plan(output)
 
 
 def test_initial_members_are_spread_over_the_space() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tiltyard.config.load import dump_yaml
 from tiltyard.config.search_space import fingerprint
 from tiltyard.config.sweep_plan import Plan, load_plan
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.run import atomic, metrics
 from tiltyard.sweep import optuna_search
 from tiltyard.sweep.folder import Trial, find_sweep
@@ -25,7 +25,7 @@ SPACE = {
 
 
 def plan(kind: str, **more: Any) -> Plan:
-    return load_plan({"experiment": "x", "space": SPACE, "search": kind, "trials": 30, **more})[0]
+    return load_plan({"experiment": "x", "space": SPACE, "search": kind, "trials": 30, **more})
 
 
 def score(point: dict[str, Any]) -> float:
@@ -74,7 +74,7 @@ def test_ask_is_deterministic_and_depends_on_number_and_states() -> None:
 
 
 def test_small_space_is_exhausted_before_a_point_repeats() -> None:
-    made = load_plan({"experiment": "x", "space": {"a": [1, 2, 3], "b": [1, 2]}, "search": "tpe", "trials": 7})[0]
+    made = load_plan({"experiment": "x", "space": {"a": [1, 2, 3], "b": [1, 2]}, "search": "tpe", "trials": 7})
     found: list[Group] = []
     for number in range(1, 8):
         point = optuna_search.ask(made, found, number)
@@ -84,7 +84,7 @@ def test_small_space_is_exhausted_before_a_point_repeats() -> None:
 
 def test_range_may_have_fewer_points_than_trials() -> None:
     space = {"a": {"log": [1e-4, 1e-2], "points": 3}}
-    made = load_plan({"experiment": "x", "space": space, "search": "tpe", "trials": 6})[0]
+    made = load_plan({"experiment": "x", "space": space, "search": "tpe", "trials": 6})
     found = [group(1, {"a": 3.9e-4}, 0.0)]  # not one of the points: an earlier version sampled such values
     for number in range(2, 7):
         point = optuna_search.ask(made, found, number)
@@ -125,7 +125,7 @@ def test_search_of_trainings_continues_from_its_folder(tiltyard: Command, runs: 
 
 def test_gp_keeps_searching_near_an_optimum_on_a_bound() -> None:
     """If gp proposes the same bound again, tpe chooses a point near it instead of a random one."""
-    made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})[0]
+    made = load_plan({"experiment": "x", "space": {"a": {"range": [3, 9]}}, "search": "gp", "trials": 30})
     found: list[Group] = []
     for number in range(1, 17):
         point = optuna_search.ask(made, found, number)

@@ -26,12 +26,14 @@ from tests.sweep.pbt_sweep import EXPERIMENT, RULES, begun, plan, run_sweep, sta
 from tests.sweep.test_controller import kill_trials
 from tiltyard import api
 from tiltyard.algos.schedules import ScheduledValue
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metrics
 from tiltyard.run.create import Source, create
-from tiltyard.run.folder import Run, read_events, write_status
+from tiltyard.run.events import read_events
+from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import SettingsSchedule
+from tiltyard.run.status import write_status
 from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
@@ -154,10 +156,12 @@ def test_setting_that_is_not_in_effect_is_an_error_with_both_values(
 ) -> None:
     """Guard against a common bug: restoring a checkpoint also restores its old learning rate unnoticed."""
     plan([1.0, 2.0])
-    run = _run(CHANGES)
+    run = _run(SettingsSchedule(CHANGES.parts[:1], 80))
+    api.resume(run, live=False)
+    CHANGES.write(run.folder)
 
     def restore(self: ScheduledValue, tree: Any) -> None:
-        self.fixed = tree["setting"] if isinstance(tree["setting"], float) else None
+        self.setting = tree["setting"]
 
     monkeypatch.setattr(ScheduledValue, "load", restore)
     with pytest.raises(TiltyardError, match=r"algo.lr is 0.02 in the run's settings, but the restored engine has 0.01"):
@@ -277,7 +281,7 @@ def test_kill_9_of_controllers_and_members_repeats_no_decision(runs: Path) -> No
         last = metrics.read(run)[-1]["metrics"]
         assert last["setting/lr"] == story.settings(member)["algo.lr"] == run.experiment().algo.lr
         events = [event["period"] for event in read_events(run) if event["kind"] == "exploited"]
-        assert events == [copy.period for copy in story.copies if copy.exploit.member == member]
+        assert events == [copy.period for copy in story.copies if copy.member == member]
 
 
 def run_locally(sweep: Sweep) -> int:
@@ -428,7 +432,7 @@ def test_each_number_of_a_reward_mapping_is_varied(runs: Path) -> None:
 def test_schedule_of_a_member_is_repeated_bit_for_bit_despite_a_kill(three: Sweep, tiltyard: Command) -> None:
     sweep, name = three, str(three.folder)
     story = lineage.read(sweep)
-    member = story.copies[-1].exploit.member
+    member = story.copies[-1].member
     schedule = story.schedule(member)
     assert len(schedule) > 1
     assert len({settings["seed"] for _, settings in schedule}) > 1, "its ancestors drew numbers of their own"

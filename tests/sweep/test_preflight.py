@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from tiltyard.config.load import dump_yaml
+from tests.processes.test_fork_server import fork_servers
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import ConfigError, UseError
-from tiltyard.processes import fork_server
 from tiltyard.sweep import preflight
 from tiltyard.sweep.backends.shares import environment, least_busy, shares, visible_gpus
 from tiltyard.sweep.folder import find_sweep
@@ -194,7 +194,7 @@ def test_bad_variable_names_and_missing_gpus_are_reported_before_anything_is_wri
 
 def test_preflight_leaves_no_fork_server_running(runs: Path) -> None:
     assert preflight.prepare(plan({"algo.lr": [1e-3]}, experiment={**EXPERIMENT, "engine": {"envs": 2, "workers": 2}}))
-    assert fork_server.standby._ready is None
+    assert fork_servers() == 0
 
 
 def test_many_trials_require_confirmation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import UseError
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run

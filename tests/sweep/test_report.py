@@ -59,7 +59,7 @@ def test_explained_fraction_of_variance() -> None:
 def test_importance_groups_numbers_of_listed_points_into_quarters() -> None:
     rng = random.Random(0)
     points: list[dict[str, Any]] = [{"lr": rng.random(), "word": rng.choice("ab")} for _ in range(40)]
-    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "points": points})
+    plan = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "points": points})
     groups = [SimpleNamespace(settings=point, value=point["lr"]) for point in points]
     report: Any = SimpleNamespace(plan=plan, groups=groups, keys=["lr", "word"])
     shares = dict(importance(report))
@@ -153,7 +153,7 @@ def test_cached_value_is_used_until_the_trial_changes(runs: Path) -> None:
 def test_importance_of_a_grid_groups_by_its_values() -> None:
     """Only one of five values scores: quarters of the sorted values would mix it with its neighbours."""
     space = {"algo.lr": {"log": [1e-5, 1e-1], "points": 5}, "algo.epochs": [1, 2, 3, 4]}
-    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": space})
+    plan = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": space})
     points = fixed_points(plan, 20)
     best = sorted({point["algo.lr"] for point in points})[2]
     groups = [SimpleNamespace(settings=point, value=100.0 * (point["algo.lr"] == best)) for point in points]

@@ -14,7 +14,7 @@ from tiltyard.sweep.space import dimensions, draws, fixed_points, grid, grid_siz
 
 
 def plan(space: dict[str, Any], **more: Any) -> Plan:
-    return load_plan({"experiment": "CartPole-v1", "space": space, **more})[0]
+    return load_plan({"experiment": "CartPole-v1", "space": space, **more})
 
 
 def test_grid_has_every_combination_once_and_keeps_coupled_settings() -> None:
@@ -40,7 +40,7 @@ def test_grid_has_every_combination_once_and_keeps_coupled_settings() -> None:
 
 @pytest.mark.parametrize("what", [{"space": {"a": list(range(9))}}, {"points": [{"a": i} for i in range(9)]}])
 def test_random_order_is_deterministic_for_a_seed(what: dict[str, Any]) -> None:
-    made = load_plan({"experiment": "x", "order": "random", **what})[0]
+    made = load_plan({"experiment": "x", "order": "random", **what})
     order = [point["a"] for point in fixed_points(made, 9)]
     assert sorted(order) == list(range(9)) != order
     assert order == [point["a"] for point in fixed_points(made, 9)]
@@ -149,7 +149,7 @@ def test_invalid_plans_are_refused(values: dict[str, Any], output: str) -> None:
 
 
 def test_short_forms_are_expanded() -> None:
-    made, _ = load_plan({"program": "python 'my train.py'", "seeds": 3, "metric": "train/return", "goal": "minimize"})
+    made = load_plan({"program": "python 'my train.py'", "seeds": 3, "metric": "train/return", "goal": "minimize"})
     assert made.program == ["python", "my train.py"]
     assert made.seeds == [0, 1, 2]
     assert (made.metric.name, made.metric.of) == ("train/return", "best")

@@ -15,7 +15,8 @@ import textwrap
 import pytest
 from rich.console import Console as RichConsole
 
-from tiltyard.config.experiment import Experiment, Stop
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Stop
 from tiltyard.run import metrics
 from tiltyard.track.console import Console, clock, nearest_budget, seconds_left
 from tiltyard.types import Progress

@@ -13,7 +13,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import metrics
 from tiltyard.run.create import create
 from tiltyard.run.folder import Run
-from tiltyard.track.plot import learning_curve
+from tiltyard.track.plot import plot
 
 BLUE, ORANGE = (37, 99, 235), (217, 119, 6)
 
@@ -46,7 +46,7 @@ def pixels(path, colour) -> int:
 
 def test_both_curves_are_drawn(run, tmp_path):
     fill(run, evaluations=range(10_240, 60_000, 10_240))
-    out = learning_curve(run.folder, tmp_path / "deep" / "curve.png")
+    out = plot(run, tmp_path / "deep" / "curve.png")
     assert out == tmp_path / "deep" / "curve.png"
     assert Image.open(out).size == (1280, 720)
     assert pixels(out, BLUE) > 1000
@@ -56,16 +56,16 @@ def test_both_curves_are_drawn(run, tmp_path):
 
 def test_superseded_records_are_not_drawn(run, tmp_path):
     fill(run)
-    once = learning_curve(run.folder, tmp_path / "once.png").read_bytes()
+    once = plot(run, tmp_path / "once.png").read_bytes()
     metrics.append(run.folder, {"env_steps": 70_000, "metrics": {"train/return": -10_000.0}})
     metrics.rewind(run.folder, 60_000, 2)
-    assert learning_curve(run.folder, tmp_path / "again.png").read_bytes() == once
+    assert plot(run, tmp_path / "again.png").read_bytes() == once
 
 
 @pytest.mark.parametrize(("training", "evaluations"), [(True, ()), (False, (10_240,)), (False, (10_240, 20_480))])
 def test_one_curve_is_enough(run, tmp_path, training, evaluations):
     fill(run, training=training, evaluations=evaluations)
-    out = learning_curve(run.folder, tmp_path / "curve.png")
+    out = plot(run, tmp_path / "curve.png")
     assert (pixels(out, BLUE) > 500) == training
     assert (pixels(out, ORANGE) > 30) == bool(evaluations)
 
@@ -74,7 +74,7 @@ def test_non_finite_numbers_are_left_out(run, tmp_path):
     fill(run)
     for value in (math.nan, math.inf):
         metrics.append(run.folder, {"env_steps": 70_000, "metrics": {"train/return": value, "eval/return": value}})
-    assert pixels(learning_curve(run.folder, tmp_path / "curve.png"), BLUE) > 1000
+    assert pixels(plot(run, tmp_path / "curve.png"), BLUE) > 1000
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_non_finite_numbers_are_left_out(run, tmp_path):
 )
 def test_suffix_selects_the_format(run, tmp_path, name, start):
     fill(run)
-    assert learning_curve(run.folder, tmp_path / name).read_bytes().startswith(start)
+    assert plot(run, tmp_path / name).read_bytes().startswith(start)
 
 
 def test_run_without_returns_and_unknown_format_are_refused(run, tmp_path):
     with pytest.raises(UseError, match="has no return to plot yet"):
-        learning_curve(run.folder, tmp_path / "curve.png")
+        plot(run, tmp_path / "curve.png")
     fill(run)
     with pytest.raises(UseError, match=r"curve.docx is not an image file"):
-        learning_curve(run.folder, tmp_path / "curve.docx")
+        plot(run, tmp_path / "curve.docx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
@@ -98,4 +98,4 @@ def test_unwritable_path_is_an_error(run, tmp_path):
     fill(run)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(TiltyardError, match="could not be written"):
-        learning_curve(run.folder, tmp_path / "file" / "curve.png")
+        plot(run, tmp_path / "file" / "curve.png")

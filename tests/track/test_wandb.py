@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.track.wandb_file import history, records
-from tiltyard.config.experiment import Experiment, Wandb
+from tiltyard.config.experiment import Experiment
+from tiltyard.config.sections import Wandb
 from tiltyard.errors import UseError
 from tiltyard.run import metrics
 from tiltyard.track.wandb import WandbTracker, check
@@ -159,7 +160,7 @@ def test_missing_package_is_reported(tmp_path):
     for package in site.iterdir():
         if not package.name.startswith("wandb"):
             (hidden / package.name).symlink_to(package)
-    asked = "from tiltyard.config.experiment import Wandb; from tiltyard.track.wandb import check; check(Wandb(mode='offline'))"
+    asked = "from tiltyard.config.sections import Wandb; from tiltyard.track.wandb import check; check(Wandb(mode='offline'))"
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(hidden)])
     child = subprocess.run(
         [sys.executable, "-S", "-c", asked], env={"PYTHONPATH": path}, capture_output=True, text=True, cwd=tmp_path

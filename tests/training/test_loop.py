@@ -10,7 +10,7 @@ import torch
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.run import checkpoint, metric_names, metrics
+from tiltyard.run import checkpoint, metric_names, metrics, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -180,7 +180,7 @@ def test_fork_with_another_env_ignores_the_returns_of_its_parent(tiltyard: Comma
     for seed in (5, 6):
         tiltyard("fork", one.id, f"seed={seed}", "stop.env_steps=128", f"name=seed-{seed}", "env.time_limit=1")
         newest = checkpoint.select(find(f"seed-{seed}", runs))
-        weights.append(checkpoint.read_tree(newest.folder / "policies", "main")["weights"])
+        weights.append(state_file.read_tree(newest.folder / "policies", "main")["weights"])
     assert any(weights[0][name].tobytes() != weights[1][name].tobytes() for name in weights[0])
 
 
@@ -258,7 +258,7 @@ class CustomModel(nn.Module):
 
 
 def weights_of(run: product.Run) -> dict[str, bytes]:
-    tree = checkpoint.read_tree(checkpoint.select(run).folder / "policies", "main")["weights"]
+    tree = state_file.read_tree(checkpoint.select(run).folder / "policies", "main")["weights"]
     return {name: array.tobytes() for name, array in tree.items()}
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tiltyard.config.experiment import Save
+from tiltyard.config.sections import Save
 from tiltyard.training.loop_state import LoopState
 
 

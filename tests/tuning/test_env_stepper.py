@@ -7,10 +7,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tiltyard.config.experiment import Env
-from tiltyard.envs.native_vector import NativeStepping
+from tiltyard.config.sections import Env
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
+from tiltyard.envs.single_agent_vector import NativeStepping
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import EnvError

@@ -6,7 +6,7 @@ import torch
 
 from tiltyard.engines.rllib.checkpoint import from_plain, to_plain
 from tiltyard.errors import TiltyardError
-from tiltyard.run.checkpoint import read_tree, write_tree
+from tiltyard.run.state_file import read_tree, write_tree
 
 
 def test_state_survives_a_round_trip(tmp_path):

@@ -18,7 +18,7 @@ from tests.conftest import in_own_process
 from tests.counts import LONG
 from tests.engines.rllib.conftest import SMALL
 from tests.faults.test_kill import wait_until
-from tiltyard.run import checkpoint
+from tiltyard.run import state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import find
 
@@ -134,7 +134,7 @@ def test_custom_files_train_on_runners_without_being_registered(runs: Path, tmp_
     measured = json.loads(without_ray(tmp_path, "eval", str(run), "--episodes", "4", "--json"))
     if LONG:
         assert measured["mean"] >= 130
-    first, *_, last = (checkpoint.read_tree(each / "policies", "main")["weights"] for each in _checkpoints(run))
+    first, *_, last = (state_file.read_tree(each / "policies", "main")["weights"] for each in _checkpoints(run))
     own = "model.body.0.weight"
     assert (first[own] != last[own]).any(), "the model from the file is trained"
 

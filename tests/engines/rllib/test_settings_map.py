@@ -3,12 +3,10 @@ import pytest
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
-from tiltyard.engines.rllib.algorithm_options import option_problems
+from tiltyard.engines.rllib.algorithm_config import option_problems
 from tiltyard.engines.rllib.ray_cluster import Needs
 from tiltyard.engines.rllib.settings_map import (
     REFUSED,
-    TRANSLATED,
-    all_settings,
     envs_per_runner,
     needs,
     problems,
@@ -20,6 +18,33 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import ConfigError, UseError
 
 ALGOS = ("ppo", "impala", "appo", "dqn", "sac", "rllib:PPO", "rllib:TQC")
+
+
+# Settings that RLlib gets, each by a line of algorithm_config.py, the cluster, or our own runner, module and learner.
+_ACTOR_CRITIC = "id rollout batch lr gamma value_coef entropy max_grad_norm adam_eps rho_clip"
+_REPLAY = "id rollout batch replays gamma n_step warmup target_every tau replay max_grad_norm lr"
+_ENGINE = "kind envs runners envs_per_runner learners threads restarts device cpus gpus object_store temp_dir address"
+_PPO = "id rollout minibatch epochs lr gamma gae_lambda clip value_clip value_coef entropy kl normalise_advantage"
+TRANSLATED = {"env", "model", "policies", "match", "stop", "eval", "save", "track", "seed"} | {
+    f"{section}.{name}"
+    for section, names in {
+        "engine": f"{_ENGINE} nodes",
+        "ppo": f"{_PPO} adam_eps max_grad_norm",
+        "impala": _ACTOR_CRITIC,
+        "appo": f"{_ACTOR_CRITIC} clip kl kl_target target_every",
+        "dqn": f"{_REPLAY} double dueling epsilon adam_eps",
+        "sac": f"{_REPLAY} critic_lr alpha_lr alpha target_entropy",
+        "rllib": "id rollout options",
+    }.items()
+    for name in names.split()
+}
+
+
+def all_settings(experiment: Experiment) -> list[str]:
+    word = "rllib" if experiment.algo.id.startswith("rllib:") else experiment.algo.id
+    own = [f"{word}.{name}" for name in type(experiment.algo).model_fields]
+    engine = [f"engine.{name}" for name in type(experiment.engine).model_fields]
+    return [*own, *engine, "env", "model", "policies", "match", "stop", "eval", "save", "track", "seed"]
 
 
 def experiment(algo: str = "ppo", **engine: object) -> Experiment:

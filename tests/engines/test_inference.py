@@ -19,6 +19,7 @@ from tests.counts import count
 from tests.engines.test_learner_group import name_of, wait_until_gone
 from tests.engines.test_serial import build
 from tiltyard.config.load import load
+from tiltyard.engines import topology as topologies
 from tiltyard.engines.local.shared_memory import ACTING
 from tiltyard.engines.topology import is_batched, topology
 from tiltyard.envs.probe import probe
@@ -282,11 +283,12 @@ def test_auto_is_batched_for_one_policy_on_a_gpu() -> None:
     assert not chosen(cuda, "policies={a: {}, b: {}}")
 
 
-def test_batched_inference_needs_workers_and_auto_takes_two_per_core() -> None:
+def test_batched_inference_needs_workers_and_auto_takes_two_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load("CartPole-v1", [BATCHED, "engine.envs=4096"])
     spec = replace(probe(loaded.experiment.env, base=loaded.base), step_seconds=1.0)
     cores = usable_cores()
-    found = topology(loaded.experiment, spec, free=cores)
+    monkeypatch.setattr(topologies, "free_cores", lambda: float(cores))
+    found = topology(loaded.experiment, spec)
     assert found.batched and (found.workers == 2 * cores or 4096 % (2 * cores))
     assert topology(loaded.experiment, spec, 1).workers == 1, "as before, but with somebody who asks"
     plain = load("CartPole-v1", ["env.native=false", "engine.envs=4096"]).experiment

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from tests.engines.test_serial import build
-from tiltyard.config.experiment import Env
-from tiltyard.envs.episode_state import History
+from tiltyard.config.sections import Env
+from tiltyard.envs.episodes import History
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import UseError
-from tiltyard.run.checkpoint import read_tree, write_tree
+from tiltyard.run.state_file import read_tree, write_tree
 
 BASE = [Path(__file__).parent]
 
@@ -89,7 +89,7 @@ def test_saving_does_not_change_the_episodes() -> None:
 def test_env_with_other_results_in_a_rerun_begins_new_episodes() -> None:
     env = Env(id="bad_envs.py:Unrepeatable")
     group = group_of(env)
-    assert group.restore_mode == "rerun"
+    assert group.data.restore_mode == "rerun"
     group.reset()
     for index in range(25):
         group.step(act(group, index))
@@ -121,7 +121,7 @@ def test_changed_settings_cut_episodes_and_keep_the_restore_mode(before: Env, af
     group.reset()
     group.step(act(group, 0))
     forked = group_of(after)
-    mode = forked.restore_mode
+    mode = forked.data.restore_mode
     (sentence,) = forked.load(group.save())
     assert sentence == f"the settings of env {after.id} changed: 3 of 3 running episodes were cut and new ones begun"
     assert forked.current().first.all() and not forked.stats.length.any() and forked.stats.number.tolist() == [1, 1, 1]
@@ -129,7 +129,7 @@ def test_changed_settings_cut_episodes_and_keep_the_restore_mode(before: Env, af
         forked.step(act(forked, index))
     write_tree(tmp_path, "envs", forked.save())
     again = group_of(after)
-    assert forked.restore_mode == mode != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
+    assert forked.data.restore_mode == mode != "fresh" and again.load(read_tree(tmp_path, "envs")) == []
     action = act(forked, 9)
     assert_same(forked.step(action), again.step(action.copy()))
 
