@@ -10,7 +10,7 @@ from time import perf_counter
 import gymnasium
 import numpy as np
 
-from tiltyard.config.experiment import Env
+from tiltyard.config.sections import Env
 from tiltyard.envs.probe import probe
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.vector import EnvGroup, make_group

@@ -13,7 +13,7 @@ import torch
 
 from tiltyard.algos.ppo import Ppo
 from tiltyard.config.algos import Ppo as Settings
-from tiltyard.config.experiment import Memory, Model
+from tiltyard.config.sections import Memory, Model
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import ActionPart, ActionSpec, ArraySpec, EnvSpec, Rollout
 

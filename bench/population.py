@@ -26,7 +26,7 @@ from typing import Any
 
 from machine import describe
 
-from tiltyard.config.load import dump_yaml
+from tiltyard.config.yaml import dump_yaml
 from tiltyard.sweep.folder import Sweep, find_sweep
 from tiltyard.sweep.report import summarize
 

@@ -26,7 +26,7 @@ RECORDS = 500
 
 def make_sweep(root: Path, number: int) -> Sweep:
     """A finished grid: each trial has a status and training records."""
-    plan, _ = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": {"algo.lr": list(range(number))}})
+    plan = load_plan({"experiment": {"env": {"id": "CartPole-v1"}}, "space": {"algo.lr": list(range(number))}})
     sweep = make(root, "bench", plan, [Trial(n, n, 0, {"algo.lr": n - 1}) for n in range(1, number + 1)])
     lines = "".join(
         atomic.to_json({"env_steps": 2048 * n, "updates": n, "metrics": {"train/return": n, "eval/return": n}}) + "\n"

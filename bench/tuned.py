@@ -25,11 +25,12 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import load
 from tiltyard.engines import make_engine
 from tiltyard.engines.candidates import Candidates, Point, own_point
+from tiltyard.engines.local import PRELOAD
 from tiltyard.engines.topology import topology
 from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError
 from tiltyard.plugins.snapshot import copy_plugins
-from tiltyard.processes.fork_server import standby
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.resources import usable_cores
 from tiltyard.tuning.autotune import fixed_settings, tune
 from tiltyard.types import EnvSpec
@@ -71,24 +72,25 @@ def compare(task: str, options: argparse.Namespace) -> None:
     own = own_point(experiment, topology(experiment, spec).workers)
 
     def speed(point: Point, seconds: float) -> float:
-        return measure(point, seconds, experiment, spec, loaded.base)
+        return measure(point, seconds, experiment, spec, loaded.base, server)
 
     seconds = options.seconds
     around = Candidates(experiment, own, fixed_settings(loaded), usable_cores())
     points = [own, *grid(around, own, options.workers, options.coarse)]
     began = time.monotonic()
-    with standby.shared():
+    with ForkServer(PRELOAD) as server:
         found = {point: speed(point, seconds) for point in points}
         first = sorted(found, key=lambda point: -found[point])[:BEST]
         best = max(first, key=lambda point: speed(point, 3 * seconds))
     took = f"{len(points)} points in {time.monotonic() - began:.0f} s"
     print(f"{task}: a grid of {took}; best: {' '.join(best.words())}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        tuned = tune(loaded, copy_plugins(experiment, loaded.base, Path(folder)), spec, options.budget)
+    with tempfile.TemporaryDirectory() as folder, ForkServer(PRELOAD) as server:
+        copies = copy_plugins(experiment, loaded.base, Path(folder))
+        tuned = tune(loaded, copies, spec, options.budget, server)
     print(f"{task}: tune, {tuned.seconds:.0f} s: {' '.join(tuned.overrides)}")
     finalists = {"grid": best, "tune": tuned.chosen.point, "own": own}
     measured: dict[str, list[float]] = {name: [] for name in finalists}
-    with standby.shared():
+    with ForkServer(PRELOAD) as server:
         for number in range(options.rounds):
             for name in sorted(finalists, reverse=bool(number % 2)):
                 measured[name].append(speed(finalists[name], 3 * seconds))
@@ -112,11 +114,13 @@ def grid(around: Candidates, own: Point, most: int, coarse: bool) -> list[Point]
     return [point for point in dict.fromkeys(points) if point != own and around.allows(point)]
 
 
-def measure(point: Point, seconds: float, experiment: Experiment, spec: EnvSpec, base: Sequence[Path]) -> float:
+def measure(
+    point: Point, seconds: float, experiment: Experiment, spec: EnvSpec, base: Sequence[Path], server: ForkServer
+) -> float:
     """Env steps per second with learning, after three warm-up updates; 0 if the point is invalid."""
     threads = torch.get_num_threads()
     try:
-        engine = make_engine(point.applied(experiment), spec, base)
+        engine = make_engine(point.applied(experiment), spec, base, server=server)
     except TiltyardError as error:
         print(f"{' '.join(point.words())}: {error.message}", file=sys.stderr)
         return 0.0

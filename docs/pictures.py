@@ -18,7 +18,7 @@ from rich.terminal_theme import DIMMED_MONOKAI as THEME
 from tiltyard.run import metrics
 from tiltyard.run.folder import Run
 from tiltyard.track.console import Console
-from tiltyard.track.plot import learning_curve
+from tiltyard.track.plot import plot
 from tiltyard.types import Progress
 
 SIZE, COLUMNS, SCALE = 15, 100, 2  # points, characters, pixels per point
@@ -87,5 +87,5 @@ def draw(screen: Console, out: Path) -> None:
 if __name__ == "__main__":
     chosen = Run(Path(sys.argv[1]).absolute())
     here = Path(__file__).parent / "pictures"
-    learning_curve(chosen.folder, here / "learning-curve.png")
+    plot(chosen, here / "learning-curve.png")
     draw(live_screen(chosen), here / "console.png")
