@@ -210,7 +210,7 @@ def test_owner_of_each_copied_module_is_checked(here):
     resolve.refuse_foreign_code(named, [here], [here])
     for name in ("plugins/lab/scale.py", "plugins/beside.py", "plugins/lab/envs"):
         os.chown(here / name, 4321, 4321)
-        with pytest.raises(UseError, match=f"^{name} belongs to another user"):
+        with pytest.raises(UseError, match=f"^{here / name} belongs to another user"):
             resolve.refuse_foreign_code(named, [here], [here])
         os.chown(here / name, os.getuid(), os.getgid())
 

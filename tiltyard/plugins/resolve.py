@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from tiltyard.config.ownership import refuse_foreign
 from tiltyard.errors import Problem, RaisedElsewhere, TiltyardError, UseError, did_you_mean, raised
 from tiltyard.plugins.namespaces import SHARED, import_hint, is_file, module_file, namespace_of, user_names
 
@@ -340,7 +341,8 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
     """UseError if another user controls which code these names run; called before a run's code is executed.
 
     `read_from` are the files and folders that contain the names: their owners chose the names. The owners of a
-    plug-in's file, of files that it imports and of the folders above, up to `base`, control the code.
+    plug-in's file, of files that it imports and of the folders above, up to `base`, control the code. Root's count as
+    this user's (config/ownership.py).
     """
     from tiltyard.plugins.snapshot import plugin_files
 
@@ -350,10 +352,7 @@ def refuse_foreign_code(named: Iterable[Named], base: Sequence[Path], read_from:
             continue
         ref = own_ref(kind, text, base)
         files = [ref.path, *plugin_files(ref).copied] if ref and ref.path else []
-        above = {folder for file in files for folder in file.parents}
-        places = [folder for folder in above if any(folder.is_relative_to(top) for top in tops)]
-        for place in (*read_from, *places, *files):
-            if place.exists() and place.stat().st_uid != os.getuid():
-                message = f"{shown(place)} belongs to another user and decides which code {setting} = {text} runs"
-                hint = "review that code, then pass --trust-code (trust_code=True in Python)"
-                raise UseError(message, hint)
+        decides = f"which code {setting} = {text} runs"
+        refuse_foreign(read_from, decides)
+        for top in tops:
+            refuse_foreign(files, decides, top=top)
