@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tiltyard.errors import TiltyardError
+from tiltyard.run.regular_files import open_regular
 
 DISK_HINT = "free some space or check the folder's permissions, then continue with: tiltyard resume"
 
@@ -107,7 +108,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The file's JSON object. OSError if it cannot be read, ValueError if it is not an object."""
-    value = json.loads(path.read_bytes())
+    with open_regular(path, follow=True) as file:
+        value = json.loads(file.read())
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return cast(dict[str, Any], value)

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tiltyard
+from tiltyard.config.ownership import find_foreign
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
+from tiltyard.run.regular_files import copy_files, each_file
 from tiltyard.types import Checkpoint, Progress
 
 if TYPE_CHECKING:
@@ -90,15 +92,14 @@ def commit(
 
 def link_files(source: Path, draft: Path, *, but: str) -> None:
     """Link the files of a checkpoint into a draft, except those of the tree `but`."""
-    ignore = shutil.ignore_patterns(MANIFEST, f"{but}.*")
-    shutil.copytree(source, draft, dirs_exist_ok=True, copy_function=_link_or_copy, ignore=ignore)
+    copy_files(source, draft, link=True, wanted=lambda name: name != MANIFEST and not name.startswith(f"{but}."))
 
 
 def pin(source: Path, place: Path) -> None:
     """Link or copy a checkpoint to another place, atomically: it stays when the run deletes its own."""
     draft = place.with_name(f".tmp-{place.name}-{atomic.unique()}")
     try:
-        shutil.copytree(source, draft, copy_function=_link_or_copy)
+        copy_files(source, draft, link=True)
         atomic.sync_folder(draft)
         if place.exists():
             _delete(place)
@@ -106,13 +107,6 @@ def pin(source: Path, place: Path) -> None:
         atomic.sync_folder(place.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _link_or_copy(path: str, to: str) -> None:
-    try:
-        os.link(path, to)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, to)
 
 
 def _what_is_left(parent: Path) -> str:
@@ -217,22 +211,28 @@ def unreadable(run: Run) -> list[str]:
 
 
 def verify(folder: Path) -> str | None:
-    """Why the checkpoint cannot be used, or None. Reads every byte."""
+    """Why the checkpoint cannot be used, or None. Reads every byte; only the manifest's files may be there."""
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected["bytes"]:
-                    return f"{name} has {size} bytes instead of {expected['bytes']}"
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{name} does not match its checksum"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return None
+    for place in (folder.parent, folder):  # it may lead to a private checkpoint of this user, to be copied by a fork
+        if place.is_symlink() and (found := find_foreign(place)) and found.path.name == place.name:
+            return f"{place} is a link of another user, {found.owner}"
+    missing = dict(manifest["files"])
+    try:
+        for name, file in each_file(folder):
+            if name == MANIFEST:
+                continue
+            if name not in missing:
+                return f"{name} is not in {MANIFEST}; move it to another folder"
+            expected, size = missing.pop(name), os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                return f"{name} does not match its checksum"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})" if error.filename else str(error)
+    return f"{next(iter(missing))} is missing" if missing else None
 
 
 def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
@@ -337,12 +337,13 @@ def copy_into(run: Run, source: Checkpoint, *, score: float | None, milestone: b
     """
 
     def write(folder: Path) -> None:
-        shutil.copytree(source.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        copy_files(source.folder, folder)
+        reason = verify(folder)  # the copy, which nobody else can change
+        if reason is not None:
+            hint = "fork from another checkpoint with --at"
+            raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", hint)
+        (folder / MANIFEST).unlink()
 
-    reason = verify(source.folder)
-    if reason is not None:
-        hint = "fork from another checkpoint with --at"
-        raise TiltyardError(f"checkpoint {source.folder} cannot be used: {reason}", hint)
     return commit(run, source.env_steps, source.progress, score, write, milestone=milestone)
 
 

@@ -10,7 +10,6 @@ So a run keeps its opponents, even if the other run changes or is deleted.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from tiltyard.plugins.snapshot import Copies
 from tiltyard.run import atomic
 from tiltyard.run.checkpoint import MANIFEST, select
 from tiltyard.run.folder import find
+from tiltyard.run.regular_files import copy_files
 from tiltyard.types import EnvSpec
 
 FOLDER, ORIGIN = "frozen", "origin.json"
@@ -73,11 +73,10 @@ def freeze(experiment: Experiment, base: Sequence[Path], copies: Copies) -> Copi
 
 def _copy(source: Source, target: Path) -> None:
     model = load_policy(source.folder, base=(source.home,)).net.settings  # also checks that its code is trusted
-    (target / "policies").mkdir(parents=True)
-    for path in (source.folder / "policies").glob(f"{saved_policies(source.folder)[0]}.*"):
-        shutil.copyfile(path, target / "policies" / path.name)
+    name = saved_policies(source.folder)[0]
+    copy_files(source.folder / "policies", target / "policies", wanted=lambda file: file.startswith(f"{name}."))
     if any(own_ref(kind, plugin, (source.home,)) for _, kind, plugin in model_plugins(model)):
-        shutil.copytree(source.home / "plugins", target / "plugins")
+        copy_files(source.home / "plugins", target / "plugins")
     atomic.write_json(target / ORIGIN, source.origin)
 
 
