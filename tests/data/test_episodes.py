@@ -14,10 +14,11 @@ import pytest
 from gymnasium import spaces
 
 from tests.counts import count
-from tiltyard.data.episodes import MANIFEST, EpisodeWriter, read_episodes, read_manifest
+from tiltyard.data.episodes import MANIFEST, EpisodeWriter, _machine, read_episodes, read_manifest
 from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import observation_specs
 from tiltyard.errors import TiltyardError, UseError
+from tiltyard.run import mutex
 from tiltyard.types import EnvSpec, Episode
 
 SPACE = spaces.Dict(
@@ -128,11 +129,35 @@ def test_next_writer_recovers_the_episodes_of_a_killed_one(tmp_path: Path) -> No
     writer.write(episode(4, 1))
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
     (tmp_path / MANIFEST).write_bytes(lines[0] + lines[1][:20])  # killed while adding the second to the manifest
-    (tmp_path / ".tmp-999999999-1").write_bytes(b"half")  # killed while writing a third
+    (tmp_path / f".tmp-{_machine()}-999999999-1").write_bytes(b"half")  # killed while writing a third
     assert [one.seed for one in read_episodes(tmp_path)] == [0]
     EpisodeWriter(tmp_path, SPEC, {}).write(episode(2, 2))
     assert [one.seed for one in read_episodes(tmp_path)] == [0, 1, 2]
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_unfinished_file_is_removed_only_if_its_writer_is_surely_dead(tmp_path: Path) -> None:
+    live = f".tmp-{_machine()}-{os.getpid()}-1"
+    away = {".tmp-0123456789ab-999999999-1", ".tmp-999999999-1"}  # of another machine; of an earlier version
+    for name in (live, *away):
+        (tmp_path / name).write_bytes(b"half")
+    EpisodeWriter(tmp_path, SPEC, {}).write(episode(2, 2))
+    assert {path.name for path in tmp_path.glob(".tmp-*")} == {live, *away}
+    for name in (live, *away):
+        os.utime(tmp_path / name, (0, 0))
+    EpisodeWriter(tmp_path, SPEC, {})
+    assert {path.name for path in tmp_path.glob(".tmp-*")} == {live}
+
+
+def test_writer_does_not_wait_for_ever_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = EpisodeWriter(tmp_path, SPEC, {})
+    monkeypatch.setattr("tiltyard.run.mutex.TIMEOUT", 0.01)
+    with mutex.hold(tmp_path / ".lock"), pytest.raises(mutex.MutexHeld, match=f"locked by pid {os.getpid()}"):
+        writer.write(episode(2, 0))
+    writer.write(episode(2, 1))
+    assert [one.seed for one in read_episodes(tmp_path)] == [1]
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
 
 
 KILLED = """

@@ -10,14 +10,14 @@ killed one left.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run.lock import in_use
+from tiltyard.run import atomic, mutex
+from tiltyard.run.lock import in_use, this_machine
 from tiltyard.types import Array, EnvSpec, Episode
 
 SCHEMA = 1
@@ -35,6 +36,8 @@ MANIFEST = "manifest.jsonl"
 ROW_GROUP = 64  # env steps: a window of 16 is read in under a millisecond
 _KEY = b"tiltyard"
 _FILE = re.compile(r"episode-(\d{6,})\.parquet")
+_TEMPORARY = re.compile(r"\.tmp-([0-9a-f]{12})-(\d+)-.*")  # machine and process of the writer
+_OLD = 86400.0  # seconds after which an unfinished file of another machine is removed; writing one takes seconds
 
 
 class EpisodeWriter:
@@ -51,18 +54,16 @@ class EpisodeWriter:
             reason = error.strerror or error
             raise UseError(f"cannot write episodes to {folder}: {reason}", "choose another folder") from error
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[float]:
         """Let one process at a time number episodes and write the manifest."""
-        with (self.folder / ".lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return mutex.hold(self.folder / ".lock")
 
     def _recover(self) -> None:
         """Remove unfinished files of dead writers, cut a torn manifest line, list committed files that are missing."""
         for leftover in self.folder.glob(".tmp-*"):
-            if not in_use(int(leftover.name.split("-")[1])):
-                leftover.unlink()
+            with suppress(FileNotFoundError):  # its writer has just finished it
+                if _is_abandoned(leftover):
+                    leftover.unlink()
         manifest = self.folder / MANIFEST
         if manifest.exists():
             text = manifest.read_bytes()
@@ -77,7 +78,7 @@ class EpisodeWriter:
 
     def write(self, episode: Episode) -> Path:
         """Write one episode completely or not at all, and return its file."""
-        temporary = self.folder / f".tmp-{os.getpid()}-{id(self)}"
+        temporary = self.folder / f".tmp-{_machine()}-{os.getpid()}-{atomic.unique()}"
         table = _table(episode, self._spec, {**self._meta, **episode.meta}, self._save_info)
         try:
             with temporary.open("wb") as file:
@@ -99,10 +100,11 @@ class EpisodeWriter:
                 temporary.rename(path)
                 self._add_to_manifest(path, episode)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             reason = error.strerror or error
             what = f"cannot write an episode to {self.folder}: {reason}"
             raise TiltyardError(what, "earlier episodes are intact") from error
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
     def _add_to_manifest(self, path: Path, episode: Episode) -> None:
@@ -122,6 +124,19 @@ class EpisodeWriter:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _machine() -> str:
+    """This machine in the names of temporary files."""
+    return hashlib.sha256("\n".join(this_machine().values()).encode()).hexdigest()[:12]
+
+
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether its writer is dead: gone from this machine, or on another one and silent for a day."""
+    name = _TEMPORARY.fullmatch(temporary.name)
+    if name is not None and name[1] == _machine():
+        return not in_use(int(name[2]))
+    return time.time() - temporary.stat().st_mtime > _OLD
 
 
 def _table(episode: Episode, spec: Mapping[str, Any], meta: Mapping[str, Any], save_info: bool) -> pa.Table:

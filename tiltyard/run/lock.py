@@ -3,16 +3,16 @@
     same job, higher restart count    at once
     same machine, process gone        at once
     same machine, process alive       refused, naming host and pid
-    another machine                   only after its heartbeat has not changed for three periods, by our own clock
+    another machine, or another boot  only after its heartbeat has not changed for three periods, by our own clock
 
-`.lock-guard` (flock) makes check-and-take atomic. The owner's heartbeat uses it too, so that an owner that was taken
-over while suspended notices and never overwrites its successor.
+`.lock-guard` (mutex.py) makes check-and-take atomic. The owner's heartbeat uses it too, so that an owner that was taken
+over while suspended notices and never overwrites its successor. Cloned machines and containers may share a host name:
+one that has booted another time may be another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import atomic
+from tiltyard.run import atomic, mutex
 from tiltyard.run.events import log_event
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _machine() -> dict[str, str]:
+def this_machine() -> dict[str, str]:
+    """What tells machines, their boots and containers apart."""
     return {
         "host": os.uname().nodename,
         "boot": _first_line("/proc/sys/kernel/random/boot_id"),
@@ -86,7 +87,7 @@ def _machine() -> dict[str, str]:
 def this_process() -> Owner:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     return {
-        **_machine(),
+        **this_machine(),
         "pid": os.getpid(),
         "started": _start_ticks(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -96,13 +97,9 @@ def this_process() -> Owner:
 
 def liveness(owner: Owner) -> Literal["alive", "dead", "unknown"]:
     """Whether the owner's process is alive; unknown for a process on another machine."""
-    here = _machine()
-    if owner.get("host") != here["host"]:
-        return "unknown"
-    if owner.get("boot") != here["boot"]:
-        return "dead"
-    if owner.get("pids") != here["pids"]:
-        # A container with our host name has its own process ids.
+    here = this_machine()
+    # A container with our host name has its own process ids, a cloned machine its own boot.
+    if any(owner.get(name) != here[name] for name in here):
         return "unknown"
     pid = owner.get("pid")
     if not isinstance(pid, int) or pid <= 0:
@@ -209,10 +206,11 @@ class Lock:
     def taken_over(self) -> bool:
         """Whether another process holds the run now.
 
-        Free, unless this process was suspended so long that the heartbeat thread did not run: then it reads the file.
+        Free, unless the heartbeat thread could not check for a while, because this process was suspended or the guard
+        is held: then it reads the file.
         """
         if self._successor is None and time.monotonic() - self._seen > UNSEEN_PERIODS * self.period:
-            self._check_owner()
+            self._find_successor()
         return self._successor is not None
 
     def check(self) -> None:
@@ -234,7 +232,8 @@ class Lock:
             self._thread.join()
         # `remove` may have moved the folder to the trash, and the lock with it.
         with contextlib.suppress(OSError, UseError), guard(self.run):
-            if self._is_mine():
+            owner = read_owner(self.run.folder)
+            if owner is not None and owner.get("mark") == self._mark:
                 (self.run.folder / LOCK).unlink()
 
     # -- taking
@@ -249,7 +248,8 @@ class Lock:
         self._thread.start()
 
     def _try(self, given_up: Owner | None = None) -> Owner | None:
-        """Take the lock; or return an owner on another machine, to be watched first; or raise if one is alive here."""
+        """Take the lock; or return an owner that may be on another machine, to be watched first; or raise if one is
+        alive here."""
         with guard(self.run):
             owner = read_owner(self.run.folder)
             if owner is not None and not self._may_take(owner, given_up):
@@ -265,12 +265,16 @@ class Lock:
         return _restarted(owner, this_process()) or liveness(owner) == "dead" or owner == given_up
 
     def _watch(self, owner: Owner) -> None:
-        """Return once the owner's heartbeat has not changed for long enough by our own clock; raise when it changes."""
+        """Return once the owner's heartbeat has not changed for long enough by our own clock; raise when it changes.
+        Time in which a third process held the guard, which the heartbeat needs, does not count."""
         timeout = STILL_PERIODS * max(_period_of(owner), self.period)
         start = time.monotonic()
         while time.monotonic() - start < timeout:
             time.sleep(min(0.5, self.period / 4))
-            seen = read_owner(self.run.folder)
+            with guard(self.run) as waited:
+                seen = read_owner(self.run.folder)
+            if waited > self.period / 2:
+                start = time.monotonic()
             if seen is None:
                 return
             if seen != owner:
@@ -284,46 +288,42 @@ class Lock:
             {**this_process(), "heartbeat": self._beat, "period": self.period, "mark": self._mark},
         )
 
-    def _is_mine(self) -> bool:
-        owner = read_owner(self.run.folder)
-        return owner is not None and owner.get("mark") == self._mark
-
     def _keep_beating(self) -> None:
         while not self._ended.wait(self.period) and self._successor is None:
-            self._check_owner()
+            self._update_heartbeat()
 
-    def _check_owner(self) -> None:
+    def _update_heartbeat(self) -> None:
         """Update the heartbeat if the run is still ours, else remember the new owner."""
-        # A full or unreachable disk must not end the run: the next attempt may succeed.
-        with contextlib.suppress(OSError, UseError), guard(self.run):
-            if self._ended.is_set():
-                return
-            if not self._is_mine():
-                self._successor = read_owner(self.run.folder) or {}
-                return
+        # A full or unreachable disk or a held guard must not end the run: the next attempt may succeed.
+        with contextlib.suppress(OSError, UseError), guard(self.run, min(self.period, mutex.TIMEOUT)):
+            if not self._ended.is_set() and self._find_successor() is None:
+                self._beat += 1
+                self._write()
+
+    def _find_successor(self) -> Owner | None:
+        """The process that has taken the run over, or None; also None while the file cannot be read, as the disk may
+        be unreachable for a moment, and a new owner's file is never damaged."""
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                owner = atomic.read_json(self.run.folder / LOCK)
+            except FileNotFoundError:
+                owner = {}
             self._seen = time.monotonic()
-            self._beat += 1
-            self._write()
+            if owner.get("mark") != self._mark:
+                self._successor = owner
+        return self._successor
 
 
 @contextlib.contextmanager
-def guard(run: Run) -> Iterator[None]:
-    """A mutex for all processes that use the run, on any machine."""
-    path = run.folder / GUARD
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        hint = "check the folder's owner and permissions, or fork the run into a runs folder of your own"
-        raise UseError(f"run {run.id} cannot be written: {run.folder}: {error.strerror}", hint) from error
-    try:
+def guard(run: Run, timeout: float | None = None) -> Iterator[float]:
+    """A mutex for all processes that use the run, on any machine; yields how many seconds it had to be waited for."""
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            waited = held.enter_context(mutex.hold(run.folder / GUARD, timeout))
         except OSError as error:
-            hint = "keep runs on a file system that supports flock (local disks and NFS 4 do)"
-            raise UseError(f"{path} cannot be locked: {error.strerror}", hint) from error
-        yield
-    finally:
-        os.close(handle)
+            hint = "check the folder's owner and permissions, or fork the run into a runs folder of your own"
+            raise UseError(f"run {run.id} cannot be written: {run.folder}: {error.strerror}", hint) from error
+        yield waited
 
 
 def _restarted(owner: Owner, me: Owner) -> bool:

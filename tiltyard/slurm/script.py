@@ -103,6 +103,14 @@ def _task_variables(folder: Path) -> list[str]:
     ]
 
 
+def pause_lines(seconds: float, place: str) -> list[str]:
+    """Let the trials of a sweep start one after another, so many seconds apart. One that had to wait for ten minutes
+    starts anyway: the one before it may be suspended."""
+    if not seconds:
+        return []
+    return [f'( umask 077; exec 9>>"$sweep/{place}/pause"; flock -w 600 9; sleep {seconds:g} )']
+
+
 # A hung node would hold the others until the time limit, so agents are killed a minute after the verdict.
 _GUARD = '(until [ -s "$run/job/verdict" ]; do sleep 5; done; sleep 60; kill "$agents" 2>/dev/null) & guard=$!'
 
@@ -115,7 +123,7 @@ def _run_agents(job: Job) -> list[str]:
         ': "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"',
         "export SLURM_JOB_END_TIME",
         *_node_names(job.profile),
-        *([f'{{ flock 9; sleep {array.pause:g}; }} 9>"$sweep/slurm/pause"'] if array and array.pause else []),
+        *(pause_lines(array.pause, "slurm") if array else []),
         "",
         *([] if array is None else ["while of=; do"]),
         "# One agent on every node. Signals are for the agents; this shell ignores them and waits.",

@@ -30,7 +30,7 @@ export TILTYARD_JOB="slurm/${array##*/}"
 # The time limit, for agents that Slurm does not signal in time.
 : "${SLURM_JOB_END_TIME:=$(SLURM_TIME_FORMAT=%s squeue -h -j "$id" -o %e)}"
 export SLURM_JOB_END_TIME
-{ flock 9; sleep 2.5; } 9>"$sweep/slurm/pause"
+( umask 077; exec 9>>"$sweep/slurm/pause"; flock -w 600 9; sleep 2.5 )
 
 while of=; do
 # One agent on every node. Signals are for the agents; this shell ignores them and waits.

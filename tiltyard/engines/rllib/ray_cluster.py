@@ -275,7 +275,7 @@ def short_folder(parent: str | None) -> Path:
         _remove_abandoned(place)
         outer = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
         lock = os.open(outer / "new", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (outer / "new").rename(outer / "lock")
         _locks.append(lock)
     except OSError as error:

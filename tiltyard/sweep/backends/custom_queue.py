@@ -28,7 +28,7 @@ from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, SCRIPT, SECRETS, VERDICT
 from tiltyard.slurm.commands import run_command
 from tiltyard.slurm.job_state import JobState
-from tiltyard.slurm.script import RUN_AGAIN, setup_lines, tick_command
+from tiltyard.slurm.script import RUN_AGAIN, pause_lines, setup_lines, tick_command
 from tiltyard.slurm.submit import write_secrets
 from tiltyard.sweep.backends.jobs import Start
 from tiltyard.sweep.folder import Sweep
@@ -124,7 +124,7 @@ class CustomQueue:
 
     def _script(self, start: Start, folder: Path) -> str:
         """What the queue runs: the trial's agent, then a tick of the sweep, again while that says so."""
-        sweep, pause = folder.parents[1], self.plan.pause_between
+        sweep = folder.parents[1]
         slurm = Slurm(setup=self.commands.setup, python=self.commands.python, keep_ld_preload=True)
         profile = self.profile.model_copy(update={"slurm": slurm})
         python = shlex.quote(slurm.python or sys.executable)
@@ -137,7 +137,7 @@ class CustomQueue:
             f"export {JOB_VARIABLE}={PLACE}/{folder.name}",
             f"run={shlex.quote(str(start.folder))} sweep={shlex.quote(str(sweep))}",
             *([f"sleep {start.wait:.0f}"] if start.wait else []),
-            *([f'{{ flock 9; sleep {pause:g}; }} 9>"$sweep/{PLACE}/pause"'] if pause else []),
+            *pause_lines(self.plan.pause_between, PLACE),
             "while true; do",
             f'{python} -m tiltyard.slurm.node_agent "$run" &',
             "agent=$!",

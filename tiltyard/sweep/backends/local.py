@@ -8,7 +8,6 @@ trials of an earlier one running and watches them like its own.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 
 from tiltyard.config.site import ENTERED, restore_profile
 from tiltyard.config.sweep_plan import Plan
-from tiltyard.run import atomic
+from tiltyard.run import atomic, mutex
 from tiltyard.run.lock import read_owner
 from tiltyard.run.logs import last_error
 from tiltyard.sweep.backends.shares import environment, least_busy, pinned, require_affinity, require_gpus, shares
@@ -154,13 +153,11 @@ def command(plan: Plan, folder: Path) -> list[str]:
 
 def _lock(mark: Path) -> int | None:
     """A handle that holds the lock; None if a process of the trial holds it."""
-    handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
+    handle = mutex.open_private(mark)
+    if mutex.try_lock(handle):
+        return handle
+    os.close(handle)
+    return None
 
 
 def _is_locked(mark: Path) -> bool:
