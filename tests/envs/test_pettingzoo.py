@@ -12,7 +12,6 @@ from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.toys.games import Pennies, Visitors
 from tiltyard.envs.vector import make_group
-from tiltyard.errors import UseError
 from tiltyard.testing import check_env
 
 pytest.importorskip("pettingzoo", reason="the extra `pettingzoo` is not installed")
@@ -31,12 +30,6 @@ def test_toy_envs_pass_the_parallel_api_test(made: Any) -> None:
 def test_rock_paper_scissors_is_found_by_its_name() -> None:
     spec = check_env("pettingzoo.classic.rps_v2:parallel_env", options={"max_cycles": 5}, base=BASE, steps=12)
     assert spec.agents == ("player_0", "player_1") and spec.parallel and spec.action.parts[0].options == 3
-
-
-def test_env_with_alternating_agents_is_refused_with_a_hint() -> None:
-    with pytest.raises(UseError) as refused:
-        examine(Env(id="pettingzoo.classic.rps_v2:env"), BASE, False)
-    assert "take turns" in refused.value.message and "parallel_env" in refused.value.hint
 
 
 def test_row_of_a_terminated_agent_waits_for_the_others() -> None:

@@ -80,7 +80,7 @@ def structure_fault(leaves: list[Leaf], obs: Any) -> str | None:
 def obs_fault(leaf: Leaf, value: Any, strict: bool) -> str | None:
     """Check one leaf: its type, shape and dtype, then whether its numbers are finite and in range."""
     space, name = leaf.space, f"observation {leaf.name!r}"
-    if isinstance(space, gym_spaces.Text):
+    if leaf.spec.kind == "text":
         return None if isinstance(value, str) else f"{name} is a {type(value).__name__} instead of a str"
     if isinstance(space, gym_spaces.Discrete):
         return _category_fault(space, value, name)

@@ -33,6 +33,7 @@ _HINTS = (
     ("instead of (obs", "the env has an older interface: see gymnasium.farama.org on migrating"),
     ("mask", "give one bool per option, at least one of them true, in every observation or every info"),
 )
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
 _PIP = re.compile(r"pip install [^`;\n]+")
 # Packages with envs, by the missing module. Another name may be a typo, and a stranger may own it on PyPI.
 _PACKAGES = {
@@ -43,15 +44,16 @@ _PACKAGES = {
     "envpool": "'tiltyard[envpool]'",
     "gymnasium_robotics": "gymnasium-robotics",
     "highway_env": "highway-env",
-    "minigrid": "minigrid",
+    "minigrid": "'tiltyard[minigrid]'",
     "miniworld": "miniworld",
-    "mujoco": "mujoco",
+    "mujoco": "'tiltyard[mujoco]'",
     "nle": "nle",
     "pettingzoo": "'tiltyard[pettingzoo]'",
     "pygame": "'tiltyard[classic]'",
     "vizdoom": "'tiltyard[vizdoom]'",
 }
-_EXTRAS = {"box2d": "tiltyard[box2d]", "pygame": "tiltyard[classic]"}  # by a word in Gymnasium's own message
+# By a word in Gymnasium's own message.
+_EXTRAS = {"box2d": "tiltyard[box2d]", "mujoco": "tiltyard[mujoco]", "pygame": "tiltyard[classic]"}
 
 
 class InvalidEnvData(Exception):
@@ -108,6 +110,9 @@ def construction_error(error: BaseException, what: str) -> UseError:
         absent = "it is neither next to your code nor among the installed packages"
         hint = import_hint(error) or (f"pip install {known}" if known else absent)
         return UseError(f"{what} needs the package {error.name!r}, which is not installed", hint)
+    unknown = _UNKNOWN_OPTION.search(str(error)) if isinstance(error, TypeError) else None
+    if unknown:
+        return UseError(f"{what} does not take the option {unknown[1]!r}", "see its documentation for its options")
     reason = f"{type(error).__name__}: {_first_line(error)}"
     message = f"{what} could not be made: {f'it {raised(error)}' if isinstance(error, SystemExit) else reason}"
     return UseError(message, "the traceback is the env's own; check env.options", resolve.user_traceback(error))

@@ -12,7 +12,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,8 @@ from gymnasium.envs.registration import load_env_creator
 from tiltyard.config.sections import Env
 from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
 from tiltyard.envs.env_errors import construction_error, unknown_env
-from tiltyard.envs.pettingzoo import Parallel, is_parallel
+from tiltyard.envs.pettingzoo import Parallel, as_parallel, is_parallel
+from tiltyard.envs.suites.registered import import_package, prepare_display, simplify_drawing
 from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
 from tiltyard.plugins import resolve
@@ -35,8 +35,6 @@ from tiltyard.processes import reaper
 from tiltyard.types import Array
 
 RENDER_MODE = "rgb_array"
-# Images are arrays here: SDL needs no sound or screen for that, and MuJoCo aborts the process without a screen.
-_WITHOUT_SCREEN = {"SDL_AUDIODRIVER": "dummy", "SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}
 
 _project_envs: dict[tuple[str, str], Registered] = {}  # by registering module and id: two projects may use one id
 
@@ -46,16 +44,14 @@ def make_any(env: Env, base: Sequence[Path], render: bool = False) -> gymnasium.
 
     A wrapper of an env with several agents takes and returns such an env.
     """
-    if render and not os.environ.get("DISPLAY"):
-        for name, value in _WITHOUT_SCREEN.items():
-            os.environ.setdefault(name, value)
+    prepare_display()
     made = _make_bare(env, base, render)
     for index, plugin in enumerate(env.wrappers):
         setting = f"env.wrappers.{index}"
         ref = resolve.parse(plugin.id, BUILTIN_WRAPPERS, resolve.CONVENTIONAL["wrapper"], base)
         wrapper = _callable(resolve.load(ref), f"{setting}.id", plugin.id)
         _refuse(resolve.check_options(wrapper, plugin.options, 1, f"{setting}.options"))
-        made = _construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}")
+        made = as_parallel(_construct(partial(wrapper, made, **plugin.options), f"wrapper {plugin.id}"))
         if not isinstance(made, gymnasium.Env) and not is_parallel(made):
             hint = "return a gymnasium.Wrapper"
             raise UseError(f"{setting}.id = {plugin.id} returned a {type(made).__name__}, not an env", hint)
@@ -95,7 +91,7 @@ def _make_bare(env: Env, base: Sequence[Path], render: bool) -> Any:
     options = dict(env.options)
     if render and _takes(creator, "render_mode"):
         options["render_mode"] = RENDER_MODE
-    made = _construct(lambda: creator(*names, **options), f"env {env.id}")
+    made = as_parallel(_construct(lambda: creator(*names, **options), f"env {env.id}"))
     if not isinstance(made, gymnasium.Env) and not is_parallel(made):
         bases = ", ".join(f"{b.__module__}.{b.__qualname__}" for b in type(made).__mro__[1:-1]) or "nothing"
         raise UseError(
@@ -141,6 +137,8 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
     made: gymnasium.Env[Any, Any] = _construct(
         lambda: gymnasium.make(registered, max_episode_steps=-1, disable_env_checker=True, **options), f"env {env.id}"
     )
+    if render:
+        simplify_drawing(made)
     return made
 
 
@@ -153,8 +151,8 @@ def _registered(name: str, base: Sequence[Path]) -> Registered:
             if ref.path is not None:
                 return _registered_by_own(ref, ref.path)
             _construct(lambda: importlib.import_module(str(ref.module)), f"env {ref.text}")
-        elif name.startswith("ALE/"):
-            _register_atari(name)
+        else:
+            import_package(name)
         return gymnasium.spec(name)
     except (gymnasium.error.Error, ValueError) as error:
         raise unknown_env(name, BUILTIN_ENVS) from error
@@ -172,15 +170,6 @@ def _registered_by_own(ref: resolve.Ref, folder: Path) -> Registered:
                 entry.entry_point = resolve.load(resolve.Ref(entry.entry_point, folder, place, name))
         _project_envs[key] = entry
     return _project_envs[key]
-
-
-def _register_atari(name: str) -> None:
-    try:
-        import ale_py
-    except ModuleNotFoundError as error:
-        hint = "pip install 'tiltyard[atari]'; atari:pong is Pong with the usual preprocessing, ALE/Pong-v5 without it"
-        raise UseError(f"env {name} needs the package {error.name!r}, which is not installed", hint) from error
-    gymnasium.register_envs(ale_py)
 
 
 def registered_limit(env: Env, base: Sequence[Path]) -> int | None:

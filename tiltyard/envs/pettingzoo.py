@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 
 from tiltyard.envs.checks import reward_fault, shown
+from tiltyard.envs.spaces import MASK
 from tiltyard.errors import UseError
 
 _METHODS = ("reset", "step", "observation_space", "action_space")
@@ -24,13 +25,52 @@ _PADDING = "pad them to one shape (supersuit's pad_observations_v0 and pad_actio
 
 
 def is_parallel(made: Any) -> bool:
-    """Whether an object is an env whose agents act together. UseError for one whose agents take turns."""
+    """Whether an object is an env whose agents act together."""
     if isinstance(made, gymnasium.Env) or not all(callable(getattr(made, name, None)) for name in _METHODS):
         return False
-    if callable(getattr(made, "agent_iter", None)):
-        hint = "use its parallel_env, or convert it with pettingzoo.utils.conversions.aec_to_parallel"
-        raise UseError(f"{type(made).__name__} is an env whose agents take turns (PettingZoo's AEC)", hint)
-    return hasattr(made, "possible_agents")
+    return hasattr(made, "possible_agents") and not _is_sequential(made)
+
+
+def as_parallel(made: Any) -> Any:
+    """An env whose agents take turns (PettingZoo's AEC), converted by PettingZoo; other envs as they are."""
+    if not _is_sequential(made):
+        return made
+    from pettingzoo.utils import conversions
+
+    if made.metadata.get("is_parallelizable"):
+        return conversions.aec_to_parallel(made)
+    return _Sequential(conversions.turn_based_aec_to_parallel(made))
+
+
+def _is_sequential(made: Any) -> bool:
+    return not isinstance(made, gymnasium.Env) and callable(getattr(made, "agent_iter", None))
+
+
+class _Sequential:
+    """A game in which one agent acts at a time, as an env in which all do: the actions of the others are ignored.
+
+    PettingZoo allows those who wait no action at all. Here they may choose any, because a policy must choose one.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        obs, infos = self.inner.reset(seed=seed, options=options)
+        return {agent: _allow_waiting(each) for agent, each in obs.items()}, infos
+
+    def step(self, actions: Any) -> Any:
+        obs, *others = self.inner.step(actions)
+        return ({agent: _allow_waiting(each) for agent, each in obs.items()}, *others)
+
+
+def _allow_waiting(obs: Any) -> Any:
+    if isinstance(obs, Mapping) and MASK in obs and not np.any(obs[MASK]):
+        return {**obs, MASK: np.ones_like(obs[MASK])}
+    return obs
 
 
 class Parallel:

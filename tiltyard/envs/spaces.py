@@ -94,10 +94,15 @@ def _frame_spec(space: gym_spaces.Space[Any], name: str) -> ArraySpec:
         return ArraySpec("multi_discrete", (len(options),), "int64", options)
     if isinstance(space, gym_spaces.MultiBinary):
         return ArraySpec("multi_binary", (int(np.prod(space.shape)),), "uint8")
-    if isinstance(space, gym_spaces.Text):
+    if is_text(space):
         return ArraySpec("text", (TEXT_WORDS,), "int32", (TEXT_HASHES + 1,))
     hint = "use Box, Discrete, MultiDiscrete, MultiBinary, Text, or Dict and Tuple of them; a wrapper can convert it"
     raise UseError(f"observation {name!r} has a space that Tiltyard cannot store: {type(space).__name__}", hint)
+
+
+def is_text(space: gym_spaces.Space[Any]) -> bool:
+    """Whether it is a space of strings: Text, or another class with that dtype (MiniGrid's MissionSpace)."""
+    return isinstance(space, gym_spaces.Text) or (space.dtype is not None and np.dtype(space.dtype).kind == "U")
 
 
 def stack_axis(spec: ArraySpec) -> int:

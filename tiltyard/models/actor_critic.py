@@ -112,6 +112,13 @@ class Text(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":  # counting distinct rows would move data to the CPU
+            return self._read(x)
+        rows, which = torch.unique(x, dim=0, return_inverse=True)  # a batch repeats few different texts
+        words = max(1, int((rows != 0).sum(1).max()))
+        return self._read(rows[:, :words])[which]
+
+    def _read(self, x: Tensor) -> Tensor:
         out, _ = self.core(self.table(x))  # [N, words, size]
         length = (x != 0).sum(1)
         last = (length - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, self.size)

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from tiltyard.errors import UseError
-from tiltyard.plugins.resolve import Ref, own_ref, short
+from tiltyard.plugins.resolve import REGISTERING, Ref, own_ref, short
 from tiltyard.plugins.snapshot import plugin_files
 
 _AT_ONCE = {"class", "listcomp", "setcomp", "dictcomp", "genexpr"}  # scopes that are executed with the definition
@@ -53,7 +53,8 @@ def _with_class(env: Any) -> Any:
     from gymnasium.envs.registration import load_env_creator, registry
 
     entry = registry.get(str(env.get("id")))
-    known = {"gymnasium", "ale_py", *(point.module.partition(".")[0] for point in entry_points(group="gymnasium.envs"))}
+    known = {"gymnasium", *(point.module.partition(".")[0] for point in entry_points(group="gymnasium.envs"))}
+    known |= {package for package, _ in REGISTERING.values()}
     if entry is None or (isinstance(entry.entry_point, str) and entry.entry_point.partition(".")[0] in known):
         return env
     if entry.entry_point is None or entry.additional_wrappers:

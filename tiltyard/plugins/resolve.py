@@ -46,6 +46,13 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "envpool": ("tiltyard.envs.suites.envpool:EnvPool", "envpool"),
 }
 
+# Packages that register ids with Gymnasium when they are imported: beginning of the ids -> package, pip extra.
+REGISTERING: Mapping[str, tuple[str, str]] = {
+    "ALE/": ("ale_py", "atari"),
+    "BabyAI-": ("minigrid", "minigrid"),
+    "MiniGrid-": ("minigrid", "minigrid"),
+}
+
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 MODULE = re.compile(rf"(?P<folder>.*/)?(?P<module>{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from tiltyard.envs.spaces import is_text
+
 
 def space_parts(space: spaces.Space[Any] | None) -> Any:
     """A space as a value that can be sent; None for a kind that spaces.py and actions.py do not know."""
@@ -26,6 +28,8 @@ def space_parts(space: spaces.Space[Any] | None) -> Any:
             return "dict", [(key, space_parts(inner)) for key, inner in space.spaces.items()]
         case spaces.Tuple():
             return "tuple", [space_parts(inner) for inner in space.spaces]
+        case spaces.Space() if is_text(space):  # another class of strings: only that it is text matters here
+            return "text", 1, 0, ""
     return None
 
 

@@ -1,1 +1,1 @@
-"""Families of envs from other packages: `atari:NAME`, `doom:NAME`, `envpool:NAME`."""
+"""Envs from other packages: families `atari:NAME`, `doom:NAME`, `envpool:NAME`, and ids that packages register."""
