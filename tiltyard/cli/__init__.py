@@ -11,10 +11,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from typing import NoReturn
 
 from tiltyard import __version__
+from tiltyard.cli.formatting import printable
 from tiltyard.cli.output import data_to
 from tiltyard.errors import (
     EXIT_DONE,
@@ -82,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         refuse_windows()
-        with data_to(sys.stdout.buffer, sys.stdout.encoding, sys.stdout.isatty()) as data, redirect_stdout(data):
+        with (
+            data_to(sys.stdout.buffer, sys.stdout.encoding, sys.stdout.isatty()) as data,
+            data_to(sys.stderr.buffer, sys.stderr.encoding, True) as messages,
+            redirect_stdout(data),
+            redirect_stderr(messages),
+        ):
             code = dispatch(words)
     except TiltyardError as error:
         report(error)
@@ -187,7 +193,7 @@ def report(error: TiltyardError) -> None:
         lines += [error.details] if isinstance(error, ConfigError) else ["", error.details.rstrip(), ""]
     if error.hint:
         lines.append(f"hint: {error.hint}")
-    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.write(printable("\n".join(lines) + "\n"))
 
 
 __all__ = ["EXIT_FAILED", "dispatch", "main", "overview", "report"]

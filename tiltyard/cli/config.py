@@ -8,11 +8,13 @@ import sys
 from typing import Any
 
 from tiltyard.cli.arguments import add
+from tiltyard.errors import UseError
 
 
 def configure_show(parser: argparse.ArgumentParser) -> None:
     add(parser, "target", "overrides")
-    parser.add_argument("--origin", action="store_true", help="print where each value comes from")
+    about = "print where each value comes from, and the site file in effect"
+    parser.add_argument("--origin", action="store_true", help=about)
     add(parser, "--json")
     add(parser, "--on", help="apply a profile of the site file")
 
@@ -30,12 +32,26 @@ def run_show(args: argparse.Namespace) -> None:
         sys.stderr.write(f"warning: {warning}\n")
     values = loaded.experiment.model_dump(mode="json", by_alias=True)
     if args.json:
-        shown: Any = {"experiment": values, "origins": loaded.origins} if args.origin else values
+        shown: Any = values
+        if args.origin:
+            shown = {"experiment": values, "origins": loaded.origins, "site": _site_file()[0]}
         sys.stdout.write(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
     elif args.origin:
-        sys.stdout.write(_origin_table(values, loaded.origins))
+        used, why_not = _site_file()
+        sys.stdout.write(f"{_origin_table(values, loaded.origins)}site file: {used or 'none'}{why_not}\n")
     else:
         sys.stdout.write(resolved_yaml(loaded.experiment))
+
+
+def _site_file() -> tuple[str | None, str]:
+    """The path of the site file in effect; if there is none because it is refused, the reason."""
+    from tiltyard.config.site_file import find_site
+
+    try:
+        path = find_site()
+    except UseError as error:
+        return None, f" ({error.message})"
+    return (str(path) if path else None), ""
 
 
 def _origin_table(values: dict[str, Any], origins: dict[str, str]) -> str:

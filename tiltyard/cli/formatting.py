@@ -1,17 +1,30 @@
 """Numbers, times and tables for a terminal. Knows nothing about runs.
 
 Text from files (notes, reasons, env ids) passes through `clean` first: control characters could move the cursor.
+Everything that is printed passes through `printable`: names, logs and errors may contain another user's text.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")  # colours, cursor, titles
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+
+
+def printable(text: str) -> str:
+    """Text that no terminal obeys: sequences are removed, other control characters written as in JSON.
+
+    A lone carriage return, with which progress bars overwrite their line, begins a new line.
+    """
+    return _CONTROL.sub(lambda found: "\n" if found[0] == "\r" else f"\\u{ord(found[0]):04x}", _SEQUENCE.sub("", text))
 
 
 def clean(text: str) -> str:

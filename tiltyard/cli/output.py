@@ -1,4 +1,8 @@
-"""stdout is for data: nothing else gets there, and what cannot be written there is an error."""
+"""stdout is for data: nothing else gets there, and what cannot be written there is an error.
+
+No terminal obeys what is written to stdout and stderr, also if a pipe leads there: text of another user's file could
+contain control sequences. Only commands that draw (`data_stdout`) write to the real stderr.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from tiltyard.cli.formatting import printable
 from tiltyard.errors import TiltyardError
 from tiltyard.run import atomic
 
@@ -18,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class Data(io.TextIOWrapper):
-    """stdout: characters that it cannot encode are escaped, and a failed write is an error with a sentence."""
+    """stdout or stderr: characters that it cannot encode and those that control a terminal are escaped, and a failed
+    write is an error with a sentence."""
 
     def write(self, text: str) -> int:
         try:
-            return super().write(text)
+            return super().write(printable(text))
         except OSError as error:
             raise self._lost(error) from error
 
@@ -37,8 +43,8 @@ class Data(io.TextIOWrapper):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         if isinstance(error, BrokenPipeError):
             return BrokenPipeError(*error.args)
-        hint = "redirect it to a disk with free space"
-        return TiltyardError(f"stdout cannot be written: {error.strerror}", hint)
+        name = "stderr" if self.fileno() == 2 else "stdout"
+        return TiltyardError(f"{name} cannot be written: {error.strerror}", "redirect it to a disk with free space")
 
 
 def write_result(value: Any, text: str, *, as_json: bool) -> None:
@@ -65,13 +71,15 @@ def data_to(buffer: BinaryIO, encoding: str, line_buffering: bool = False) -> It
 
 @contextmanager
 def data_stdout() -> Iterator[TextIO]:
-    """The real stdout, for data; meanwhile everything else that is printed, also by C libraries, goes to stderr."""
+    """The real stdout, for data; meanwhile everything else that is printed, also by C libraries, goes to the real
+    stderr, where training draws its panel."""
     sys.stdout.flush()
     kept = os.dup(1)
     raw = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        with data_to(raw, sys.stdout.encoding) as data, redirect_stdout(sys.stderr):
+        drawn = sys.__stderr__ or sys.stderr
+        with data_to(raw, sys.stdout.encoding) as data, redirect_stderr(drawn), redirect_stdout(drawn):
             yield data
     finally:
         sys.stdout.flush()

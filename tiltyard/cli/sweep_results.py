@@ -129,7 +129,9 @@ def run_watch(args: argparse.Namespace) -> int:
         settled, counts = not ticks or (ticked and found.counts == counts), found.counts
         text = summary(found)
         if text != before:
-            sys.stdout.write(("\033[H\033[2J" if sys.stdout.isatty() else "") + text)
+            if sys.stdout.isatty():
+                sys.stdout.buffer.write(b"\033[H\033[2J")  # clear the screen; text may not
+            sys.stdout.write(text)
             sys.stdout.flush()
             before = text
         if found.state in ("finished", "failed"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import shutil
 import subprocess
 import time
@@ -27,7 +26,7 @@ from tiltyard.run.logs import last_lines
 from tiltyard.slurm import SCRIPT, SECRETS
 from tiltyard.slurm.commands import cancel, sbatch
 from tiltyard.slurm.job_state import JobState, JobWatch, query_jobs
-from tiltyard.slurm.script import header_lines, setup_lines, step_lines, with_nodes
+from tiltyard.slurm.script import header_lines, quoted, script_text, setup_lines, step_lines, with_nodes
 from tiltyard.slurm.shell import hostnames
 from tiltyard.slurm.submit import write_secrets
 
@@ -88,15 +87,15 @@ def _folder(root: Path) -> Iterator[Path]:
 def _write(folder: Path, profile: Profile, root: Path, count: int) -> None:
     """Write the job's script, and its secrets in a separate file."""
     write_secrets(folder, profile)
-    quoted, wait = shlex.quote(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
+    place, wait = quoted(str(folder)), min(profile.slurm.wait, LONGEST_WAIT)
     lines = [
         *header_lines(profile, f"doctor-{folder.name}", "/dev/null", time=TIME_LIMIT, requeue=False),
-        f"exec >{quoted}/{OUTPUT} 2>&1",
-        *setup_lines(profile, f"{quoted}/{SECRETS}"),
-        f"export TILTYARD_RUNS={shlex.quote(str(atomic.absolute(root)))}",
-        *step_lines(profile, ["-m", "tiltyard.doctor.node_probe"], f"{quoted} {count} {wait:g}"),
+        f"exec >{place}/{OUTPUT} 2>&1",
+        *setup_lines(profile, f"{place}/{SECRETS}"),
+        f"export TILTYARD_RUNS={quoted(str(atomic.absolute(root)))}",
+        *step_lines(profile, ["-m", "tiltyard.doctor.node_probe"], f"{place} {count} {wait:g}"),
     ]
-    (folder / SCRIPT).write_text("\n".join(lines) + "\n")
+    (folder / SCRIPT).write_text(script_text(lines), errors="surrogateescape")
 
 
 @contextlib.contextmanager

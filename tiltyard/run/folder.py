@@ -126,11 +126,13 @@ def find(text: str | Path, root: Path | None = None, *, whole: bool = True, prog
     `root` defaults to the site's runs folder. whole=False also finds a partly deleted folder, so that it can be
     removed; `programs` also finds a trial of another program, which has no experiment.
     """
-    root = runs_root() if root is None else root
     given = str(text)
     if "\0" in given or not given.strip():
         raise UseError("the run's name is empty or contains a null byte", "list the runs with: tiltyard ls")
-    folder = _by_keyword(given, root) or _by_path(Path(given)) or _by_path(root / given) or _by_name(given, root)
+    folder = None if given == "last" else _by_path(Path(given))
+    if folder is None:  # only now: a path needs no site file, which may be refused
+        root = runs_root() if root is None else root
+        folder = _newest(root) if given == "last" else _by_path(root / given) or _by_name(given, root)
     if whole:
         _check(folder, programs)
     return Run(folder)
@@ -145,9 +147,7 @@ def run_of(path: Path) -> Run:
     return Run(folder)
 
 
-def _by_keyword(text: str, root: Path) -> Path | None:
-    if text != "last":
-        return None
+def _newest(root: Path) -> Path:
     rows = list_runs(root)
     if not rows:
         raise UseError(f"there is no run in {root}", "start one with: tiltyard train CartPole-v1")

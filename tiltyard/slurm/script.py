@@ -4,23 +4,27 @@
     header_lines, setup_lines, step_lines   its parts, also used by doctor jobs
 
 In an array's script the task number selects the run, and a tick of the sweep follows each trial.
-Every name from a user is quoted or read from a file; the shell never evaluates it.
+Every name from a user is quoted or read from a file; the shell never evaluates it. `script_text` makes the text of
+every generated script and refuses a line with a control character: part of a name would be a line of its own.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiltyard.config.site import ENTERED, Nodes, Profile
+from tiltyard.errors import UseError
 from tiltyard.run.redact import looks_secret
 from tiltyard.run.status import root_of
 from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, NEVER_SUBMITTED, SCRIPT, SECRETS, TRIALS
 
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")  # all but the tab
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,+@%-]+")
 RUN_AGAIN = 10  # exit code of a sweep tick: run this task's trial again in the same job
 
@@ -50,7 +54,26 @@ class Job:
 
 def script(job: Job) -> str:
     """The whole script of a run's job or of an array."""
-    return "\n".join([*_preamble(job), *_run_agents(job), *_requeue(job)]) + "\n"
+    return script_text([*_preamble(job), *_run_agents(job), *_requeue(job)])
+
+
+def script_text(lines: Iterable[str]) -> str:
+    """The text of a script; UseError for a line with a control character, which could begin another line."""
+    text = ""
+    for line in lines:
+        if CONTROL.search(line):
+            hint = "remove it from the setting or the folder's name"
+            raise UseError(f"a line of the job script contains a control character: {line!r}", hint)
+        text += f"{line}\n"
+    return text
+
+
+def quoted(text: str) -> str:
+    """A word for bash, on one line: with control characters it is written with escapes."""
+    if not CONTROL.search(text):
+        return shlex.quote(text)
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(text))
+    return f"$'{''.join(plain)}'"
 
 
 def _preamble(job: Job) -> list[str]:
@@ -58,11 +81,11 @@ def _preamble(job: Job) -> list[str]:
     profile, folder, array = job.profile, job.folder, job.array
     can_escape = str(folder).isprintable() and "\\" not in str(folder)  # a backslash would disable sbatch's %j
     output = str(folder).replace("%", "%%") + ("/%a.out" if array else "/logs/job-%j.out")
-    title = f"{_one_line(job.name)}, profile {_one_line(profile.name)}"
+    title = f"{one_line(job.name)}, profile {one_line(profile.name)}"
     if array is None:
-        root, quoted = root_of(folder), shlex.quote(str(folder))
-        redirect = [] if can_escape else [f'exec >>{quoted}/logs/job-"$SLURM_JOB_ID".out 2>&1']
-        comment, variables = f"# Run {title}. It can also be submitted by hand.", [f"run={quoted}", *_ID]
+        root, place = root_of(folder), quoted(str(folder))
+        redirect = [] if can_escape else [f'exec >>{place}/logs/job-"$SLURM_JOB_ID".out 2>&1']
+        comment, variables = f"# Run {title}. It can also be submitted by hand.", [f"run={place}", *_ID]
     else:
         root, variables, redirect = folder.parents[3], _task_variables(folder), _task_log(folder)
         comment = f"# Trials {title}. One can also be submitted by hand: sbatch --array=TASK {SCRIPT}"
@@ -71,8 +94,8 @@ def _preamble(job: Job) -> list[str]:
         "",
         comment,
         *redirect,
-        *setup_lines(profile, shlex.quote(str((folder if array else folder / FOLDER) / SECRETS))),
-        f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(root))}",
+        *setup_lines(profile, quoted(str((folder if array else folder / FOLDER) / SECRETS))),
+        f"export {ENTERED}={quoted(profile.name)} TILTYARD_RUNS={quoted(str(root))}",
         "",
         *variables,
     ]
@@ -85,15 +108,15 @@ _LINE = '"$((SLURM_ARRAY_TASK_ID + 1))p"'
 def _task_log(folder: Path) -> list[str]:
     log = '"$trial/logs/job-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"'
     return [
-        f"trial=$(sed -n {_LINE} {shlex.quote(str(folder / TRIALS))})",
-        f"exec >>{shlex.quote(str(folder.parents[1]))}/{log} 2>&1",
+        f"trial=$(sed -n {_LINE} {quoted(str(folder / TRIALS))})",
+        f"exec >>{quoted(str(folder.parents[1]))}/{log} 2>&1",
     ]
 
 
 def _task_variables(folder: Path) -> list[str]:
     """Find the task's trial. Tasks write the array's job id too, in case the submitting process died before it did."""
     return [
-        f"array={shlex.quote(str(folder))} sweep={shlex.quote(str(folder.parents[1]))}",
+        f"array={quoted(str(folder))} sweep={quoted(str(folder.parents[1]))}",
         f'run=$sweep/$(sed -n {_LINE} "$array/{TRIALS}")',
         *_ID,
         f'[ ! -e "$array/{NEVER_SUBMITTED}" ] || exit 0',
@@ -158,7 +181,7 @@ def _run_agents(job: Job) -> list[str]:
 def tick_command(profile: Profile, python: str) -> str:
     """A tick of the trial's sweep, outside any container, where jobs can be submitted."""
     chosen = python if profile.slurm.container else profile.slurm.python or python
-    return f'{shlex.quote(chosen)} -m tiltyard.sweep.tick "$sweep" --own "$run"'
+    return f'{quoted(chosen)} -m tiltyard.sweep.tick "$sweep" --own "$run"'
 
 
 def _requeue(job: Job) -> list[str]:
@@ -202,7 +225,7 @@ def header_lines(
 ) -> list[str]:
     """The #! line and the #SBATCH lines. `output` is an sbatch file pattern; `time` replaces the profile's."""
     lines = [
-        f"--job-name={_escaped(_one_line(name))}",
+        f"--job-name={_escaped(one_line(name))}",
         f"--output={_escaped(output)}",
         "--open-mode=append",
         *([f"--array=0-{array.tasks - 1}%{array.at_once}"] if array is not None else []),
@@ -260,10 +283,10 @@ def setup_lines(profile: Profile, secrets: str | None = None) -> list[str]:
     kept = profile.slurm.keep_ld_preload
     warn = 'echo "LD_PRELOAD=$LD_PRELOAD is unset because it breaks Ray (slurm.keep_ld_preload: true keeps it)"'
     return [
-        *profile.slurm.setup,
+        *(line for lines in profile.slurm.setup for line in lines.split("\n")),
         "set -uo pipefail",  # after the site's own scripts, many of which fail with it
         "export PYTHONUNBUFFERED=1",
-        *(f"export {name}={shlex.quote(value)}" for name, value in shown.items()),
+        *(f"export {name}={quoted(value)}" for name, value in shown.items()),
         *([f". {secrets}"] if hidden and secrets else []),
         *([] if kept else [f'[ -z "${{LD_PRELOAD:-}}" ] || {{ {warn}; unset LD_PRELOAD; }}']),
     ]
@@ -274,7 +297,8 @@ def step_lines(
 ) -> list[str]:
     """One `srun` that runs Python with `words` once on every node; `target` must be quoted already."""
     slurm, resources = profile.slurm, profile.resources
-    command = shlex.join([*shlex.split(slurm.container or ""), slurm.python or python, *words]) + f" {target}"
+    named = [*shlex.split(slurm.container or ""), slurm.python or python, *words]
+    command = " ".join([*map(quoted, named), target])
     shared = "--cpu-bind=none --kill-on-bad-exit=0"
     end = " &" if background else ""
     if slurm.samplers is None:
@@ -303,5 +327,6 @@ def _escaped(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A name for a comment or an option, with ? for what is not printable."""
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -28,7 +28,16 @@ from tiltyard.run.folder import Run
 from tiltyard.slurm import FOLDER, JOB_NUMBER, JOB_VARIABLE, SCRIPT, SECRETS, VERDICT
 from tiltyard.slurm.commands import run_command
 from tiltyard.slurm.job_state import JobState
-from tiltyard.slurm.script import RUN_AGAIN, pause_lines, setup_lines, tick_command
+from tiltyard.slurm.script import (
+    CONTROL,
+    RUN_AGAIN,
+    one_line,
+    pause_lines,
+    quoted,
+    script_text,
+    setup_lines,
+    tick_command,
+)
 from tiltyard.slurm.submit import write_secrets
 from tiltyard.sweep.backends.jobs import Start
 from tiltyard.sweep.folder import Sweep
@@ -116,7 +125,9 @@ class CustomQueue:
         return f"# submitted with: {command}\n{self._script(Start(1, trial), folder)}"
 
     def _submission(self, trial: Path, path: Path) -> list[str]:
-        """The command that submits a trial's script."""
+        """The command that submits a trial's script. Queues write its words into scripts of their own."""
+        if CONTROL.search(str(path)):
+            raise UseError(f"a queue cannot use {str(path)!r}: it contains a control character", "rename the folder")
         asked = self.profile.resources.model_dump(mode="json")
         values = {name: "" if value is None else str(value) for name, value in asked.items()}
         values |= {"command": shlex.join(["bash", str(path)]), "name": ".".join(trial.parts[-3:])}
@@ -127,15 +138,15 @@ class CustomQueue:
         sweep = folder.parents[1]
         slurm = Slurm(setup=self.commands.setup, python=self.commands.python, keep_ld_preload=True)
         profile = self.profile.model_copy(update={"slurm": slurm})
-        python = shlex.quote(slurm.python or sys.executable)
+        python = quoted(slurm.python or sys.executable)
         lines = [
             "#!/bin/bash",
-            f"# Trial {start.number} of {self.sweep.id}, profile {profile.name!r}.",
-            f"exec >>{shlex.quote(str(start.folder))}/logs/{folder.name}.out 2>&1",
-            *setup_lines(profile, shlex.quote(str(folder / SECRETS))),
-            f"export {ENTERED}={shlex.quote(profile.name)} TILTYARD_RUNS={shlex.quote(str(sweep.parents[1]))}",
+            f"# Trial {start.number} of {one_line(self.sweep.id)}, profile {profile.name!r}.",
+            f"exec >>{quoted(str(start.folder))}/logs/{folder.name}.out 2>&1",
+            *setup_lines(profile, quoted(str(folder / SECRETS))),
+            f"export {ENTERED}={quoted(profile.name)} TILTYARD_RUNS={quoted(str(sweep.parents[1]))}",
             f"export {JOB_VARIABLE}={PLACE}/{folder.name}",
-            f"run={shlex.quote(str(start.folder))} sweep={shlex.quote(str(sweep))}",
+            f"run={quoted(str(start.folder))} sweep={quoted(str(sweep))}",
             *([f"sleep {start.wait:.0f}"] if start.wait else []),
             *pause_lines(self.plan.pause_between, PLACE),
             "while true; do",
@@ -149,7 +160,7 @@ class CustomQueue:
             f'[ $? = {RUN_AGAIN} ] || exit "$code"',
             "done",
         ]
-        return "\n".join(lines) + "\n"
+        return script_text(lines)
 
 
 def words(command: str, values: Mapping[str, str]) -> list[str]:

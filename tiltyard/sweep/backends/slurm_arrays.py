@@ -26,7 +26,7 @@ from tiltyard.run.folder import Run
 from tiltyard.slurm import JOB_NUMBER, NEVER_SUBMITTED, SCRIPT, TRIALS, job_state
 from tiltyard.slurm.commands import cancel, sbatch
 from tiltyard.slurm.job_state import JobState
-from tiltyard.slurm.script import Array, Job, script
+from tiltyard.slurm.script import Array, Job, script, script_text
 from tiltyard.slurm.submit import write_script
 from tiltyard.sweep.backends.jobs import Start
 from tiltyard.sweep.folder import Sweep
@@ -88,7 +88,7 @@ class SlurmArrays:
         name = f"{self.sweep.id}/{folder.name}-{atomic.unique()}"
         draft = place / f".new-{atomic.unique()}"
         draft.mkdir(mode=0o700)
-        atomic.write_text(draft / TRIALS, "".join(f"{start.folder.name}\n" for start in batch))
+        atomic.write_text(draft / TRIALS, script_text(start.folder.name for start in batch))
         atomic.write_text(draft / NAME, f"{name}\n")
         write_script(draft, self._job(name, folder, len(batch)))
         atomic.sync_folder(draft)
