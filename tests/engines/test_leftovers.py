@@ -140,6 +140,29 @@ def test_processes_left_by_envs_are_ended_if_the_driver_is_killed(runs: Path, tm
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
+@pytest.mark.parametrize("also_driver", [False, True])
+def test_processes_left_by_envs_are_ended_if_the_fork_server_is_killed(
+    runs: Path, tmp_path: Path, also_driver: bool
+) -> None:
+    # A driver that is killed too cannot end plain forks: only programs carry the mark that its reaper looks for.
+    (tmp_path / "env.py").write_text(ENV + ("" if also_driver else FORKS))
+    driver = train(tmp_path, "stop.env_steps=100_000_000")
+    until = time.monotonic() + TIMEOUT
+    while not list(runs.glob("*/*/metrics.jsonl")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(running(tmp_path)) == 4 * (1 if also_driver else 2)
+    (server,) = [each.pid for each in tree(driver.pid) if each.parent == driver.pid and "fork_server" in each.command]
+    if also_driver:
+        driver.send_signal(signal.SIGSTOP)  # it must not notice
+    os.kill(server, signal.SIGKILL)
+    if also_driver:
+        driver.kill()
+    _, errors = driver.communicate(timeout=TIMEOUT)
+    assert also_driver or "the fork server exited" in errors, errors
+    assert ended(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find what an env has started")
 def test_processes_not_started_by_envs_keep_running() -> None:
     """Trackers' helpers and processes started after the envs were closed have their own work to finish."""
     code = (

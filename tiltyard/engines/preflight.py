@@ -17,7 +17,7 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import build_algo, build_net, check_learners, device_named
 from tiltyard.engines.policies.frozen import frozen_nets
 from tiltyard.engines.policies.matchmaking import Match
-from tiltyard.engines.topology import slots_per_worker
+from tiltyard.engines.topology import require_worker_files, slots_per_worker
 from tiltyard.errors import ConfigError, Problem, UseError
 from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
@@ -57,6 +57,8 @@ def check_engine(
         if experiment.engine.affinity and not hasattr(os, "sched_setaffinity"):
             message = "engine.affinity = true: this system cannot pin processes to cores"
             raise UseError(message, "leave engine.affinity out")
+        if has_workers(experiment) and isinstance(workers := experiment.engine.workers, int):
+            require_worker_files(workers)
     _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
     if experiment.several_policies or experiment.match:

@@ -20,13 +20,19 @@ from tiltyard.engines.learner import device_named
 from tiltyard.envs.single_agent_vector import has_native
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.platforms import is_linux
-from tiltyard.processes.resources import free_cores, usable_cores
+from tiltyard.processes.resources import free_cores, require_files, usable_cores
 from tiltyard.types import EnvSpec
 
 CHEAP_STEP = 100e-6  # seconds of an env step that is not worth a process
 SHORT_UPDATE = 3e-3  # seconds of a gradient step that gains nothing from a second thread
 MIN_SPEEDUP = 1.15  # that more threads must reach
+FILES_PER_WORKER = 2  # open in the driver: a channel, and the file for a stack
 FREE_SHARE = 0.3  # of a core that must be free for a worker; 1 - FREE_SHARE for a thread
+
+
+def require_worker_files(workers: int) -> None:
+    """Let this process open the files of so many workers; UseError if it may not."""
+    require_files(FILES_PER_WORKER * workers, f"engine.workers = {workers}", "use fewer workers")
 
 
 @dataclass(frozen=True)

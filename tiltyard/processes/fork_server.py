@@ -4,9 +4,9 @@
     driver <── {"number": 3, "started": pid} / {"number": 3, "exited": code} ── fork server
     driver <── channel ──> function(task, channel, fds) in the forked process
 
-When the driver ends, the socket closes and the fork server ends its children and itself; when the fork server is
-killed, the kernel kills its children. Processes that an env leaves behind, such as a simulator, become children of the
-fork server and are ended too.
+When the driver ends, the socket closes and the fork server ends its children and itself. Processes that an env leaves
+behind, such as a simulator, become children of the fork server and are ended too. When the fork server is killed, the
+kernel kills its children, and the driver, or at the latest its reaper, ends what those leave behind.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -82,6 +83,7 @@ class ForkServer:
         self._numbers = itertools.count()
         self._forked: dict[int, Forked] = {}
         self._exited: list[Forked] = []
+        self._name = os.urandom(4).hex()  # tells fork servers of this process apart
 
     def __enter__(self) -> Self:
         return self
@@ -123,12 +125,25 @@ class ForkServer:
 
     def _request(self, function: str, name: str, fds: Sequence[int]) -> int:
         number = next(self._numbers)
-        message = json.dumps({"run": function, "name": name, "number": number, "mark": self._mark}).encode()
+        mark = self._env_mark if self._mark else ""
+        message = json.dumps({"run": function, "name": name, "number": number, "mark": mark}).encode()
         try:
             socket.send_fds(self.start(), [message], fds)
         except OSError as error:
+            self._end_orphans()
             raise TiltyardError(f"cannot start processes: {error.strerror}", self._advice) from error
         return number
+
+    @property
+    def _env_mark(self) -> str:
+        """The mark of programs that envs start below this fork server."""
+        return f"{reaper.own_mark()}.{self._name}"
+
+    def _end_orphans(self) -> None:
+        """End what envs have started, after the fork server was killed."""
+        if self._mark:
+            sessions = {forked.pid for forked in self._forked.values() if forked.pid is not None}
+            reaper.end_marked(self._env_mark, sessions=sessions)
 
     def fileno(self) -> int:
         return self.start().fileno()
@@ -141,7 +156,7 @@ class ForkServer:
         return found
 
     def _read_events(self, seconds: float) -> None:
-        while select.select([self], [], [], seconds)[0]:
+        while wait([self.fileno()], seconds):  # select() does not work beyond 1,024 open files
             seconds = 0.0
             try:
                 message = self.start().recv(MAX_BYTES)
@@ -149,6 +164,7 @@ class ForkServer:
                 message = b""
             if not message:
                 code = "" if self._process is None else f" with code {self._process.wait()}"
+                self._end_orphans()
                 raise TiltyardError(f"the fork server exited{code}", self._advice)
             event = json.loads(message)
             forked = self._forked.get(event["number"])
@@ -270,8 +286,8 @@ def _orphans(alive: Collection[int]) -> dict[int, int]:
                 os.waitpid(child.pid, os.WNOHANG)
             else:
                 # The worker that started a program; for a plain fork, whose environment is older, the session.
-                mark = reaper.mark_of(child.pid, reaper.WORKER)
-                found[child.pid] = int(mark) if mark.isdecimal() else os.getsid(child.pid)
+                worker = reaper.marks_of(child.pid).get(reaper.WORKER, "").rpartition(".")[2]
+                found[child.pid] = int(worker) if worker.isdecimal() else os.getsid(child.pid)
     return found
 
 
@@ -294,7 +310,7 @@ def _run_child(server: int, task: dict[str, Any], fds: list[int]) -> NoReturn:
             die_with(server)
             _serve(fds[0])
         if task["mark"]:
-            os.environ[reaper.WORKER] = str(os.getpid())
+            os.environ[reaper.WORKER] = f"{task['mark']}.{os.getpid()}"
         die_with(server)
         name_process(task["name"])
         module, _, function = task["run"].partition(":")

@@ -6,7 +6,8 @@
                                shows the terminal's cursor again and restores the terminal's mode
 
 Programs started by envs carry a mark in their environment; plain forks of this process hold the pipe to the reaper.
-Trackers' helpers are started without the mark and are left alone. The fork server is the reaper of its workers.
+Trackers' helpers are started without the mark and are left alone. The fork server is the reaper of its workers; what it
+leaves, because it was killed, carries the mark of the process that started it, too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 MARK = "TILTYARD_GUARDED"  # environment variable of programs started by envs: which process they must not outlive
-WORKER = "TILTYARD_WORKER"  # the same in a worker, for the fork server
+WORKER = "TILTYARD_WORKER"  # the same in a worker: that mark, a name of the fork server, and the worker's pid
 GRACE = 1.0  # seconds that a process left behind has to exit and tidy up
 TIMEOUT = 10.0  # seconds that the kernel may take to end a killed process
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -124,30 +125,46 @@ def unmarked() -> Iterator[None]:
             os.environ[MARK] = mark
 
 
-def mark_of(pid: int, name: str = MARK) -> str:
-    """The mark in a program's environment; empty for a plain fork, and where we may not read it."""
+def marks_of(pid: int) -> dict[str, str]:
+    """The marks in a program's environment; empty for a plain fork, and where we may not read it."""
+    found = {}
     with contextlib.suppress(OSError):
         for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if word.startswith(f"{name}=".encode()):
-                return word.partition(b"=")[2].decode(errors="replace")
-    return ""
+            name, _, value = word.decode(errors="replace").partition("=")
+            if name in (MARK, WORKER):
+                found[name] = value
+    return found
 
 
-def end_marked(mark: str, pipe: str = "") -> None:
-    """End all processes that carry a mark or hold a pipe, after a moment to exit by themselves."""
+def end_marked(mark: str, pipe: str = "", sessions: Collection[int] = ()) -> None:
+    """End all processes that carry a mark, hold a pipe or are in a session, after a moment to exit by themselves."""
     start = time.monotonic()
-    while (found := _marked(mark, pipe)) and (passed := time.monotonic() - start) < GRACE + TIMEOUT:
+    while (found := _marked(mark, pipe, sessions)) and (passed := time.monotonic() - start) < GRACE + TIMEOUT:
         for pid in found if passed >= GRACE else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _marked(mark: str, pipe: str) -> list[int]:
+def _marked(mark: str, pipe: str, sessions: Collection[int]) -> list[int]:
     if not mark or not Path("/proc/self").exists():
         return []
     others = {int(folder.name) for folder in Path("/proc").glob("[0-9]*")} - {os.getpid()}
-    return [pid for pid in others if f"{mark_of(pid)}.".startswith(f"{mark}.") or (pipe and pipe in _files(pid))]
+    return [
+        pid
+        for pid in others
+        if any(f"{each}.".startswith(f"{mark}.") for each in marks_of(pid).values())
+        or (pipe and pipe in _files(pid))
+        or (sessions and _session(pid) in sessions)
+    ]
+
+
+def _session(pid: int) -> int:
+    """The session of a process; 0 for one that has exited."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return 0 if fields[0] in b"ZX" else int(fields[3])
+    return 0
 
 
 def _files(pid: int) -> set[str]:

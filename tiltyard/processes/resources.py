@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import time
 from functools import cache
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from tiltyard.errors import UseError
+
 CACHE_LINE = 64  # bytes
+SPARE_FILES = 64  # for logs, checkpoints, trackers and the processes of an evaluation
 SAMPLE_SECONDS = 0.2  # how long core usage is measured
 
 
@@ -68,6 +72,19 @@ def free_memory() -> int:
     available = psutil.virtual_memory().available
     limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     return available if limit is None or used is None else min(max(0, limit - used), available)
+
+
+def require_files(count: int, what: str, fewer: str) -> None:
+    """Let this process open so many more files: raise its soft limit if that is too low. UseError, which begins with
+    `what` and advises `fewer`, if the hard limit is too low as well."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = sum(1 for _ in Path("/dev/fd").iterdir()) + count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        hint = f"{fewer}, or ask the administrators for a higher hard limit of open files (ulimit -Hn)"
+        raise UseError(f"{what} needs {wanted:,} open files, but this process may open {hard:,} (ulimit -n)", hint)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _number(path: str) -> int | None:

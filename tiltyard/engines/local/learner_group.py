@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from tiltyard.engines.local.shared_memory import Layout, gather, make_memory
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import TiltyardError
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.processes.channel import Channel, error_from
+from tiltyard.processes.channel import error_from
 from tiltyard.processes.fork_server import Forked, ForkServer
 from tiltyard.types import Array, EnvSpec, Rollout, Tree
 
@@ -143,11 +143,11 @@ class LearnerProcesses:
         until = time.monotonic() + TIMEOUT.total_seconds()
         while waiting:
             left = max(0.0, until - time.monotonic())
-            ends: list[ForkServer | Channel] = [self._fork_server, *(each.channel for each in waiting)]
-            ready = select.select(ends, [], [], left)[0]
+            ends = [self._fork_server.fileno(), *(each.channel.fileno() for each in waiting)]
+            ready = wait(ends, left)
             if not ready or self._lost():
                 raise self._cause()
-            for learner in [each for each in waiting if each.channel in ready]:
+            for learner in [each for each in waiting if each.channel.fileno() in ready]:
                 if self._recv(learner) == wanted:
                     waiting.remove(learner)
 
@@ -179,7 +179,7 @@ class LearnerProcesses:
                 if found := self._reported_error(learner):
                     return found
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._fork_server], [], [], left)[0]:
+            if left <= 0 or not wait([self._fork_server.fileno()], left):
                 minutes = TIMEOUT.total_seconds() / 60
                 return TiltyardError(f"the learners have not answered each other for {minutes:g} minutes", HINT)
 

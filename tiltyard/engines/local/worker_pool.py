@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
@@ -17,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 from tiltyard.engines.local import INFERENCE_SERVER, PRELOAD, WORKER
 from tiltyard.engines.local.hang_location import STACK_BYTES, hang_location
 from tiltyard.engines.local.inference import InferenceServerGone
 from tiltyard.engines.local.shared_memory import SharedMemory, make_memory
+from tiltyard.engines.topology import require_worker_files
 from tiltyard.envs.watchdog import IDLE, RESETTING, STEPPING
 from tiltyard.errors import DivergedError, EnvError, TiltyardError
 from tiltyard.processes.channel import error_from
@@ -79,6 +80,7 @@ class WorkerPool:
         restarts: int,
         server: ForkServer | None,
     ) -> None:
+        require_worker_files(count)
         self.shared, self.task = shared, task
         self._timeouts = {STEPPING: step_timeout, RESETTING: reset_timeout}
         self._restarts_left = restarts
@@ -135,7 +137,7 @@ class WorkerPool:
         now = time.monotonic()
         if now - self._checked > EXIT_POLL_SECONDS:
             self._checked = now
-            if select.select([self._fork_server], [], [], 0)[0]:
+            if wait([self._fork_server.fileno()], 0):
                 self._handle_events()
 
     def _recv(self, worker: _WorkerProcess | Forked | None) -> list[tuple[int, dict[str, Any]]]:

@@ -29,6 +29,7 @@ from tiltyard.plugins.resolve import user_traceback
 from tiltyard.processes.channel import error_from
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.platforms import require_linux
+from tiltyard.processes.resources import require_files
 
 if TYPE_CHECKING:
     from tiltyard.types import Array
@@ -111,6 +112,7 @@ class _ThreadChannel:
 def _process_channels(count: int) -> list[_ProcessChannel]:
     hint = "set env.isolate=thread, or none"
     require_linux("env.isolate = process", hint)
+    require_files(count, f"env.isolate = process with {count} envs", hint)
     server, open_channels = ForkServer(["tiltyard.envs.isolation.server"], hint, mark=False), set[int]()
     return [_ProcessChannel(server, number, open_channels) for number in range(count)]
 
