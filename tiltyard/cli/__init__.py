@@ -48,6 +48,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep stop": ("sweep", "ask all trials to save and stop, and wait until they have"),
     "sweep lineage": ("population", "print which member of a population was copied from which"),
     "sweep replay": ("population", "train one run with the settings schedule of one member of a population"),
+    "env list": ("env", "list envs by family: those that are installed, and those that an extra would add"),
+    "env check": ("env", "check an env: interface, seeding, leaks, speed, memory; exits with 1 if something is wrong"),
+    "env play": ("env", "play one episode with random actions or a run's policy, and film or show it"),
     "bench": ("bench", "measure how fast an env steps without learning, in 1 to k processes"),
     "tune": ("bench", "find the processes and batch sizes that train fastest on this machine"),
     "ls": ("runs", "list runs"),
@@ -67,12 +70,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 WITH_ACTIONS = {
     "sweep": "many runs from one plan: start, status, watch, best, plot, retry, extend, stop",
+    "env": "look at envs: list, check, play",
     "config": "print a resolved experiment, the JSON schema or the settings reference",
 }
 
 GROUPS = (
     ("train and evaluate", ("train", "resume", "fork", "eval", "match", "sweep")),
-    ("measure speed", ("bench", "tune")),
+    ("look at envs, measure speed", ("env", "bench", "tune")),
     ("inspect runs", ("ls", "show", "logs", "top", "diff")),
     ("manage", ("stop", "rm", "config", "shell", "doctor", "completion", "version")),
 )

@@ -75,11 +75,14 @@ class EnvCheck:
         """Act twice from the same seed; whether both times gave the same."""
         self._stdout_size = _stdout_size()  # importing and constructing the env may print
         actions: list[Array] = []
-        first = self._rollout(steps, seed, actions, record=True)
-        return first == self._rollout(steps, seed, actions, record=False)
+        first = self.rollout(steps, seed, actions, record=True)
+        return first == self.rollout(steps, seed, actions, record=False)
 
-    def _rollout(self, steps: int, seed: int, actions: list[Array], record: bool) -> str:
-        """Act `steps` times, reset at episode ends, and return the digest of everything observed."""
+    def rollout(self, steps: int, seed: int, actions: list[Array], record: bool) -> str:
+        """Act `steps` times, reset at episode ends, and return the digest of everything observed.
+
+        With `record` the actions are random and appended to `actions`, otherwise those are repeated.
+        """
         rng = np.random.default_rng(seed)
         self._digest = hashlib.sha256()
         masks = self._reset(seed, first=record)
@@ -91,6 +94,12 @@ class EnvCheck:
             chosen = {agent: self._codec.decode(actions[index][agent]) for agent in masks}
             masks = self._step(chosen, index + 1) or self._reset(seed + index + 1, first=False)
         return self._digest.hexdigest()
+
+    def random_actions(self) -> dict[int, Any]:
+        """A random action of every agent that acts after a reset."""
+        rng, masks = np.random.default_rng(0), self._reset(0, first=False)
+        allowed = {agent: None if mask is None else mask[None] for agent, mask in masks.items()}
+        return {agent: self._codec.decode(self._codec.random_rows(rng, 1, mask)[0]) for agent, mask in allowed.items()}
 
     def _reset(self, seed: int, *, first: bool) -> Masks:
         made = self._made

@@ -35,26 +35,29 @@ def probe(env: Env, *, base: Sequence[Path], previous: bool = False) -> EnvSpec:
 
     places = [str(Path(place).absolute()) for place in base]
     task = {"env": env.model_dump(mode="json"), "base": places, "previous": previous}
-    with tempfile.TemporaryDirectory(prefix="tiltyard-probe-") as name:
-        folder = Path(name)
-        answer = _ask_child(env, task, folder)
-        stdout = _tail(folder / "stdout")
+    answer, stdout = ask_child("tiltyard.envs.probe:answer", env, task, env.start_timeout)
     if stdout:
         first = stdout.splitlines()[0]
         answer["notes"].append(f"env {env.id} prints to stdout, which is for data: {first[:80]!r} goes to stderr")
     return spec_from_json(answer)
 
 
-def _ask_child(env: Env, task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What the child answers, after it and every process that it has left behind are gone."""
+def ask_child(function: str, env: Env, task: dict[str, Any], timeout: float) -> tuple[dict[str, Any], str]:
+    """What a function answers in a child process, and what it printed, after the child and all it started are gone."""
+    with tempfile.TemporaryDirectory(prefix="tiltyard-probe-") as name:
+        folder = Path(name)
+        return _ask_child(function, env, task, timeout, folder), _tail(folder / "stdout")
+
+
+def _ask_child(function: str, env: Env, task: dict[str, Any], timeout: float, folder: Path) -> dict[str, Any]:
     mark = f"{reaper.own_mark()}.{folder.name}"
     environment = {**os.environ, reaper.MARK: mark}
     with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("wb") as err:
-        child = Child("tiltyard.envs.probe:answer", task, "", "", environment=environment, output=(out, err))
+        child = Child(function, task, "", "", environment=environment, output=(out, err))
         try:
-            return child.recv(env.start_timeout)
+            return child.recv(timeout)
         except TimeoutError:
-            message = f"env {env.id} did not start and step within {env.start_timeout:g} s (env.start_timeout)"
+            message = f"env {env.id} did not start and step within {timeout:g} s (env.start_timeout)"
             hint = (
                 "raise env.start_timeout if the env is that slow; otherwise it hangs in its constructor, reset or step"
             )

@@ -14,13 +14,15 @@ from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError
 from tiltyard.evaluation.video import VideoWriter
+from tiltyard.evaluation.window import Window
 from tiltyard.types import Array, Arrays, Episode, Step
 
 
 class VideoTarget(NamedTuple):
-    """The file for a video of the first episode, and a function that gets the error if it cannot be made."""
+    """Where the first episode is shown, and a function that gets the error if it cannot be."""
 
-    path: Path
+    path: Path | None
+    """the file of a video; None for a window"""
     on_error: Callable[[TiltyardError], None]
 
 
@@ -33,11 +35,11 @@ class VideoRecorder:
 
     def __init__(self, target: VideoTarget, group: EnvGroup) -> None:
         self._group, self._on_error = group, target.on_error
-        self._writer: VideoWriter | None = None
+        self._writer: VideoWriter | Window | None = None
         self._guard(lambda: self._open(target.path))
 
-    def _open(self, path: Path) -> None:
-        self._writer = VideoWriter(path, fps=self._group.fps)
+    def _open(self, path: Path | None) -> None:
+        self._writer = Window(self._group.fps) if path is None else VideoWriter(path, fps=self._group.fps)
 
     def add(self, obs: Arrays) -> None:
         """Add the present frame, unless the video is complete."""

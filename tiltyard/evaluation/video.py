@@ -81,7 +81,7 @@ def _last_image(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return pixels[:, :, -3:] if channels % 3 == 0 else pixels[:, :, -1]
 
 
-def _fit(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def fit(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Enlarge small images and pad odd sides: H.264 with 4:2:0 colour needs even ones."""
     height, width = image.shape[:2]
     factor = max(1, min(-(-_SHORT_SIDE // min(height, width)), _LONG_SIDE // max(height, width)))
@@ -113,7 +113,7 @@ class VideoWriter:
         if frame.dtype.kind in "buif" and frame.dtype != np.uint8:
             low, high = value_range(frame)
             self._seen = (low, high) if self._seen is None else (min(low, self._seen[0]), max(high, self._seen[1]))
-        image = _fit(to_rgb(frame, self._seen))
+        image = fit(to_rgb(frame, self._seen))
         if self._ffmpeg is None:
             self._size = image.shape[:2]
             self._ffmpeg = self._start(self._size)
