@@ -262,12 +262,13 @@ class Engine(Protocol):
     def step(self) -> Report:
         """Collect one batch of experience and learn from it."""
 
-    def save(self, folder: Path, *, cut: bool = False) -> None:
-        """Write private state, and each policy in the common format, below `folder`. `cut`, after a step that failed:
-        the state before that step, without its running episodes."""
+    def save(self, folder: Path, *, cut: bool = False) -> dict[str, Tree]:
+        """Private state, and each policy in the common format, as trees by their names in a checkpoint. Their arrays
+        may share the engine's memory until its next step. Its processes write their own state below `folder`.
+        `cut`, after a step that failed: the state before that step, without its running episodes."""
 
     def load(self, folder: Path) -> list[str]:
-        """Restore what `save` wrote; returns messages about what could not be restored exactly."""
+        """Restore a checkpoint; returns messages about what could not be restored exactly."""
 
     def snapshot(self, policy: str | None = None) -> PolicyState:
         """A copy of a policy's learning state, by default the first policy's; cheap."""

@@ -20,6 +20,7 @@ from tiltyard.errors import EnvError
 from tiltyard.processes import proc
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.reaper import GRACE
+from tiltyard.run.state_file import write_trees
 
 TIMEOUT = 60
 SERVER = ForkServer(PRELOAD)
@@ -236,7 +237,7 @@ def test_timeout_applies_to_each_step_of_a_rerun(env: str, tmp_path: Path) -> No
     engine = build(env, *words)
     for _ in range(2):
         engine.step()
-    engine.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", engine.save(tmp_path / "saved"))
     engine.close()
     (tmp_path / "slow-steps").touch()
     again = build(env, *words)
@@ -251,7 +252,7 @@ def test_hang_during_save_is_detected_and_the_checkpoint_is_still_written(env: s
     engine = build(env, *TWO, "env.reset_timeout=1")
     engine.step()
     (tmp_path / "hang-in-saving").touch()
-    engine.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", engine.save(tmp_path / "saved"))
     assert engine.pool.restarts == 1 and "did not return" in engine.pool.events[0]
     engine.close()
 
@@ -261,7 +262,7 @@ def test_disk_error_in_a_worker_is_raised_and_no_worker_is_replaced(tmp_path: Pa
     engine.step()
     (tmp_path / "saved" / "engine" / "group-1.json").mkdir(parents=True)  # so that no file can be written there
     with pytest.raises(OSError, match="directory"):
-        engine.save(tmp_path / "saved")
+        write_trees(tmp_path / "saved", engine.save(tmp_path / "saved"))
     assert engine.pool.restarts == 0
     assert engine.step().progress.updates == 2
     engine.close()
@@ -270,9 +271,9 @@ def test_disk_error_in_a_worker_is_raised_and_no_worker_is_replaced(tmp_path: Pa
 def test_new_worker_saves_episodes_with_new_seeds(tmp_path: Path) -> None:
     engine = build("CartPole-v1", *TWO, "algo.rollout=1", "algo.minibatch=4")
     engine.step()
-    engine.save(tmp_path / "first")
+    write_trees(tmp_path / "first", engine.save(tmp_path / "first"))
     os.kill(pids(engine)[0], signal.SIGKILL)
-    engine.save(tmp_path / "second")
+    write_trees(tmp_path / "second", engine.save(tmp_path / "second"))
     assert engine.pool.restarts == 1
     first, second = (read_group(tmp_path / name, 0) for name in ("first", "second"))
     assert first is not None and second is not None and second["envs"] is not None

@@ -28,6 +28,7 @@ from tiltyard.errors import ConfigError, TiltyardError
 from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
+from tiltyard.run.state_file import write_trees
 
 BATCHED = "engine.inference=batched"
 TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", BATCHED)
@@ -108,7 +109,7 @@ def test_batched_inference_gives_the_weights_of_inference_in_the_worker(
         assert name_of(actor_of(asked)) == "tiltyard-a0"
         assert b.metrics["actor/rows"] == asked.rollout.reward.shape[1] and "actor/rows" not in a.metrics
 
-        asked.save(tmp_path / "saved")
+        write_trees(tmp_path / "saved", asked.save(tmp_path / "saved"))
         asked.step()
         after = weights(asked)
         for engine in (own, asked):  # the actor has no saved state, so both engines continue from this checkpoint

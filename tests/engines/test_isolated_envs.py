@@ -22,6 +22,7 @@ from tiltyard.envs.episodes import first_limits
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.run import metrics
+from tiltyard.run.state_file import write_trees
 from tiltyard.types import Engine
 
 pytestmark = pytest.mark.slow  # starts and ends processes
@@ -142,7 +143,7 @@ def test_weights_depend_neither_on_engine_nor_isolation_nor_resume(tmp_path: Pat
     after = build(*serial, "env.isolate=thread")
     local = build(*settings, "env.isolate=process", "engine.affinity=true")
     before.step()
-    before.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", before.save(tmp_path / "saved"))
     assert after.load(tmp_path / "saved") == []
     for engine, steps in ((off, 5), (whole, 5), (after, 4), (local, 5)):
         for _ in range(steps):

@@ -21,6 +21,7 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.resources import usable_cores
 from tiltyard.run import checkpoint
 from tiltyard.run.folder import find
+from tiltyard.run.state_file import write_trees
 
 pytestmark = pytest.mark.slow  # starts and ends processes
 
@@ -66,7 +67,7 @@ def test_two_learners_equal_one_also_after_load_and_adopt(tmp_path: Path) -> Non
     (pid,) = pids(two)
     assert name_of(pid) == "tiltyard-l1"
 
-    one.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", one.save(tmp_path / "saved"))
     one.step()
     two.load(tmp_path / "saved")
     two.step()
@@ -112,7 +113,7 @@ def test_random_state_of_learners_is_restored_from_a_checkpoint(
     (tmp_path / "drops.py").write_text(DROPS)
     engine = build("CartPole-v1", "model.id=drops.py", "engine.learners=2")
     engine.step()
-    engine.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", engine.save(tmp_path / "saved"))
     ends = []
     for _ in range(2):
         engine.step()

@@ -19,6 +19,7 @@ from tiltyard.engines.local import shared_memory as shared_memory
 from tiltyard.engines.local.engine import LocalEngine, _filled
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
+from tiltyard.run.state_file import write_trees
 
 TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", "engine.threads=1")  # two threads round differently
 SHORT = ["algo.rollout=16", "algo.minibatch=32", "eval.at_end=false", "track.tensorboard=false", *TWO]
@@ -257,14 +258,14 @@ def test_fork_with_fewer_groups_is_reported_and_begins_episodes_with_new_seeds(t
     two = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
     had = {end.seed for _ in range(8) for end in two.step().episodes}
     had |= {seed for group in two.groups for seed in group.envs.stats.seeds}
-    two.save(tmp_path)
+    write_trees(tmp_path, two.save(tmp_path))
     one = build("CartPole-v1", "env.native=false", "engine.workers=0", "engine.envs=4")
     assert one.load(tmp_path) == [
         "only 1 of the checkpoint's 2 env groups continue; the episodes of the others were cut"
     ]
     running = one.groups[0].envs.stats.seeds
     assert running[:2] == two.groups[0].envs.stats.seeds and not had & {*running[2:]}
-    one.save(tmp_path)
+    write_trees(tmp_path, one.save(tmp_path))
     three = build("CartPole-v1", "env.native=false", "engine.kind=serial", "engine.workers=2", "engine.envs=4")
     assert "the checkpoint has no env group 1; its 2 rows begin new episodes" in three.load(tmp_path)
     three.step()

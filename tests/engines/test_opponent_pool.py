@@ -17,7 +17,7 @@ from tiltyard.engines.serial import SerialEngine
 from tiltyard.errors import ConfigError
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
-from tiltyard.run.state_file import read_tree
+from tiltyard.run.state_file import read_tree, write_trees
 
 POOL = (
     "env.options.pauses=true",
@@ -126,7 +126,7 @@ def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
     for _ in range(4):
         one.step()
-    one.save(tmp_path)
+    write_trees(tmp_path, one.save(tmp_path))
     two.step()
     assert two.load(tmp_path) == []
     assert sorted(read_versions(tmp_path, "past")) == sorted(two.past()["past"])
@@ -147,7 +147,7 @@ def test_workers_and_groups_in_one_process_give_identical_weights(tmp_path: Path
         a, b = one.step(), two.step()
         assert [end.returns for end in a.episodes] == [end.returns for end in b.episodes]
     assert same(one.snapshot("main").weights, two.snapshot("main").weights)
-    two.save(tmp_path)
+    write_trees(tmp_path, two.save(tmp_path))
     assert one.load(tmp_path) == []
     for _ in range(2):
         one.step()

@@ -23,7 +23,7 @@ from tiltyard.errors import UseError
 from tiltyard.run import metric_names, metrics
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
-from tiltyard.run.state_file import read_tree
+from tiltyard.run.state_file import read_tree, write_trees
 from tiltyard.types import Arrays
 
 pytestmark = pytest.mark.slow  # starts and ends processes
@@ -219,7 +219,7 @@ def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     one, two = (build("visitors", *POOL, *MEMORY, "engine.kind=serial") for _ in range(2))
     assert isinstance(one, SerialEngine) and isinstance(two, SerialEngine)
     one.step()
-    one.save(tmp_path)
+    write_trees(tmp_path, one.save(tmp_path))
     two.step()
     two.step()
     assert two.load(tmp_path) == []
@@ -247,7 +247,7 @@ def test_workers_and_groups_in_one_process_give_identical_weights(tmp_path: Path
         assert [end.returns for end in a.episodes] == [end.returns for end in b.episodes]
     for name in ("main", "rival"):
         assert same(one.snapshot(name).weights, two.snapshot(name).weights)
-    two.save(tmp_path)
+    write_trees(tmp_path, two.save(tmp_path))
     assert one.load(tmp_path) == []
     one.step()
     two.step()

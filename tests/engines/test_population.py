@@ -25,7 +25,7 @@ from tiltyard.run import metrics
 from tiltyard.run.checkpoint import list_checkpoints
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
-from tiltyard.run.state_file import read_tree
+from tiltyard.run.state_file import read_tree, write_trees
 from tiltyard.training.pbt import policy_lineage, read_pbt_state
 
 SMALL: dict[str, Any] = {
@@ -250,7 +250,7 @@ def test_episode_begun_before_the_replacement_is_not_counted_for_the_new_policy(
     engine, again = (build("identity", *cast, *words) for _ in range(2))  # rollouts of 16
     engine.step()
     engine.adopt("b", engine.snapshot("a"), {})
-    engine.save(tmp_path)
+    write_trees(tmp_path, engine.save(tmp_path))
     again.load(tmp_path)
     for each in (engine, again):
         ends = [end for _ in range(6) for end in each.step().episodes]

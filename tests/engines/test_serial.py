@@ -12,6 +12,7 @@ from tiltyard.engines import make_engine
 from tiltyard.envs.probe import probe
 from tiltyard.errors import UseError
 from tiltyard.processes.fork_server import ForkServer
+from tiltyard.run.state_file import write_trees
 from tiltyard.types import Engine
 
 SMALL = [
@@ -46,7 +47,7 @@ def test_save_and_load_continue_bit_for_bit(tmp_path: Path) -> None:
     two.step()
     two.step()
     one.step()
-    one.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", one.save(tmp_path / "saved"))
     assert two.load(tmp_path / "saved") == []
     for _ in range(3):
         one.step()

@@ -19,6 +19,7 @@ from tiltyard.envs.probe import probe
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.resources import free_cores, usable_cores
+from tiltyard.run.state_file import write_trees
 from tiltyard.training.preflight import start_early
 from tiltyard.types import EnvSpec
 
@@ -136,7 +137,7 @@ def test_number_of_threads_follows_the_free_cores(slow: EnvSpec, monkeypatch: py
 def test_resume_keeps_the_threads_and_fork_measures_again(tmp_path: Path, slow: EnvSpec) -> None:
     """Another number of threads would round differently."""
     engine: Any = make_engine(experiment("engine.workers=0", "engine.threads=3"), slow, ())
-    engine.save(tmp_path)
+    write_trees(tmp_path, engine.save(tmp_path))
     engine.close()
     for same_run, kept in ((True, 3), (False, None)):
         engine = make_engine(experiment("engine.workers=0"), slow, (), tmp_path, same_run=same_run)

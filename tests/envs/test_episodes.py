@@ -14,7 +14,7 @@ from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup, make_group
 from tiltyard.errors import UseError
-from tiltyard.run.state_file import read_tree, write_tree
+from tiltyard.run.state_file import read_tree, write_tree, write_trees
 
 BASE = [Path(__file__).parent]
 
@@ -234,6 +234,6 @@ def test_fork_with_another_kind_of_env_begins_new_episodes(
     (tmp_path / "alone.py").write_text(ALONE)
     before, after = (build(*KINDS[kind], "engine.kind=serial", "engine.envs=2") for kind in (then, now))
     before.step()
-    before.save(tmp_path / "saved")
+    write_trees(tmp_path / "saved", before.save(tmp_path / "saved"))
     assert any("were cut" in sentence for sentence in after.load(tmp_path / "saved"))
     assert after.step().progress.updates == 2

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: every resume continues from a valid checkpoint, at most one interval back."""
+"""kill -9 at random moments: every resume continues from a valid checkpoint, at most two intervals back."""
 
 import os
 import random
@@ -50,7 +50,7 @@ def wait_until(condition: object, seconds: float = 100.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000 if LONG else 300)
-def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None:
+def test_kill_9_at_random_moments_loses_at_most_two_intervals(runs: Path) -> None:
     rng = random.Random(7)
     kills = count(50)
     child = tiltyard("train", "CartPole-v1", *SETTINGS[1:], "--plain")
@@ -69,7 +69,8 @@ def test_kill_9_at_random_moments_loses_at_most_one_interval(runs: Path) -> None
         newest, complaints = checkpoint.newest_valid(run)
         assert complaints == []
         assert newest is not None
-        assert trained - newest.env_steps <= INTERVAL + 64  # one update may have run beyond the interval
+        # One update may have run beyond the interval, and one interval while the checkpoint was being written.
+        assert trained - newest.env_steps <= 2 * INTERVAL + 64
         assert newest.env_steps >= reached
         reached = newest.env_steps
 

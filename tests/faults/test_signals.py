@@ -17,7 +17,7 @@ from tests.conftest import Command
 from tests.engines.test_resume_equals import final
 from tests.faults.test_kill import SETTINGS, wait_until
 from tests.faults.test_kill import tiltyard as started
-from tiltyard.run import checkpoint, metrics, state_file
+from tiltyard.run import checkpoint, checkpoint_files, metrics, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -192,7 +192,7 @@ def test_kill_between_a_record_and_its_checkpoint_leaves_one_record(cut: Path, r
     record = metrics.read(run.metrics_file)[-1]
 
     def as_before_the_evaluation(folder: Path) -> None:
-        checkpoint.link_files(kept.folder, folder, but="loop")
+        checkpoint_files.link_files(kept.folder, folder, but="loop")
         unrecorded = {name: value for name, value in record["metrics"].items() if not name.startswith("eval/")}
         state_file.write_tree(folder, "loop", {**tree, "evaluated_at": -1, "best": None, "unrecorded": unrecorded})
 

@@ -16,10 +16,11 @@ from tiltyard.envs.actions import action_spec
 from tiltyard.envs.spaces import observation_specs, previous_specs
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.models.policy import Policy, load_policy
-from tiltyard.models.policy_files import save_policy
+from tiltyard.models.policy_files import policy_tree
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.checkpoint import commit
 from tiltyard.run.folder import Run
+from tiltyard.run.state_file import write_trees
 from tiltyard.types import EnvSpec, Progress
 
 
@@ -32,7 +33,7 @@ def checkpoint(folder: Path, spec: EnvSpec, model: Model | None = None, stack: i
     experiment = Experiment(env=Env(id="X", frame_stack=stack), model=model or Model(hidden=[16]))
     net = PolicyNet(spec, experiment.model, (folder.parent.parent,), seed=seed)
     net.normaliser.observe(observations(spec, 20, 3), np.ones((20, 3), bool))
-    save_policy(folder / "policies", "main", net, spec, experiment)
+    write_trees(folder, policy_tree("main", net, spec, experiment))
     return net
 
 
@@ -64,7 +65,7 @@ def test_policy_is_loaded_from_the_newest_best_or_named_checkpoint(tmp_path):
         experiment = Experiment(env=Env(id="X"), model=Model(hidden=[16]))
 
         def write(folder, net=nets[steps], experiment=experiment):
-            save_policy(folder / "policies", "main", net, env(), experiment)
+            write_trees(folder, policy_tree("main", net, env(), experiment))
 
         commit(run, steps, Progress(env_steps=steps), score, write, milestone=False)
     (run.folder / "experiment.yaml").write_text(resolved_yaml(experiment))

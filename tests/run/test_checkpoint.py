@@ -14,6 +14,7 @@ from tests.counts import count
 from tiltyard.config.sections import Save
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic, checkpoint, state_file
+from tiltyard.run.checkpoint_files import link_files
 from tiltyard.run.folder import Run
 from tiltyard.types import Progress
 
@@ -334,6 +335,21 @@ except TiltyardError as error:
     assert names(bare_run) == ["000000000100"]
 
 
+def test_damage_of_a_file_does_not_become_valid_when_its_checkpoint_gets_a_score(bare_run):
+    save(bare_run, 100)
+    folder = checkpoint.list_checkpoints(bare_run)[-1].folder
+    weights = folder / "policies" / "main.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    draft = checkpoint.Draft(bare_run, 100)
+    with draft.filling() as new:
+        files = link_files(folder, new, but="loop") | state_file.write_tree(new, "loop", {"steps": 100})
+    scored = draft.commit(Progress(env_steps=100), 3.0, files)
+    assert names(bare_run) == ["000000000100"]
+    assert checkpoint.verify(scored.folder) == "policies/main.safetensors does not match its checksum"
+
+
 # ---------------------------------------------------------------------------------------------- kill -9
 
 # Imports once and forks a saver per line of input, so that 200 kills take seconds.
@@ -341,7 +357,6 @@ FORK_SERVER = """
 import os, sys
 from pathlib import Path
 import numpy as np
-import safetensors.numpy
 from tiltyard.config.sections import Save
 from tiltyard.run import checkpoint, state_file
 from tiltyard.run.folder import Run

@@ -3,9 +3,11 @@
 import json
 import math
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests.counts import count
 from tiltyard.errors import TiltyardError
@@ -198,3 +200,97 @@ def test_state_files_contain_no_pickle(tmp_path):
     for path in tmp_path.iterdir():
         data = path.read_bytes()
         assert not data.startswith(b"\x80") and b"numpy" not in data and b"\x93NUMPY" not in data
+
+
+# ---------------------------------------------------------------------------------------------- size
+
+
+MIB = 2**20
+
+
+def odd_arrays():
+    """Arrays that are not simply little-endian and contiguous."""
+    count = np.arange(3 * 10**6, dtype=np.uint8)
+    return {
+        "every second": count.reshape(-1, 4)[:, ::2],
+        "backwards": count[::-1],
+        "columns first": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "big-endian": np.arange(5, dtype=">i4"),
+        "broadcast": np.broadcast_to(np.float16(2), (3, 2)),
+        "scalar": np.array(3, np.int16),
+        "empty": np.zeros((0, 3)),
+        "bool": np.arange(7) % 2 == 0,
+    }
+
+
+def test_files_are_what_the_library_reads_and_writes(tmp_path):
+    arrays = odd_arrays()
+    assert (
+        write_tree(tmp_path, "state", arrays)["state.safetensors"]["bytes"]
+        == (tmp_path / "state.safetensors").stat().st_size
+    )
+    found = safetensors.numpy.load_file(tmp_path / "state.safetensors")
+    for name, array in arrays.items():
+        assert same(found[name], np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)), name
+    assert found.keys() == arrays.keys()
+    for name, array in read_tree(tmp_path, "state").items():
+        assert same(array, found[name]) and array.flags.writeable
+    plain = {name: np.array(array, array.dtype.newbyteorder("=")) for name, array in found.items()}
+    safetensors.numpy.save_file(plain, tmp_path / "state.safetensors")
+    again = read_tree(tmp_path, "state")
+    assert all(same(again[name], array) for name, array in plain.items())
+
+
+def peak(work):
+    """Bytes that were allocated at once, beyond what there was before."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_for_writing_is_a_piece_and_for_reading_the_arrays(tmp_path):
+    square = np.zeros((4096, 4096), np.float32)  # 64 MiB
+    tree = {"plain": square, "transposed": square.T, "others": list(np.zeros((4, 2 * MIB)))}
+    size = 3 * 64 * MIB
+    assert peak(lambda: write_tree(tmp_path, "state", tree)) < 40 * MIB
+    assert peak(lambda: read_tree(tmp_path, "state")) < size + 20 * MIB
+    found = []
+    assert peak(lambda: found.append(read_tree(tmp_path, "state", on_disk="others/"))) < 2 * 64 * MIB + 20 * MIB
+    assert same(found[0]["transposed"], np.ascontiguousarray(square.T))
+    part = np.ones(7)
+    found[0]["others"][1].read_into(part, 10)
+    assert same(part, np.zeros(7)) and found[0]["others"][1].shape == (2 * MIB,)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {"a": None},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}},
+        {"a": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}},
+        {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "U8", "shape": [1], "data_offsets": [7, 8]}},
+    ],
+)  # fmt: skip
+def test_invalid_headers_are_refused_before_memory_is_allocated(tmp_path, header):
+    write_tree(tmp_path, "state", {"a": np.zeros(2, np.float32)})
+    text = json.dumps(header).encode()
+    (tmp_path / "state.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(TiltyardError, match=r"state.safetensors cannot be read"):
+        read_tree(tmp_path, "state")
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 2**40, 2**64 - 1])
+def test_invalid_length_of_the_header_is_refused(tmp_path, length):
+    write_tree(tmp_path, "state", {"a": np.zeros(0, np.float32)})
+    (tmp_path / "state.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(TiltyardError, match=r"state.safetensors cannot be read"):
+        read_tree(tmp_path, "state")

@@ -124,10 +124,11 @@ class Adam:
         return [self.vector, self.first, self.second, self._count]
 
     def save(self) -> Tree:
+        """Its state; on the CPU the arrays share its memory."""
         return {"steps": self.steps, "first": self._named(self.first), "second": self._named(self.second)}
 
     def _named(self, vector: Tensor) -> Arrays:
-        return {name: part.cpu().numpy().copy() for name, part in zip(self.names, self.parts(vector), strict=True)}
+        return {name: part.cpu().numpy() for name, part in zip(self.names, self.parts(vector), strict=True)}
 
     def load(self, tree: Tree) -> None:
         """Continue from `save`; other parameters raise a UseError."""

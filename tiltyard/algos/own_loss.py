@@ -66,9 +66,9 @@ class OwnLoss:
         return term.reshape(()), {name: x.detach().reshape(()) for name, x in zip(names, numbers, strict=True)}
 
     def save(self) -> Tree:
-        """The state of a term that is a module, {} for others."""
+        """The state of a term that is a module, sharing its memory on the CPU; {} for others."""
         term = self._term
-        return {n: x.cpu().numpy().copy() for n, x in term.state_dict().items()} if isinstance(term, nn.Module) else {}
+        return {n: x.cpu().numpy() for n, x in term.state_dict().items()} if isinstance(term, nn.Module) else {}
 
     def load(self, tree: Tree) -> None:
         if isinstance(self._term, nn.Module) and tree:

@@ -232,6 +232,9 @@ class Save(Settings):
     """Whether a higher (max) or lower (min) metric is better."""
     milestones: list[Count] = Field(default=[], max_length=10_000)
     """Env steps at which a checkpoint is written and kept forever."""
+    async_: Annotated[bool, Field(alias="async")] = True
+    """Write a checkpoint of up to 256 MiB from a copy while training continues. Larger ones are always written between
+    updates, without a copy."""
 
 
 class Wandb(Settings):

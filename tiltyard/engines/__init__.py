@@ -38,7 +38,7 @@ def make_engine(
     from tiltyard.engines.engine_state import read_state
     from tiltyard.engines.topology import topology
 
-    before = {} if continues is None else read_state(continues)
+    before = {} if continues is None else read_state(continues, arrays=False)
     chosen = topology(experiment, spec, before.get("groups"), before.get("threads") if same_run else None)
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine

@@ -228,7 +228,8 @@ class Collector:
         """Continue from a checkpoint; returns notes about episodes that were cut."""
         tree = read_group(folder, self.group)
         if tree is None:
-            self.envs.skip_episodes(read_state(folder)["progress"]["episodes"] + 1)  # not of other groups
+            progress = read_state(folder, arrays=False)["progress"]
+            self.envs.skip_episodes(progress["episodes"] + 1)  # not of other groups
             return [f"the checkpoint has no env group {self.group}; its {self.rows} rows begin new episodes"]
         return self.take(tree)
 

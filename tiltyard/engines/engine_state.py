@@ -15,10 +15,10 @@ from tiltyard.run.state_file import read_tree
 from tiltyard.types import Tree
 
 
-def read_state(folder: Path) -> Tree:
-    """Read `state` of a checkpoint."""
+def read_state(folder: Path, *, arrays: bool = True) -> Tree:
+    """Read `state` of a checkpoint, with its arrays or only the rest."""
     if not _is_old(folder):
-        return read_tree(folder / "engine", "state")
+        return read_tree(folder / "engine", "state", on_disk=None if arrays else "")
     old = read_tree(folder / "engine", "serial")
     learner = {"seed": old.get("seed"), "algo": old["algo"], "generators": old["random"]["global"]}
     return {"groups": 1, "progress": old["progress"], "learner": learner}
@@ -26,13 +26,13 @@ def read_state(folder: Path) -> Tree:
 
 def read_env_steps(folder: Path) -> int:
     """Read the env steps of a checkpoint."""
-    return int(read_state(folder)["progress"]["env_steps"])
+    return int(read_state(folder, arrays=False)["progress"]["env_steps"])
 
 
 def read_group(folder: Path, group: int) -> Tree | None:
     """Read one group; None if the checkpoint has fewer, or is from an engine without groups."""
     if not _is_old(folder):
-        state = read_state(folder)
+        state = read_state(folder, arrays=False)
         continued = group < state["groups"] and not state.get("cut") and state.get("engine") != "rllib"
         return read_tree(folder / "engine", f"group-{group}") if continued else None
     old = read_tree(folder / "engine", "serial")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from tiltyard.config.algos import Own, OwnAlgo
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.collector import FOREIGN, INIT, LEARN, stream_seed
 from tiltyard.errors import UseError
-from tiltyard.models.policy_files import save_policy
+from tiltyard.models.policy_files import policy_tree
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run.state_file import read_tree
 from tiltyard.types import EnvSpec, PolicyState, Rollout, Tree
@@ -109,11 +110,11 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path) -> Tree:
-        """Write the policy into a checkpoint; returns the rest as a tree for the engine to keep."""
-        save_policy(folder / "policies", self.name, self.net, self.spec, self.experiment)
+    def save(self) -> tuple[dict[str, Tree], Tree]:
+        """The policy's tree by its name in a checkpoint, and the rest for the engine to keep. They share memory."""
         streams = {"seed": self.experiment.seed, "generators": self.generators.save()}
-        return {**streams, "algo": self.algo.save(), "env_steps": self.env_steps, "since": self.since}
+        rest = {**streams, "algo": self.algo.save(), "env_steps": self.env_steps, "since": self.since}
+        return policy_tree(self.name, self.net, self.spec, self.experiment), rest
 
     def load(self, folder: Path, tree: Tree) -> None:
         self.net.load_arrays(read_tree(folder / "policies", self.name)["weights"])
@@ -130,7 +131,8 @@ class Learner:
     # ------------------------------------------------------------------------------------------ between steps
 
     def snapshot(self) -> PolicyState:
-        return PolicyState(self.net.arrays(), self.algo.save(), self.algo.current_settings(), self.algo.used)
+        optimiser = copy.deepcopy(self.algo.save())
+        return PolicyState(self.net.arrays(), optimiser, self.algo.current_settings(), self.algo.used)
 
     def forget_loss(self) -> None:
         """Before the first update, have the term of algo.loss built again: the net has got other weights."""

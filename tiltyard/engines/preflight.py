@@ -71,7 +71,7 @@ def check_engine(
         build_algo(experiment, experiment.learning[0], copy.deepcopy(net), base, seed=0).save()  # with algo.loss
     if continues is not None:
         for name in [name for name in saved_policies(continues) if name in experiment.learning]:
-            net.require_fit(read_tree(continues / "policies", name)["weights"])
+            net.require_fit(read_tree(continues / "policies", name, on_disk="weights/")["weights"])
     elif experiment.model.init:  # not read when continuing: it may be gone by then
         source = Path(experiment.model.init)
         _check_init(net.arrays(), read_tree(source / "policies", saved_policies(source)[0])["weights"])

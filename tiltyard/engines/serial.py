@@ -22,8 +22,7 @@ from tiltyard.engines.policies.policy_set import PolicySet
 from tiltyard.engines.topology import Topology, learner_threads
 from tiltyard.envs.watchdog import calling_envs
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.run.state_file import write_tree
-from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report
+from tiltyard.types import Arrays, EnvSpec, PolicyState, Progress, Report, Tree
 
 
 class SerialEngine:
@@ -86,12 +85,11 @@ class SerialEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path, *, cut: bool = False) -> None:
+    def save(self, folder: Path, *, cut: bool = False) -> dict[str, Tree]:
+        trees, learner = self.policies.save()
         parts = {"groups": len(self.groups), "cut": cut, "threads": self.threads, "version": self.version}
-        tree = {**parts, "progress": asdict(self.progress), "learner": self.policies.save(folder)}
-        write_tree(folder / "engine", "state", tree)
-        for group in [] if cut else self.groups:
-            group.save(folder / "engine")
+        trees["engine/state"] = {**parts, "progress": asdict(self.progress), "learner": learner}
+        return trees | {f"engine/group-{each.group}": each.tree() for each in self.groups if not cut}
 
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)

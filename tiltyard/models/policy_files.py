@@ -17,14 +17,13 @@ from tiltyard.envs.spaces import spec_to_json
 from tiltyard.errors import UseError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run import atomic
-from tiltyard.run.state_file import write_tree
-from tiltyard.types import EnvSpec
+from tiltyard.types import EnvSpec, Tree
 
 POLICY_SCHEMA = 1
 
 
-def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experiment: Experiment) -> None:
-    """Write `name`.safetensors and `name`.json into `folder`, the policies folder of a checkpoint."""
+def policy_tree(name: str, net: PolicyNet, spec: EnvSpec, experiment: Experiment) -> dict[str, Tree]:
+    """The tree policies/`name` of a checkpoint. It shares the net's memory."""
     tree = {
         "schema": POLICY_SCHEMA,
         "place": list(experiment.policy_settings).index(name) if name in experiment.policy_settings else 0,
@@ -38,9 +37,9 @@ def save_policy(folder: Path, name: str, net: PolicyNet, spec: EnvSpec, experime
             "reward_clip": experiment.env.reward_clip,
         },
         "versions": {"tiltyard": tiltyard.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
-        "weights": net.arrays(),
+        "weights": net.views(),
     }
-    write_tree(folder, name, tree)
+    return {f"policies/{name}": tree}
 
 
 def saved_policies(folder: Path) -> list[str]:

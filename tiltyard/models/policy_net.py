@@ -229,9 +229,13 @@ class PolicyNet(nn.Module):
 
     # ------------------------------------------------------------------------------------------ state
 
+    def views(self) -> dict[str, Array]:
+        """All parameters and statistics, by name; on the CPU they share the net's memory."""
+        return {name: item.detach().cpu().numpy() for name, item in self.state_dict().items()}
+
     def arrays(self) -> dict[str, Array]:
         """A copy of all parameters and statistics, by name."""
-        return {name: item.detach().cpu().numpy().copy() for name, item in self.state_dict().items()}
+        return {name: array.copy() for name, array in self.views().items()}
 
     def require_fit(self, arrays: Mapping[str, Array]) -> None:
         """UseError for missing, extra or differently shaped arrays."""

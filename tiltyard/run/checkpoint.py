@@ -15,11 +15,9 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +25,9 @@ import tiltyard
 from tiltyard.config.ownership import find_foreign
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
+from tiltyard.run.checkpoint_files import FOLDER, MANIFEST, delete_folder, publish, sync_and_hash
 from tiltyard.run.regular_files import copy_files, each_file
+from tiltyard.run.state_file import Files
 from tiltyard.types import Checkpoint, Progress
 
 if TYPE_CHECKING:
@@ -35,13 +35,70 @@ if TYPE_CHECKING:
     from tiltyard.run.folder import Run
 
 SCHEMA = 1
-MANIFEST = "manifest.json"
-# A second save at the same env step is NNN.1 until it has replaced the first.
-FOLDER = re.compile(r"(\d{12,})(?:\.\d+)?")
 _ASIDE = "checkpoints.before-attempt-"
 
 
 # ---------------------------------------------------------------------------------------------- writing
+
+
+class Draft:
+    """A checkpoint that is being written, in a folder that no listing shows.
+
+    On failure it is deleted and nothing else changes. A killed process leaves it behind, and `prune` deletes it.
+    """
+
+    def __init__(self, run: Run, env_steps: int) -> None:
+        self.run, self.env_steps = run, env_steps
+        self._folder = run.checkpoints / f".tmp-{env_steps:012d}-{atomic.unique()}"
+        with self.filling():
+            self._folder.mkdir(parents=True)
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Path]:
+        """Write files into the folder within this."""
+        try:
+            yield self._folder
+        except BaseException as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            parent = self.run.checkpoints
+            raise TiltyardError(
+                f"the checkpoint at env step {self.env_steps} could not be saved: {error.strerror or error} ({parent});"
+                f" {_what_is_left(parent)}",
+                f"free some space, then continue with: tiltyard resume {self.run.typed}",
+            ) from error
+
+    def commit(
+        self,
+        progress: Progress,
+        score: float | None,
+        known: Files,
+        *,
+        milestone: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> Checkpoint:
+        """Make it the run's newest checkpoint. Files with `known` checksums are not read again; `check` is called
+        before it appears."""
+        with self.filling() as draft:
+            env_steps, earlier = self.env_steps, [manifest for _, manifest in _manifests(draft.parent)[0]]
+            manifest = {
+                "schema": SCHEMA,
+                "env_steps": env_steps,
+                "progress": dataclasses.asdict(progress),
+                "score": score,
+                # A milestone stays one when the same env step is saved again.
+                "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
+                "order": 1 + earlier[-1]["order"] if earlier else 1,
+                "created": atomic.now(),
+                "tiltyard": tiltyard.__version__,
+                "files": sync_and_hash(draft, known),
+            }
+            atomic.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+            atomic.sync_folder(draft)
+            check()
+            final = publish(draft, draft.with_name(f"{env_steps:012d}"))
+        return Checkpoint(final, self.env_steps, score, progress)
 
 
 def commit(
@@ -49,50 +106,15 @@ def commit(
     env_steps: int,
     progress: Progress,
     score: float | None,
-    writer: Callable[[Path], None],
+    writer: Callable[[Path], object],
     *,
     milestone: bool = False,
 ) -> Checkpoint:
-    """Let `writer` fill a folder and make it the run's newest checkpoint; on failure nothing changes.
-
-    A killed process leaves the previous checkpoints and a .tmp- folder, which `prune` deletes.
-    """
-    parent = run.checkpoints
-    draft = parent / f".tmp-{env_steps:012d}-{atomic.unique()}"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        earlier = [manifest for _, manifest in _manifests(parent)[0]]
-        draft.mkdir()
-        writer(draft)
-        manifest = {
-            "schema": SCHEMA,
-            "env_steps": env_steps,
-            "progress": dataclasses.asdict(progress),
-            "score": score,
-            # A milestone stays one when the same env step is saved again.
-            "milestone": milestone or any(old["milestone"] for old in earlier if old["env_steps"] == env_steps),
-            "order": 1 + earlier[-1]["order"] if earlier else 1,
-            "created": atomic.now(),
-            "tiltyard": tiltyard.__version__,
-            "files": _sync_and_hash(draft),
-        }
-        atomic.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
-        atomic.sync_folder(draft)
-        final = _publish(draft, parent / f"{env_steps:012d}")
-    except OSError as error:
-        raise TiltyardError(
-            f"the checkpoint at env step {env_steps} could not be saved: {error.strerror or error} ({parent});"
-            f" {_what_is_left(parent)}",
-            f"free some space, then continue with: tiltyard resume {run.typed}",
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return Checkpoint(final, env_steps, score, progress)
-
-
-def link_files(source: Path, draft: Path, *, but: str) -> None:
-    """Link the files of a checkpoint into a draft, except those of the tree `but`."""
-    copy_files(source, draft, link=True, wanted=lambda name: name != MANIFEST and not name.startswith(f"{but}."))
+    """Let `writer` fill a folder and make it the run's newest checkpoint; on failure nothing changes."""
+    draft = Draft(run, env_steps)
+    with draft.filling() as folder:
+        writer(folder)
+    return draft.commit(progress, score, {}, milestone=milestone)
 
 
 def pin(source: Path, place: Path) -> None:
@@ -102,7 +124,7 @@ def pin(source: Path, place: Path) -> None:
         copy_files(source, draft, link=True)
         atomic.sync_folder(draft)
         if place.exists():
-            _delete(place)
+            delete_folder(place)
         draft.rename(place)
         atomic.sync_folder(place.parent)
     finally:
@@ -117,46 +139,6 @@ def _what_is_left(parent: Path) -> str:
 def _own_hash(manifest: dict[str, Any]) -> str:
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(atomic.plain(body), sort_keys=True).encode()).hexdigest()
-
-
-def _sync_and_hash(draft: Path) -> dict[str, dict[str, Any]]:
-    """Sync all files and folders to disk; return size and checksum of each file by its relative path."""
-    files: dict[str, dict[str, Any]] = {}
-    for place, folders, names in os.walk(draft):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(place, name)
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise TiltyardError(f"{path} is not a regular file", "write only regular files to a checkpoint")
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[path.relative_to(draft).as_posix()] = {"sha256": digest, "bytes": path.stat().st_size}
-        atomic.sync_folder(Path(place))
-    return files
-
-
-def _publish(draft: Path, final: Path) -> Path:
-    """Rename to the final name. An older save of the same env step is deleted only after the new one is listed."""
-    older = [
-        path
-        for path in final.parent.iterdir()
-        if (match := FOLDER.fullmatch(path.name)) and int(match[1]) == int(final.name)
-    ]
-    if older:
-        revision = 1 + max(int(path.name.partition(".")[2] or 0) for path in older)
-        draft = draft.rename(final.with_name(f"{final.name}.{revision}"))
-        atomic.sync_folder(final.parent)
-    for path in older:
-        _delete(path)
-    draft.rename(final)
-    atomic.sync_folder(final.parent)
-    return final
-
-
-def _delete(folder: Path) -> None:
-    """Hide from listings by a rename, then delete."""
-    shutil.rmtree(folder.rename(folder.with_name(f".tmp-gone-{folder.name}-{atomic.unique()}")), ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -382,7 +364,7 @@ def prune(run: Run, save: Save) -> list[Checkpoint]:
     with contextlib.suppress(FileNotFoundError):
         for checkpoint in every:
             if checkpoint.folder not in keep:
-                _delete(checkpoint.folder)
+                delete_folder(checkpoint.folder)
         for path in run.checkpoints.iterdir():
             if path.name.startswith(".tmp-"):
                 shutil.rmtree(path, ignore_errors=True)

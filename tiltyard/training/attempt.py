@@ -2,7 +2,7 @@
 
 loop.py and clocks.py decide when; this file does it; failure.py handles what goes wrong.
 
-    start_attempt -> restore -> { evaluate, record, save_checkpoint, write_progress } -> write_progress
+    start_attempt -> restore -> { evaluate, record, saving.save_checkpoint, write_progress } -> write_progress
 
     checkpoints/N/   policies/*  engine/*   written by the engine      loop.*   the LoopState
 """
@@ -33,7 +33,8 @@ from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.run.status import write_status
 from tiltyard.track.console import Screen
 from tiltyard.track.trackers import Trackers
-from tiltyard.training.loop_state import LoopState, score_terms
+from tiltyard.training.loop_state import LoopState
+from tiltyard.training.saving import Saving
 from tiltyard.types import ActionSpec, Checkpoint, Engine, EnvSpec, Progress
 
 
@@ -68,6 +69,7 @@ class Attempt:
     state: LoopState
     progress: Progress
     trackers: Trackers
+    saving: Saving
     evaluator: Evaluator | None = None  # made by the first evaluation
     stepping: bool = False
     """whether the engine is in a step, or one has failed half-way"""
@@ -241,31 +243,6 @@ def record(attempt: Attempt, found: dict[str, float]) -> None:
         attempt.log("warning", message)
     split = {name.removeprefix("time/"): value for name, value in found.items() if name.startswith("time/")}
     attempt.screen.update(attempt.progress, found, split)
-
-
-def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = True) -> None:
-    """Commit a checkpoint and delete those that need not be kept.
-
-    A checkpoint of the same moment is replaced by one with the present score and loop state.
-    """
-    run, state, progress, save = attempt.run, attempt.state, attempt.progress, attempt.experiment.save
-    same = [each for each in checkpoint.list_checkpoints(run) if each.progress == progress == state.saved]
-    state.saved = progress
-
-    def write(folder: Path) -> None:
-        if same:
-            checkpoint.link_files(same[-1].folder, folder, but="loop")
-        else:
-            attempt.engine.save(folder, cut=attempt.stepping)
-        state_file.write_tree(folder, "loop", {**state.dump(), "terms": score_terms(attempt.experiment)})
-
-    score = state.score(save, progress.env_steps)
-    checkpoint.commit(run, progress.env_steps, progress, score, write, milestone=milestone)
-    if prune:
-        checkpoint.prune(run, save)
-    note = " with the score of its evaluation" if same else ""
-    log_event(run, "saved", f"checkpoint at env step {progress.env_steps:,}{note}", score=score)
-    attempt.last_save = time.monotonic()
 
 
 def write_progress(attempt: Attempt, **changes: str) -> None:

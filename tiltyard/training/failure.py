@@ -19,7 +19,8 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.status import write_status
-from tiltyard.training.attempt import Attempt, save_checkpoint, write_progress
+from tiltyard.training.attempt import Attempt, write_progress
+from tiltyard.training.saving import save_checkpoint
 
 CLOSE_TIMEOUT = 300.0  # seconds that closing everything may take after a failure
 
@@ -60,6 +61,8 @@ def _save_last(attempt: Attempt) -> None:
     """Save the moment before the step that failed. Older checkpoints are kept: repeated failures at one place must not
     delete those from before the trouble began."""
     progress = attempt.progress
+    with suppress(Exception):  # `error` is it, or the next save fails too
+        attempt.saving.wait()
     if progress.updates == 0 or progress == attempt.state.saved:
         return
     try:

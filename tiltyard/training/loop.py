@@ -40,11 +40,11 @@ from tiltyard.training.attempt import (
     opening_lines,
     record,
     restore,
-    save_checkpoint,
     start_attempt,
     write_progress,
 )
 from tiltyard.training.pbt import PbtSelection
+from tiltyard.training.saving import Saving, save_checkpoint
 from tiltyard.training.settings_check import check_learned, check_restored
 from tiltyard.training.signals import StopSignals
 from tiltyard.types import Progress, Report
@@ -94,7 +94,9 @@ def open_training(run: Run, setup: AttemptSetup, server: ForkServer | None, scre
             trackers = Trackers(run.folder, experiment, state.recorded_to(progress.env_steps))
             resources.callback(lambda: screen.say(*trackers.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
-            attempt = Attempt(run, experiment, spec, number, engine, screen, state, progress, trackers)
+            saving = Saving(state, lock.check)
+            resources.callback(saving.close)
+            attempt = Attempt(run, experiment, spec, number, engine, screen, state, progress, trackers, saving)
             training = Training(attempt, setup.schedule, lock, signals)
             on_hang = partial(failure.exit_hung, run, attempt, lock)
             with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, on_hang):
@@ -206,11 +208,12 @@ class Training:
         return result
 
     def save(self) -> None:
-        """Write a checkpoint, unless there is one of this moment."""
+        """Write a checkpoint, unless there is one of this moment; it is complete afterwards."""
         self._require_open()
+        self._attempt.saving.wait()
         milestone = clocks.passes_milestone(self.experiment.save, self._before, self.progress)
         if milestone or self._save_due or self._attempt.state.saved != self.progress:
-            self._save(milestone=milestone)
+            self._save(milestone=milestone, background=False)
 
     def stop(self) -> None:
         """End the loop after this body; `resume` continues the run."""
@@ -272,6 +275,7 @@ class Training:
 
     def _step(self) -> Report:
         attempt = self._attempt
+        attempt.saving.poll()
         attempt.stepping = True
         report = attempt.engine.step()
         attempt.stepping = False
@@ -316,10 +320,10 @@ class Training:
         if self._save_due:
             self._save()
 
-    def _save(self, *, milestone: bool = False) -> None:
+    def _save(self, *, milestone: bool = False, background: bool = True) -> None:
         self._save_due, self._before = False, self.progress
         with self._watch.measuring("save"):
-            save_checkpoint(self._attempt, milestone=milestone)
+            save_checkpoint(self._attempt, milestone=milestone, background=background)
 
     def finish(self) -> None:
         """Save, and write into the folder how it ended: finished, or stopped by a signal, the schedule or the user."""

@@ -13,6 +13,7 @@ pytest.importorskip("ray.rllib", reason="Ray RLlib is not installed: pip install
 from tests.counts import only_when_long
 from tests.engines.rllib.conftest import SMALL, Make, children, other_cluster
 from tiltyard.errors import ConfigError, UseError
+from tiltyard.run.state_file import write_trees
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("rllib")]
 
@@ -64,7 +65,7 @@ def test_saved_engine_continues(shared_engine: Make, tmp_path: Path, memory: str
     first = shared_engine("CartPole-v1", *words)
     for _ in range(3):
         report = first.step()
-    first.save(tmp_path)
+    write_trees(tmp_path, first.save(tmp_path))
     kept = first.snapshot().weights
     after = first.step()
     first.close()
@@ -90,7 +91,7 @@ def test_replay_buffer_counters_and_exploration_are_restored(shared_engine: Make
     words = ["algo.id=dqn", "engine.runners=0", "engine.envs=4", "algo.warmup=64", "algo.epsilon=0.25"]
     first = shared_engine("CartPole-v1", *words)
     report = first.step()
-    first.save(tmp_path)
+    write_trees(tmp_path, first.save(tmp_path))
     filled = first.algo.local_replay_buffer.filled  # type: ignore[attr-defined]
     drawn = first.algo.local_replay_buffer.random.random(4)  # type: ignore[attr-defined]
     first.close()
@@ -109,7 +110,7 @@ def test_sac_restores_its_temperature(shared_engine: Make, tmp_path: Path) -> No
     words += ["algo.alpha_lr=0.05"]
     first = shared_engine("Pendulum-v1", *words)
     first.step()
-    first.save(tmp_path)
+    write_trees(tmp_path, first.save(tmp_path))
     log_alpha = float(first.algo.learner_group._learner.curr_log_alpha["default_policy"])  # type: ignore[attr-defined]
     first.close()
     assert abs(log_alpha) > 0.01
@@ -143,7 +144,7 @@ def test_algorithm_with_its_rllib_name_trains(shared_engine: Make, tmp_path: Pat
     if algo == "rllib:TQC":
         learner = first.algo.learner_group._learner  # type: ignore[attr-defined]
         assert len(learner.module["default_policy"].unwrapped().qf_encoders) == 3
-    first.save(tmp_path)
+    write_trees(tmp_path, first.save(tmp_path))
     kept = first.snapshot().weights
     first.close()
     second = shared_engine(env, *words, continues=tmp_path)
@@ -171,7 +172,7 @@ def test_several_learners_have_equal_weights(engine: Make, tmp_path: Path) -> No
     for name, array in weights[0].items():
         np.testing.assert_allclose(array, weights[1][name], atol=1e-6)
     assert any((before[name] != array).any() for name, array in first.snapshot().weights.items())
-    first.save(tmp_path)
+    write_trees(tmp_path, first.save(tmp_path))
     first.close()
     second = engine("CartPole-v1", *words, continues=tmp_path)
     assert second.load(tmp_path) == []

@@ -30,8 +30,7 @@ from tiltyard.engines.topology import Topology, learner_threads, slots_per_worke
 from tiltyard.envs.spaces import spec_to_json
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.processes.fork_server import ForkServer
-from tiltyard.run.state_file import write_tree
-from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
+from tiltyard.types import Array, Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report, Tree
 
 
 @dataclass(frozen=True)
@@ -214,14 +213,15 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path, *, cut: bool = False) -> None:
+    def save(self, folder: Path, *, cut: bool = False) -> dict[str, Tree]:
+        trees, learner = self.policies.save()
         parts = {"groups": self.workers, "cut": cut, "threads": self.threads, "version": self.versions.current}
-        tree = {**parts, "progress": asdict(self.progress), "learner": self.policies.save(folder)}
-        write_tree(folder / "engine", "state", tree)
+        trees["engine/state"] = {**parts, "progress": asdict(self.progress), "learner": learner}
         command = {"do": "save", "folder": str(folder / "engine")}
         for error in [] if cut else self._run_in_all(command, "saved"):
             if error is not None:
                 raise OSError(*error)
+        return trees
 
     def load(self, folder: Path) -> list[str]:
         tree = read_state(folder)

@@ -24,7 +24,8 @@ from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins.resolve import model_plugins, own_ref, short
 from tiltyard.plugins.snapshot import Copies
 from tiltyard.run import atomic
-from tiltyard.run.checkpoint import MANIFEST, select
+from tiltyard.run.checkpoint import select
+from tiltyard.run.checkpoint_files import MANIFEST
 from tiltyard.run.folder import find
 from tiltyard.run.regular_files import copy_files
 from tiltyard.types import EnvSpec

@@ -25,8 +25,8 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.policies import Past
 from tiltyard.errors import ConfigError, Problem, did_you_mean
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.run.state_file import read_tree, write_tree
-from tiltyard.types import Array, Arrays, EnvSpec
+from tiltyard.run.state_file import read_tree
+from tiltyard.types import Array, Arrays, EnvSpec, Tree
 
 MATCH = 5  # role in the seed tree of an episode
 
@@ -182,14 +182,14 @@ def fill_version_pools(pools: Mapping[str, VersionPool], versions: Mapping[str, 
             pool.add(env_steps, weights)
 
 
-def write_versions(folder: Path, name: str, versions: Mapping[int, Arrays]) -> None:
-    """Write them into a checkpoint's engine folder."""
-    tree = {"env_steps": list(versions), "weights": {str(at): arrays for at, arrays in versions.items()}}
-    write_tree(folder / "engine", f"past-{name}", tree)
+def versions_tree(name: str, pool: VersionPool) -> dict[str, Tree]:
+    """The tree of a pool by its name in a checkpoint. It shares the nets' memory."""
+    weights = {str(at): net.views() for at, net in pool.versions.items()}
+    return {f"engine/past-{name}": {"env_steps": list(pool.versions), "weights": weights}}
 
 
 def read_versions(folder: Path, name: str) -> dict[int, Arrays]:
-    """Read what `write_versions` wrote; empty if the checkpoint has no such pool."""
+    """Read the tree of a pool; empty if the checkpoint has no such pool."""
     if not (folder / "engine" / f"past-{name}.json").exists():
         return {}
     tree = read_tree(folder / "engine", f"past-{name}")

@@ -19,7 +19,7 @@ from typing import TypeVar
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import Learner
 from tiltyard.engines.policies.frozen import frozen_nets, origin
-from tiltyard.engines.policies.matchmaking import Match, VersionPool, fill_version_pools, read_versions, write_versions
+from tiltyard.engines.policies.matchmaking import Match, VersionPool, fill_version_pools, read_versions, versions_tree
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.models.policy_files import saved_policies
@@ -130,13 +130,14 @@ class PolicySet:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path) -> Tree:
-        """Write the policies into a checkpoint; returns the rest as a tree for the engine to keep."""
-        first, *others = self.learners
-        tree = self.first.save(folder)
+    def save(self) -> tuple[dict[str, Tree], Tree]:
+        """The policies' trees by their names in a checkpoint, and the rest for the engine to keep; memory is shared."""
+        saved = {name: learner.save() for name, learner in self.learners.items()}
+        trees = {at: tree for policy, _ in saved.values() for at, tree in policy.items()}
         for name, pool in self.version_pools.items():
-            write_versions(folder, name, pool.arrays())
-        return {**tree, "name": first, "others": {name: self.learners[name].save(folder) for name in others}}
+            trees |= versions_tree(name, pool)
+        (first, (_, rest)), *others = saved.items()
+        return trees, {**rest, "name": first, "others": {name: other for name, (_, other) in others}}
 
     def load(self, folder: Path, state: Tree) -> list[str]:
         """Continue from a checkpoint with that `state`; returns notes about policies that it does not have."""

@@ -24,7 +24,7 @@ METRICS = "metrics_logger"
 
 
 def engine_state(algo: Any) -> tuple[list[Tree], dict[str, Any]]:
-    """The state of each runner's envs, and of everything else."""
+    """The state of each runner's envs, and of everything else. Arrays share memory with the algorithm."""
     state = algo.get_state()
     state.get("learner_group", {}).get("learner", {}).pop(METRICS, None)
     learner = next(iter(algo.learner_group.foreach_learner(extra_state))).get()
@@ -95,7 +95,7 @@ def to_plain(value: Any, path: str = "") -> Tree:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
-        return {MARK: "tensor", "items": value.detach().cpu().numpy().copy()}
+        return {MARK: "tensor", "items": value.detach().cpu().numpy()}
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value
     if isinstance(value, np.generic):

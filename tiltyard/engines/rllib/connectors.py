@@ -28,7 +28,8 @@ from ray.rllib.utils.postprocessing.zero_padding import split_and_zero_pad_n_epi
 from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import PrioritizedEpisodeReplayBuffer
 
 from tiltyard.config.rllib_algos import Replay as Settings
-from tiltyard.types import Arrays, Tree
+from tiltyard.run.safetensors_file import StoredArray
+from tiltyard.types import Array, Arrays, Tree
 
 STATE_BEFORE = "state_before"  # column: the recurrent state before the action
 OLD_VALUE = "old_value"  # column: the value estimate when it acted, normalised
@@ -194,6 +195,7 @@ class ReplayBuffer(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ disk
 
     def pack(self) -> Tree:
+        """The filled part, without copying it."""
         tree: dict[str, Any] = {
             "columns": {name: array[: self.filled] for name, array in self.columns.items()},
             "at": self.at,
@@ -202,22 +204,35 @@ class ReplayBuffer(PrioritizedEpisodeReplayBuffer):  # type: ignore[misc]
             "random": self.random.bit_generator.state,
         }
         if self.tree is not None:
-            tree["priorities"] = self.tree.at(np.arange(self.filled))
+            tree["priorities"] = self.tree.nodes[self.tree.leaves :][: self.filled]
         return tree
 
     def unpack(self, tree: Tree) -> list[str]:
-        """Restore what `pack` returned; a smaller buffer drops the oldest transitions."""
+        """Restore what `pack` returned, as read with the arrays on disk; a smaller buffer drops the oldest transitions.
+
+        The oldest one that is kept comes first. Needs no memory beside the buffer's own.
+        """
         self.random.bit_generator.state = tree["random"]
         self.most = tree["most"]
         kept = min(tree["filled"], self.settings.size)
         if not kept:
             return []
-        oldest = tree["at"] if tree["filled"] and tree["at"] < tree["filled"] else 0
-        order = (oldest + np.arange(tree["filled"])) % tree["filled"]
-        chosen = order[len(order) - kept :]
-        self._put({name: array[chosen] for name, array in tree["columns"].items()})
-        if self.tree is not None and "priorities" in tree:
-            self.tree.set(np.arange(kept), tree["priorities"][chosen])
+        first = (tree["at"] + tree["filled"] - kept) % tree["filled"]
+        ahead = min(kept, tree["filled"] - first)  # rows up to the end of the ring
+
+        def read(stored: StoredArray, target: Array) -> None:
+            stored.read_into(target[:ahead], first)
+            stored.read_into(target[ahead:kept])
+
+        for name, stored in tree["columns"].items():
+            self.columns[name] = np.zeros((self.settings.size, *stored.shape[1:]), stored.dtype)
+            read(stored, self.columns[name])
+        self.at, self.filled = kept % self.settings.size, kept
+        if self.tree is not None:
+            priorities = np.full(kept, self.most)
+            if "priorities" in tree:
+                read(tree["priorities"], priorities)
+            self.tree.set(np.arange(kept), priorities)
         left = tree["filled"] - kept
         note = f"the replay buffer is smaller than in the checkpoint: its {left:,} oldest env steps are dropped"
         return [note] if left else []

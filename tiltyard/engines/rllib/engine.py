@@ -25,10 +25,10 @@ from tiltyard.engines.rllib.ray_cluster import Cluster, require_ray
 from tiltyard.engines.rllib.settings_map import envs_per_runner, needs, problems, runner_count
 from tiltyard.engines.rllib.worker_spec import SECONDS, UPDATES, WorkerSpec
 from tiltyard.errors import ConfigError, TiltyardError, UseError, did_you_mean
-from tiltyard.models.policy_files import save_policy
+from tiltyard.models.policy_files import policy_tree
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.run.state_file import read_tree, write_tree
-from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report
+from tiltyard.run.state_file import read_tree
+from tiltyard.types import Arrays, EnvSpec, EpisodeEnd, PolicyState, Progress, Report, Tree
 
 Result = TypeVar("Result")
 
@@ -151,14 +151,15 @@ class RllibEngine:
 
     # ------------------------------------------------------------------------------------------ disk
 
-    def save(self, folder: Path, *, cut: bool = False) -> None:
+    def save(self, folder: Path, *, cut: bool = False) -> dict[str, Tree]:
         from tiltyard.engines.rllib.checkpoint import engine_state
 
         if cut:  # a lost part of RLlib would be waited for forever
             hint = "`tiltyard resume` continues from the last checkpoint"
             raise UseError("rllib cannot save after a failed step", hint)
+        trees: dict[str, Tree] = {}
         for name, net in self.weights.pull(self.algo).items():
-            save_policy(folder / "policies", name, net, self.spec, self.experiment)
+            trees |= policy_tree(name, net, self.spec, self.experiment)
         groups, tree = engine_state(self.algo)
         tree |= {
             "engine": "rllib",
@@ -167,14 +168,16 @@ class RllibEngine:
             "progress": asdict(self.progress),
             "generators": self.generators.save(),
         }
-        write_tree(folder / "engine", "state", tree)
-        for number, group in enumerate(groups):
-            write_tree(folder / "engine", f"group-{number}", group)
+        return {
+            **trees,
+            "engine/state": tree,
+            **{f"engine/group-{number}": group for number, group in enumerate(groups)},
+        }
 
     def load(self, folder: Path) -> list[str]:
         from tiltyard.engines.rllib.checkpoint import set_engine_state
 
-        tree = read_tree(folder / "engine", "state")
+        tree = read_tree(folder / "engine", "state", on_disk="replay/")
         self.progress = Progress(**tree["progress"])
         if tree.get("engine") != "rllib" or tree["algo"] != self.experiment.algo.id:
             for name, net in self.weights.nets.items():
