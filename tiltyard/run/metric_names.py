@@ -60,7 +60,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/learn", "0 to 1", "Share of the wall time since the last record spent in updates."),
     Metric("time/wait", "0 to 1", "Share of the wall time since the last record spent waiting for workers."),
     Metric("time/transfer", "0 to 1", "Share of the wall time since the last record spent copying samples."),
-    Metric("time/save", "0 to 1", "Share of the wall time since the last record in which training waited for checkpoints."),
+    Metric("time/save", "0 to 1", "Share of the wall time since the last record spent waiting for checkpoints."),
     Metric("time/eval", "0 to 1", "Share of the wall time since the last record spent in evaluations."),
     Metric("time/other", "0 to 1", "Share of the wall time since the last record spent on everything else."),
     Metric("workers/env", "0 to 1", "Share of the workers' time spent in envs."),
