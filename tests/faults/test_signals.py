@@ -148,15 +148,19 @@ def test_stop_in_the_last_evaluation_exits_with_75_and_resume_finishes(
     assert [steps for steps, _ in evaluations(find("last", runs))] == [64, 128]
 
 
-def test_kill_9_in_an_evaluation_does_not_change_the_result(cut: Path, tmp_path: Path, runs: Path) -> None:
-    sections = {"save": {"env_steps": 64}, "stop": {"env_steps": 96}}
+@pytest.mark.parametrize("background", [False, True])
+def test_kill_9_in_an_evaluation_does_not_change_the_result(
+    cut: Path, tmp_path: Path, runs: Path, background: bool
+) -> None:
+    sections = {"save": {"env_steps": 64, "async": background}, "stop": {"env_steps": 96}}
     whole = product.train({**EVALUATED, **sections}, live=False)
     cut.write_text("SIGKILL")
     code = f"import tiltyard; tiltyard.train({ {**EVALUATED, **sections}!r}, live=False)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = find("last", runs)
-    assert [each.env_steps for each in checkpoint.list_checkpoints(run)] == [64], "saved before it was measured"
+    saved = [each.env_steps for each in checkpoint.list_checkpoints(run)]
+    assert saved == [64] or (background and saved == []), "saved before it was measured, or at the same time"
     (tmp_path / "cut").unlink()
     assert_same_in_the_end(run, whole)
 

@@ -67,12 +67,12 @@ def states(run: Run) -> dict[str, Any]:
 
 
 def timeless(tree: Any) -> Any:
-    """The tree without seconds and speeds; arrays as their bytes, types and shapes."""
+    """The tree without what was measured (times, speeds, the env's spec); arrays as their bytes, types and shapes."""
     if isinstance(tree, dict):
         wanted = {
             key: each
             for key, each in tree.items()
-            if "seconds" not in key and not key.startswith(("time/", "speed/", "workers/"))
+            if not key.startswith(("seconds", "spec", "time/", "speed/", "workers/"))
         }
         return {key: timeless(each) for key, each in wanted.items()}
     if isinstance(tree, list):
