@@ -138,14 +138,23 @@ def test_error_of_a_save_in_the_background_fails_the_run_at_the_next_update(
         return write(part, folder)
 
     monkeypatch.setattr(EncodedTree, "write", full)
-    with pytest.raises(TiltyardError, match=rf"env step {2 * BATCH} could not be saved: No space.* is intact"):
-        product.train(EVERY_UPDATE, live=False)
+
+    def drive() -> None:
+        with product.iterate(EVERY_UPDATE, [f"save.env_steps={2 * BATCH}", "save.best=0"], live=False) as training:
+            for report in training:
+                if report.progress.updates == 3:
+                    training._attempt.saving._ended.wait()
+
+    with pytest.raises(TiltyardError, match=rf"env step {2 * BATCH} could not be saved: No space.* no earlier"):
+        drive()
     run = find("last", runs)
     reached = [record["env_steps"] for record in metrics.read(run.metrics_file)][-1]
-    assert len(failed) == 1 and reached in (2 * BATCH, 3 * BATCH)  # it may have failed before the next update began
+    assert len(failed) == 1 and reached == 3 * BATCH, (
+        "the error appears before the next update, and not at the next save"
+    )
     assert run.state == "failed"
     kept = [each.env_steps for each in checkpoint.list_checkpoints(run)]
-    assert kept == [BATCH, reached]  # the last one is from before the failure
+    assert kept == [reached]  # written after the failure
     assert not list(run.checkpoints.glob(".tmp-*"))
     product.resume(run, live=False)
     assert run.state == "finished"
