@@ -62,7 +62,7 @@ def resume(
 ) -> Run:
     """Continue a run, with changed settings if given: `resume(run, ["stop.env_steps=2e6"])` trains it longer.
 
-    Its plug-ins are executed only if the run belongs to this user, or with `trust_code`.
+    A run of another user is continued only with `trust_code`.
     """
     with ForkServer(PRELOAD) as server:
         run, setup = prepare_resume(source, overrides, trust_code=trust_code, server=server)
@@ -177,7 +177,7 @@ def run_training(
         assert training.outcome is not None
         if not training.outcome.continues:
             return training.outcome
-        setup = prepare_resume(run, trust_code=True, server=server)[1]  # its code was accepted before
+        setup = prepare_resume(run, trust_code=setup.trust_code, server=server)[1]
 
 
 @contextmanager

@@ -33,7 +33,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "--detach": {"action": "store_true", "help": "run in the background"},
     "--yes": {"action": "store_true", "help": "allow more than 10,000 trials"},
     "--here": {"action": "store_true", "help": "run on this machine, even if the run's profile submits jobs"},
-    "--trust-code": {"action": "store_true", "help": "run plug-in code from another user's run folder"},
+    "--trust-code": {
+        "action": "store_true",
+        "help": "trust another user's run or sweep: the code, addresses and profile that it names",
+    },
 }
 
 

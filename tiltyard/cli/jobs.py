@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tiltyard.cli import report
 from tiltyard.cli.output import write_outcome
+from tiltyard.config.ownership import TRUST_CODE
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, TiltyardError, UseError
+from tiltyard.run import trust
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
@@ -46,16 +48,20 @@ def job_profile(name: str | None) -> Profile | None:
     return profile if profile.launcher == "slurm" else None
 
 
-def profile_of(run: Run) -> Profile | None:
+def profile_of(run: Run, trust_code: bool) -> Profile | None:
     """The profile that the run continues with if it is a job, else None."""
     status = run.status()
     try:
-        return job_profile(status.get("profile"))
+        profile = job_profile(status.get("profile"))
     except UseError as error:
         if status.get("job") is None:  # it was never a job; a missing profile is reported later
             return None
         hint = "restore the profile, or add --here to run on this machine"
         raise UseError(f"run {run.id} was a job: {error.message}", hint) from error
+    if profile is not None and not trust_code:
+        hint = f"add --here to run on this machine; or {TRUST_CODE}"
+        trust.require_own(run, f"that a job of profile {profile.name} is submitted", hint)
+    return profile
 
 
 def train(

@@ -10,7 +10,7 @@ from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add
 from tiltyard.cli.output import write_result
 from tiltyard.errors import EXIT_DONE, UseError
-from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.folder import Sweep, find_sweep, own_sweep
 from tiltyard.sweep.report import brief, describe_copy, summarize
 
 
@@ -41,14 +41,14 @@ def run_lineage(args: argparse.Namespace) -> None:
 def configure_replay(parser: argparse.ArgumentParser) -> None:
     add(parser, "sweep")
     parser.add_argument("--member", type=int, metavar="N", help="this member (default: the best)")
-    add(parser, "--dry-run")
+    add(parser, "--dry-run", "--trust-code")
 
 
 def run_replay(args: argparse.Namespace) -> int:
     """Train one run that repeats a member's schedule."""
     from tiltyard.sweep.pbt.lineage import make, schedule_of
 
-    sweep = find_sweep(args.sweep)
+    sweep = own_sweep(args.sweep, args.trust_code)
     member = args.member if args.member is not None else _best(sweep)
     sys.stdout.write(_schedule(schedule_of(sweep, member)))
     if args.dry_run:

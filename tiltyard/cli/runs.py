@@ -21,7 +21,7 @@ from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add, root_named
 from tiltyard.cli.output import write_result
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError, did_you_mean
-from tiltyard.run import atomic
+from tiltyard.run import atomic, trust
 from tiltyard.run.folder import Run, find, remove, remove_folder
 from tiltyard.run.lock import liveness, read_owner
 from tiltyard.run.logs import new_text
@@ -130,6 +130,7 @@ def run_stop(args: argparse.Namespace) -> int:
     if sweep is not None:
         raise UseError(f"{sweep.id} is a sweep", f"stop all of it with: tiltyard sweep stop {sweep.typed}")
     run = find(args.run, root_named(args), programs=True)
+    trust.require_own(run, "which process or job is stopped", "ask that user to stop it")
     owner = read_owner(run.folder)
     if run.status().get("job") and (owner is None or owner.get("job")):
         return jobs.stop(run, args.wait)

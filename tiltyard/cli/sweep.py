@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from tiltyard.cli.arguments import add
 from tiltyard.cli.sweep_results import echo, summary
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.run import atomic
-from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.folder import Sweep, find_sweep, own_sweep
 from tiltyard.sweep.report import RETRY, shown, summarize
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def configure_start(parser: argparse.ArgumentParser) -> None:
     add(parser, "--on", "--yes")
     parser.add_argument("--new", action="store_true", help="a new sweep, even if this plan already has one")
     parser.add_argument("--leave-stopped", action="store_true", help="do not continue trials that were stopped")
-    add(parser, "--dry-run", "--detach")
+    add(parser, "--dry-run", "--detach", "--trust-code")
 
 
 def run_start(args: argparse.Namespace) -> int:
@@ -51,17 +52,17 @@ def run_start(args: argparse.Namespace) -> int:
         return EXIT_DONE
     sweeps = [_make(each) for each in found]
     if args.detach and len(sweeps) > 1 and all(sweep.launcher == "local" for sweep in sweeps):
-        return _run_in_background(sweeps, leave_stopped=args.leave_stopped)  # one after another there, too
+        return _run_in_background(sweeps, args, leave_stopped=args.leave_stopped)  # one after another there, too
     code = EXIT_DONE
     for sweep in sweeps:
-        result = run(sweep, args.detach, leave_stopped=args.leave_stopped)
+        result = _run(sweep, args, leave_stopped=args.leave_stopped)
         code = code or result
         if result == EXIT_RESUMABLE:
             break
     return code
 
 
-def run(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
+def _run(sweep: Sweep, args: argparse.Namespace, *, leave_stopped: bool) -> int:
     """Run a sweep in this process, or in the background; jobs are submitted and need neither."""
     if sweep.launcher != "local":
         from tiltyard.sweep.tick import run_tick
@@ -70,12 +71,12 @@ def run(sweep: Sweep, detach: bool, *, leave_stopped: bool) -> int:
         found = summarize(sweep)
         sys.stdout.write(summary(found))
         return EXIT_FAILED if found.state == "failed" else EXIT_DONE
-    if detach:
-        return _run_in_background([sweep], leave_stopped=leave_stopped)
+    if args.detach:
+        return _run_in_background([sweep], args, leave_stopped=leave_stopped)
     from tiltyard.sweep.backends.local import Local
     from tiltyard.sweep.controller import run_controller
 
-    code = run_controller(sweep, Local, echo, leave_stopped=leave_stopped)
+    code = run_controller(sweep, partial(Local, trust_code=args.trust_code), echo, leave_stopped=leave_stopped)
     sys.stdout.write(summary(summarize(sweep)))
     return code
 
@@ -87,7 +88,7 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Sweep | CheckedPlan]
     """What an argument names: a sweep to continue, or plans, which are checked."""
     sources = _plans(target)
     if not sources:
-        sweep = find_sweep(target)
+        sweep = own_sweep(target, args.trust_code)
         if args.new or args.on or args.yes:
             hint = f"tiltyard sweep start {sweep.typed}; or name a plan to start a new sweep"
             raise UseError(f"{sweep.id} is an existing sweep: --new, --on and --yes are for plans", hint)
@@ -186,7 +187,7 @@ def _print_script(prepared: CheckedPlan) -> None:
 # ---------------------------------------------------------------------------------------------- background
 
 
-def _run_in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
+def _run_in_background(sweeps: Sequence[Sweep], args: argparse.Namespace, *, leave_stopped: bool) -> int:
     """Run sweeps one after another in a process that outlives the terminal."""
     for busy in [sweep for sweep in sweeps if sweep.controlled]:
         sys.stderr.write(f"sweep {busy.id} is already running\n")
@@ -196,6 +197,7 @@ def _run_in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
     with (left[0].folder / "controller.log").open("ab") as file:
         command = [sys.executable, "-m", "tiltyard", "sweep", "start", *(str(sweep.folder) for sweep in left)]
         command += ["--leave-stopped"] if leave_stopped else []
+        command += ["--trust-code"] if args.trust_code else []
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     order = ", one after another" if len(left) > 1 else ""
     for sweep in left:
@@ -211,12 +213,12 @@ def _run_in_background(sweeps: Sequence[Sweep], *, leave_stopped: bool) -> int:
 def configure_retry(parser: argparse.ArgumentParser) -> None:
     add(parser, "sweep")
     parser.add_argument("--failed", action="store_true", required=True, help="all trials that failed")
-    add(parser, "--dry-run", "--detach")
+    add(parser, "--dry-run", "--detach", "--trust-code")
 
 
 def run_retry(args: argparse.Namespace) -> int:
     """Start failed trials again."""
-    sweep = find_sweep(args.sweep)
+    sweep = own_sweep(args.sweep, args.trust_code)
     if sweep.launcher != "local" and not args.dry_run:
         from tiltyard.sweep.tick import run_tick
 
@@ -233,19 +235,19 @@ def run_retry(args: argparse.Namespace) -> int:
         return EXIT_DONE
     for number in failed:
         sweep.decide("retry", trial=number)
-    return _act(sweep, args.detach)
+    return _act(sweep, args)
 
 
 def configure_extend(parser: argparse.ArgumentParser) -> None:
     add(parser, "sweep")
     parser.add_argument("--trials", type=int, default=0, metavar="N", help="N more combinations")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="N more seeds of every combination")
-    add(parser, "--yes", "--dry-run", "--detach")
+    add(parser, "--yes", "--dry-run", "--detach", "--trust-code")
 
 
 def run_extend(args: argparse.Namespace) -> int:
     """Add combinations or seeds."""
-    sweep = find_sweep(args.sweep)
+    sweep = own_sweep(args.sweep, args.trust_code)
     plan = sweep.plan()
     points, seeds = args.trials, args.seeds
     if points < 0 or seeds < 0 or not points + seeds:
@@ -267,10 +269,10 @@ def run_extend(args: argparse.Namespace) -> int:
     if args.dry_run:
         return EXIT_DONE
     sweep.decide("extend", points=points, seeds=seeds)
-    return _act(sweep, args.detach)
+    return _act(sweep, args)
 
 
-def _act(sweep: Sweep, detach: bool) -> int:
+def _act(sweep: Sweep, args: argparse.Namespace) -> int:
     """Leave a decision to the controller that runs; without one run the sweep, but not trials that were stopped."""
     until = time.monotonic() + READ_SECONDS
     while sweep.launcher == "local" and sweep.controlled:
@@ -278,7 +280,7 @@ def _act(sweep: Sweep, detach: bool) -> int:
             sys.stderr.write(f"sweep {sweep.id} is running, and its controller takes this up\n")
             return EXIT_DONE
         time.sleep(0.1)
-    return run(sweep, detach, leave_stopped=True)
+    return _run(sweep, args, leave_stopped=True)
 
 
 # ---------------------------------------------------------------------------------------------- stop
@@ -294,7 +296,7 @@ def configure_stop(parser: argparse.ArgumentParser) -> None:
 def run_stop(args: argparse.Namespace) -> int:
     from tiltyard.slurm.job_state import growing_pauses
 
-    sweep = find_sweep(args.sweep)
+    sweep = own_sweep(args.sweep)
     found = summarize(sweep)
     at_work = [row for row in found.rows if row.state in ("running", "queued")]
     if args.dry_run or (not at_work and found.state != "running"):

@@ -16,7 +16,7 @@ from tiltyard.config.sweep_plan import Objective
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.folder import Run
 from tiltyard.sweep import report
-from tiltyard.sweep.folder import Sweep, find_sweep
+from tiltyard.sweep.folder import Sweep, find_sweep, is_own
 
 if TYPE_CHECKING:
     from tiltyard.sweep.report import SweepSummary
@@ -121,7 +121,10 @@ def run_watch(args: argparse.Namespace) -> int:
     before, counts, launcher = "", dict[str, int](), sweep.launcher
     usual = POLL_SECONDS if launcher == "local" else QUEUE_SECONDS
     pause = usual if args.every is None else max(0.1, args.every)
-    ticks = launcher == "template"  # run here, too: the jobs may not be able to submit others
+    # Ticks run here, too: the jobs may not be able to submit others. Another user's sweep is only watched.
+    ticks = launcher == "template" and is_own(sweep)
+    if ticks:
+        sweep.require_own()
     while True:
         ticked = ticks and _tick(sweep)
         found = report.summarize(sweep)

@@ -96,7 +96,7 @@ def run_resume(args: argparse.Namespace) -> int:
     with data_stdout() as data, ForkServer(PRELOAD) as server:
         found = find(args.run)
         refuse_queued(found)
-        profile = None if args.here else jobs.profile_of(found)
+        profile = None if args.here else jobs.profile_of(found, args.trust_code)
         _check_options(args, profile)
         own = server if profile is None else None
         run, setup = resume.prepare_resume(found, args.overrides, trust_code=args.trust_code, server=own)
@@ -127,7 +127,7 @@ def run_fork(args: argparse.Namespace) -> int:
     if args.replay is not None and args.at is not None:
         raise UseError("--replay starts from scratch, but --at selects a checkpoint", "use one of them")
     with data_stdout() as data, ForkServer(PRELOAD) as server:
-        profile = None if args.here else jobs.profile_of(find(args.run))
+        profile = None if args.here else jobs.profile_of(find(args.run), args.trust_code)
         _check_options(args, profile)
         own, as_job = (server, False) if profile is None else (None, True)
         options: dict[str, Any] = {"trust_code": args.trust_code, "as_job": as_job, "server": own}

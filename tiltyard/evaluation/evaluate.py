@@ -38,7 +38,7 @@ from tiltyard.evaluation.workers import run_workers
 from tiltyard.models.policy import load_policy
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.plugins.capture import name_of
-from tiltyard.run import atomic
+from tiltyard.run import atomic, trust
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
 from tiltyard.run.redact import mask_all
@@ -104,9 +104,8 @@ def evaluate(
         _require_apart_from_runs(rollouts)
     chosen = choose_checkpoint(source, at)
     run = run_of(chosen.folder)
-    run.require_own_code(trust_code)
-    run.enter_profile()
-    experiment = changed(run, overrides)
+    experiment = changed(run, overrides, trust_code)
+    trust.enter_profile(run, trust_code)
     settings = experiment.eval
     wanted = range(episodes or (settings.episodes if steps is None else MAX_COUNT))
     workers = min(workers, len(wanted))
@@ -170,9 +169,10 @@ def choose_checkpoint(source: Run | str | Path, at: int | str | None = None) -> 
     return select(run, at)
 
 
-def changed(run: Run, overrides: Sequence[str]) -> Experiment:
+def changed(run: Run, overrides: Sequence[str], trust_code: bool) -> Experiment:
     """The run's experiment with settings changed for this evaluation."""
     before = run.experiment()
+    trust.require_own_code(run, trust_code, before)
     if not overrides:
         return before
     # Check the names first: validating the values could raise an error about the engine instead.
@@ -202,8 +202,7 @@ def perform(fields: dict[str, Any]) -> dict[str, Any]:
     task = Task(**fields)
     folder = Path(task.checkpoint)
     run = run_of(folder)
-    run.require_own_code(task.trust_code)
-    experiment = changed(run, task.overrides)
+    experiment = changed(run, task.overrides, task.trust_code)
     policies = {name: load_policy(folder, name=name, trust_code=task.trust_code) for name in experiment.learning}
     base = (*run.base, Path.cwd()) if task.overrides else run.base  # an env named in an override may be here
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)

@@ -34,8 +34,7 @@ def play(
         experiment, base = loaded.experiment, loaded.base
     else:
         run = find(policy)
-        run.require_own_code(False)
-        experiment, base = changed(run, [f"env.id={target}", *overrides]), (*run.base, Path.cwd())
+        experiment, base = changed(run, [f"env.id={target}", *overrides], False), (*run.base, Path.cwd())
     spec = probe(experiment.env, base=base, previous=experiment.model.previous)
     if video or window:
         require_recordable(spec, experiment.env)

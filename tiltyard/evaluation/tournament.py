@@ -28,6 +28,7 @@ from tiltyard.envs.probe import probe
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.rollouts import EpisodeResult, EpisodeSet, episode_set, play_episodes, trained_actor
 from tiltyard.models.policy import Policy, load_policy
+from tiltyard.run import trust
 from tiltyard.run.folder import run_of
 from tiltyard.types import EnvSpec
 
@@ -116,9 +117,10 @@ def _contenders(sources: Sequence[str], trust_code: bool) -> tuple[dict[str, Pol
         source = source_of(named, ())
         policies[text] = load_policy(source.folder, name=name or None, base=(source.home,), trust_code=trust_code)
     run = run_of(source_of(sources[0].partition(":")[0], ()).folder)
-    run.require_own_code(trust_code)
-    run.enter_profile()
-    return policies, run.experiment(), run.base
+    experiment = run.experiment()
+    trust.require_own_code(run, trust_code, experiment)
+    trust.enter_profile(run, trust_code)
+    return policies, experiment, run.base
 
 
 # ------------------------------------------------------------------------------------------------ playing

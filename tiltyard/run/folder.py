@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiltyard.config.ownership import owner_name
 from tiltyard.config.site_file import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import atomic
@@ -96,19 +97,6 @@ class Run:
     def status(self) -> dict[str, Any]:
         """The content of status.json; UseError if it is missing, broken or of a newer Tiltyard."""
         return _read_status(self.folder)
-
-    def require_own_code(self, trust_code: bool) -> None:
-        """UseError if the run's plug-ins are under another user's control; called before each use of them."""
-        from tiltyard.plugins.resolve import named_plugins, refuse_foreign_code
-
-        if not trust_code:
-            refuse_foreign_code(named_plugins(self.experiment()), self.base, (self.folder, self.experiment_file))
-
-    def enter_profile(self) -> str | None:
-        """Set the environment variables of the profile that the run was started with, if any; return its name."""
-        from tiltyard.config.site import restore_profile
-
-        return restore_profile(self.status().get("profile"), f"run {self.id}")
 
     @property
     def state(self) -> str:
@@ -246,6 +234,8 @@ def remove_folder(run: Run, place: Path) -> None:
     if folder.is_symlink() or group.is_symlink() or Path(os.path.realpath(folder)) != place:
         hint = "runs are not removed through links; give another runs folder with --root"
         raise UseError(f"{folder} is not a run folder inside the runs folder", hint)
+    if (uid := folder.stat().st_uid) != os.geteuid():  # whoever may write to the group's folder could rename it
+        raise UseError(f"{folder} belongs to another user, {owner_name(uid)}", "ask that user to remove it")
     trash = group / f".trash-{folder.name}-{atomic.unique()}"
     with Lock.acquire(run):  # refuses a run that a process is writing
         try:

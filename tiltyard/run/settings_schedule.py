@@ -50,6 +50,12 @@ class SettingsSchedule:
         atomic.write_json(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
 
 
+def may_change(setting: str) -> bool:
+    """Whether a schedule may change a setting: the seed, or one of `algo` or `env` except their ids."""
+    section, _, name = setting.partition(".")
+    return setting == "seed" or (section in ("algo", "env") and name not in ("", "id"))
+
+
 def read(folder: Path) -> SettingsSchedule | None:
     """The schedule in a run folder, or None."""
     try:

@@ -1,6 +1,6 @@
 """Trials that run any other program: parameters as flags, a folder with a status, a log per attempt.
 
-    python -m tiltyard.sweep.external_program FOLDER      runs the program of a trial and records how it ended
+    python -m tiltyard.sweep.external_program FOLDER [--trust-code]    runs a trial's program, records how it ended
 
 The program may write to the trial's folder, whose path is in TILTYARD_TRIAL. Trials are compared by the lines
 {"env_steps": ..., "metrics": {...}} that it appends to metrics.jsonl there. A retry starts the program from scratch.
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from tiltyard.config.ownership import refuse_foreign
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.processes import proc
 from tiltyard.processes.lifetime import die_with
@@ -166,5 +167,16 @@ def _end(folder: Path, grace: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def main(folder: Path, *options: str) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        if "--trust-code" not in options:
+            refuse_foreign([folder / PROGRAM], "which program the trial runs", top=folder)
+        return run(folder)
+    except UseError as error:
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+        return error.exit_code
+
+
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

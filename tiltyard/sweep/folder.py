@@ -20,11 +20,12 @@ import os
 import random
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.ownership import TRUST_CODE, find_foreign
 from tiltyard.config.search_space import Point, fingerprint
 from tiltyard.config.site import Profile
 from tiltyard.config.site_file import runs_root
@@ -39,7 +40,7 @@ from tiltyard.run.status import RUN_FOLDER, SWEEP_FOLDER
 
 SCHEMA = 1
 PLAN, FACTS, MANIFEST, DECISIONS = "plan.yaml", "sweep.json", "manifest.jsonl", "decisions.jsonl"
-STOP = "stop"
+STOP, PROFILE = "stop", "profile.json"
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,28 @@ class Sweep:
         """What starts its trials: local, slurm or template, as in the profile when the sweep began."""
         return str(self.facts().get("launcher") or "local")
 
+    def require_own(self, trust_code: bool = False) -> None:
+        """UseError if another user controls what the sweep runs. `trust_code` allows it on this machine; jobs of two
+        users cannot be one sweep, because neither user may stop the other's."""
+        found = next(filter(None, (find_foreign(path, self.folder) for path in _deciding_files(self.folder))), None)
+        if found is None or (trust_code and self.launcher == "local"):
+            return
+        hint = f"start your own from its plan: tiltyard sweep start {shlex.quote(str(self.folder / PLAN))} --new"
+        hint += f"; or {TRUST_CODE}" if self.launcher == "local" else ""
+        message = f"{found.path} belongs to another user, {found.owner}, and decides what sweep {self.id} runs"
+        raise UseError(message, hint)
+
     @property
     def controlled(self) -> bool:
         """Whether a controller seems to be running, on any machine."""
         return seems_alive(self.folder)
+
+
+def _deciding_files(folder: Path) -> Iterator[Path]:
+    """The files that name or contain what a sweep runs."""
+    yield from (folder / name for name in (PLAN, FACTS, MANIFEST, DECISIONS, PROFILE))
+    for place, folders, names in os.walk(folder / "plugins"):
+        yield from (Path(place, name) for name in (*folders, *names))
 
 
 @functools.cache
@@ -247,6 +266,11 @@ def sweeps(root: Path) -> list[Sweep]:
     return [Sweep(atomic.absolute(folder)) for _, folder in sorted(found)]
 
 
+def is_own(sweep: Sweep) -> bool:
+    """Whether the sweep's folder belongs to this user or root; require_own also looks at its files."""
+    return find_foreign(sweep.folder) is None
+
+
 def _is_sweep(folder: Path) -> bool:
     return SWEEP_FOLDER.fullmatch(folder.name) is not None and (folder / PLAN).is_file()
 
@@ -264,9 +288,20 @@ def sweep_at(text: str, root: Path) -> Sweep | None:
     return next((Sweep(atomic.absolute(folder)) for folder in found), None)
 
 
+def own_sweep(text: str | Path, trust_code: bool = False) -> Sweep:
+    """The sweep that `text` names, for a command that runs or stops its trials; UseError if another user's."""
+    sweep = find_sweep(text)
+    sweep.require_own(trust_code)
+    return sweep
+
+
+def _name_one(some: Sequence[Sweep]) -> str:
+    return f"name one of them: {', '.join(each.id for each in some[:5])}"
+
+
 def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     """The sweep that `text` names: a path to or into its folder, cartpole/sweep-0001, sweep-0001 or 1 if only one
-    matches, cartpole (its newest) or last (the newest of all)."""
+    matches, cartpole (its newest) or last (the newest of this user's)."""
     root = runs_root() if root is None else root
     given, path = os.fspath(text).rstrip("/"), atomic.absolute(Path(text))
     # A plain name is searched for below the root, even when typed inside another sweep's folder.
@@ -277,15 +312,17 @@ def find_sweep(text: str | Path, root: Path | None = None) -> Sweep:
     if not every:
         raise UseError(f"no sweep in {root}", "start one with: tiltyard sweep start PLAN.yaml")
     if given == "last":
-        return every[-1]
+        own = list(filter(is_own, every))
+        if not own:
+            raise UseError(f"no sweep of yours in {root}", _name_one(every))
+        return own[-1]
     for named in (
         [each for each in every if each.id == given],
         [each for each in every if each.folder.parent.name == given][-1:],
         [each for each in every if given in (each.folder.name, each.folder.name.removeprefix("sweep-").lstrip("0"))],
     ):
         if len(named) > 1:
-            some = ", ".join(each.id for each in named[:5])
-            raise UseError(f"{given!r} matches {len(named)} sweeps", f"name one of them: {some}")
+            raise UseError(f"{given!r} matches {len(named)} sweeps", _name_one(named))
         if named:
             return named[0]
     raise UseError(f"no sweep {given!r} in {root}", did_you_mean(given, [each.id for each in every]))

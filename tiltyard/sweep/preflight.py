@@ -34,7 +34,7 @@ from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
 from tiltyard.sweep.backends.shares import require_affinity, require_gpus
-from tiltyard.sweep.folder import Sweep, Trial, digest, make, planned_pairs, sweeps
+from tiltyard.sweep.folder import Sweep, Trial, digest, is_own, make, planned_pairs, sweeps
 from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
@@ -129,10 +129,10 @@ def begin(prepared: CheckedPlan, command: Sequence[str] = ()) -> Sweep:
 
 
 def same_sweep(prepared: CheckedPlan) -> Sweep | None:
-    """The newest sweep that was started from the same plan."""
+    """This user's newest sweep that was started from the same plan."""
     mark = digest(prepared.plan, prepared.profile)
     of_name = [sweep for sweep in sweeps(runs_root()) if sweep.folder.parent.name == prepared.name]
-    return next((sweep for sweep in reversed(of_name) if sweep.facts().get("digest") == mark), None)
+    return next((sweep for sweep in reversed(of_name) if is_own(sweep) and sweep.facts().get("digest") == mark), None)
 
 
 def make_trial(sweep: Sweep, plan: Plan, trial: Trial) -> Path:

@@ -36,13 +36,12 @@ from tiltyard.sweep.backends.custom_queue import CustomQueue
 from tiltyard.sweep.backends.jobs import JobBackend, Queue
 from tiltyard.sweep.backends.slurm_arrays import SlurmArrays
 from tiltyard.sweep.controller import Controller, stop_early
-from tiltyard.sweep.folder import Sweep
+from tiltyard.sweep.folder import PROFILE, Sweep
 
 LOCK_TIMEOUT = 600.0  # seconds to wait for another tick
 POLL_SECONDS = 0.2
 OUTAGE_SECONDS = 600.0  # for which a job tries again while its queue does not answer, as during a restart
 JUDGED = "judged"
-PROFILE = "profile.json"
 
 
 def run_tick(
@@ -182,6 +181,7 @@ def main() -> int:
     args = parser.parse_args()
     sweep = Sweep(atomic.absolute(args.sweep))
     try:
+        sweep.require_own()
         if args.judge is not None:
             stop_worst(sweep, args.judge)
             return EXIT_DONE

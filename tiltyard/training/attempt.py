@@ -54,6 +54,8 @@ class AttemptSetup:
     """set the run's checkpoints aside and start from the beginning"""
     schedule: SettingsSchedule = field(default_factory=SettingsSchedule)
     """settings that change at given env steps"""
+    trust_code: bool = False
+    """whether the user trusts a run of another user"""
 
 
 @dataclass

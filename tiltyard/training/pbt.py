@@ -17,6 +17,7 @@ import numpy as np
 from tiltyard.algos.pb2 import Gain, propose
 from tiltyard.algos.pbt import Exploit, Member, Settings, is_due, replacements, rules_of, schedule
 from tiltyard.algos.tunables import latin_hypercube, parse_tunables, perturb
+from tiltyard.config.fields import is_number
 from tiltyard.config.policies import Population
 from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import UseError, did_you_mean
@@ -205,4 +206,9 @@ def schedule_of(now: PbtState, name: str) -> Sequence[tuple[int, Settings]]:
     if name not in now.names:
         raise UseError(f"the population has no policy {name!r}", did_you_mean(name, now.names))
     first = {place: now.first[each] for place, each in enumerate(now.names)}
-    return schedule(now.names.index(name), now.exploits, first)
+    found = schedule(now.names.index(name), now.exploits, first)
+    for setting, value in [each for _, settings in found for each in settings.items()]:
+        if not (setting.startswith("algo.") and is_number(value)):  # the checkpoint may be another user's
+            message = f"the population's schedule has {setting} = {value!r}, but varies only numbers of algo"
+            raise UseError(message, "its checkpoint was changed; use another one")
+    return found

@@ -34,7 +34,7 @@ from tiltyard.plugins.snapshot import MAX_DATA, Copies, copy_plugins
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores
-from tiltyard.run import checkpoint, metric_names
+from tiltyard.run import checkpoint, metric_names, trust
 from tiltyard.run.create import with_found_sources
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
@@ -122,9 +122,10 @@ def prepare_fork(
     parent = resolve_run(source)
     chosen = checkpoint.select(parent, at)
     refuse_presets("fork", overrides)
-    parent.require_own_code(trust_code)
-    before, profile = parent.experiment(), parent.enter_profile()
+    before = parent.experiment()
     loaded = load(before.model_dump(mode="json", by_alias=True), overrides, settings=settings, base=parent.base)
+    _require_own(parent, trust_code, loaded)
+    profile = trust.enter_profile(parent, trust_code)
     _refuse_tuning(loaded.experiment, as_job)
     if loaded.origins["resume"] == COMMAND_LINE and loaded.experiment.resume != "auto":
         message = f"resume = {loaded.experiment.resume}: a fork continues from the checkpoint that it is forked at"
@@ -152,7 +153,6 @@ def prepare_repeat(
     """Check a run that repeats the settings schedule of one policy of a population, for as many env steps, with the
     policy's share of the envs where that is possible."""
     parent = resolve_run(source)
-    parent.require_own_code(trust_code)
     now = read_pbt_state(parent)
     schedule = schedule_of(now, policy)
     values = parent.experiment().model_dump(mode="json", by_alias=True, exclude={"policies", "match", "population"})
@@ -163,9 +163,17 @@ def prepare_repeat(
             algo["minibatch"] = min(algo["minibatch"], share * algo["rollout"])
     values["stop"] |= {"env_steps": max(1, now.env_steps[policy])}
     loaded = load(values, [*as_overrides(schedule[0][1]), *overrides], base=parent.base)
+    _require_own(parent, trust_code, loaded)
     _refuse_tuning(loaded.experiment, as_job)
-    checked = _checked(loaded, runs_root(), None, parent.enter_profile(), server)
+    checked = _checked(loaded, runs_root(), None, trust.enter_profile(parent, trust_code), server)
     return replace(checked, schedule=SettingsSchedule(schedule))
+
+
+def _require_own(parent: Run, trust_code: bool, loaded: Loaded) -> None:
+    """UseError if another user chose code, an address or a path that the new run would use."""
+    typed = [setting for setting, origin in loaded.origins.items() if origin == COMMAND_LINE]
+    trust.require_own_code(parent, trust_code, loaded.experiment, typed)
+    trust.require_own_places(parent, trust_code, loaded.experiment, typed)
 
 
 def _checked(

@@ -45,9 +45,9 @@ class Local:
 
     queues = False
 
-    def __init__(self, sweep: Sweep, plan: Plan) -> None:
+    def __init__(self, sweep: Sweep, plan: Plan, *, trust_code: bool = False) -> None:
         require_affinity()
-        self.sweep, self.plan = sweep, plan
+        self.sweep, self.plan, self.trust_code = sweep, plan, trust_code
         # With the profile's variables, whichever process continues the sweep: trials need not apply it over the plan's.
         name = restore_profile(sweep.facts().get("profile"), f"sweep {sweep.id}")
         self.outside = {**os.environ, ENTERED: name} if name else {**os.environ}
@@ -83,7 +83,7 @@ class Local:
             with self._output(number).open("ab") as log, pinned(cores):
                 output_start = log.tell()
                 process = subprocess.Popen(
-                    command(self.plan, folder),
+                    command(self.plan, folder, self.trust_code),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -144,11 +144,12 @@ class Local:
         return self.sweep.folder / OUTPUT / f"{number:04d}.log"
 
 
-def command(plan: Plan, folder: Path) -> list[str]:
+def command(plan: Plan, folder: Path, trust_code: bool = False) -> list[str]:
     """The command line of one trial."""
+    trust = ["--trust-code"] if trust_code else []
     if plan.program is not None:
-        return [sys.executable, "-m", "tiltyard.sweep.external_program", str(folder)]
-    return [sys.executable, "-m", "tiltyard", "resume", str(folder), "--here", "--plain"]
+        return [sys.executable, "-m", "tiltyard.sweep.external_program", str(folder), *trust]
+    return [sys.executable, "-m", "tiltyard", "resume", str(folder), "--here", "--plain", *trust]
 
 
 def _lock(mark: Path) -> int | None:

@@ -20,6 +20,7 @@ from tiltyard.algos.tunables import Number, Tunable, latin_hypercube, perturb, r
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import ConfigError, Problem, UseError
+from tiltyard.run.settings_schedule import may_change
 from tiltyard.sweep.space import WEIGHTS, dimensions
 
 ON_RLLIB = ("lr", "clip", "entropy", "kl")  # of ppo: those whose value in effect the updates report
@@ -97,11 +98,11 @@ def check(plan: Plan, built: Sequence[Experiment]) -> None:
 
 def _movable(key: str, experiment: Experiment) -> Problem | None:
     section, _, name = key.partition(".")
-    if section == "env" and name != "id":
-        return None
-    if section != "algo" or name in ("", "id"):
+    if key == "seed" or not may_change(key):
         hint = "a population varies settings of algo and env; vary others in a grid or random search"
         return Problem(f"space.{key}", "", "cannot change during a run", hint)
+    if section == "env":
+        return None
     algo = experiment.algo.id
     if experiment.engine.kind == "rllib" and not (algo == "ppo" and name in ON_RLLIB):
         message = f"cannot be varied with engine.kind = rllib and algo.id = {algo}: RLlib does not report its value"
