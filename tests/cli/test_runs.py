@@ -157,6 +157,36 @@ def test_read_only_commands_import_no_heavy_package(root, tmp_path, words):
 # ---------------------------------------------------------------------------------------------- show
 
 
+MEASURED = """
+import json, re, sys
+from pathlib import Path
+from tiltyard.cli.show import facts_of
+from tiltyard.run.folder import Run
+
+def state():
+    peak = re.search("VmHWM: +([0-9]+)", Path("/proc/self/status").read_text().replace("\t", " "))
+    return int(Path("/proc/self/io").read_text().split()[1]), int(peak[1]) * 1024
+
+before, facts, after = state(), facts_of(Run(Path(sys.argv[1]))), state()
+print(json.dumps([facts["metrics"]["train/return"], after[0] - before[0], after[1] - before[1]]))
+"""
+
+
+def test_show_reads_many_records_in_little_memory_and_the_second_time_almost_none(root):
+    run = trained(root)
+    found = {f"loss/{number}": number / 7 for number in range(20)}
+    with run.metrics_file.open("a") as file:
+        for steps in range(20_000):
+            record = {"env_steps": 300 + steps, "metrics": {**found, "train/return": steps / 3}}
+            file.write(json.dumps(record) + "\n")
+    size = run.metrics_file.stat().st_size
+    for most in (3 * size, size / 4):
+        command = [sys.executable, "-c", MEASURED, str(run.folder)]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        value, read, memory = json.loads(output)
+        assert value == 19_999 / 3 and read < most and memory < 3 * size, (size, output)
+
+
 def test_show_prints_a_summary_json_or_events(root, tiltyard):
     run = trained(root, tags=["a"], notes="mine")
     out = tiltyard("show", "last").stdout

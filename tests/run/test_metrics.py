@@ -12,6 +12,7 @@ import pytest
 from tests.counts import count
 from tiltyard.errors import TiltyardError
 from tiltyard.run import metric_names, metrics
+from tiltyard.run.history import History
 
 
 def record(steps, **values):
@@ -41,7 +42,7 @@ def test_appended_records_are_read(tmp_path):
     assert steps_of(records) == [10, 20] and records[0]["time"] > 0
     assert metrics.series(records, "train/return") == ([10, 20], [1.5, 2.5])
     assert metrics.series(records, "eval/return") == ([20], [9.0]) and metrics.series(records, "nothing") == ([], [])
-    assert metrics.latest(records, "n") == 3.0 and metrics.latest(records, "nothing") is None
+    assert metrics.curve(path, "n").newest == (20, 3.0) and metrics.curve(path, "nothing").newest is None
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -126,7 +127,7 @@ def test_partial_last_line_is_skipped_and_the_next_record_is_complete(tmp_path):
         metrics.append(path, record(30, x=3))
         metrics.rewind(path, 100, 2)
         assert steps_of(metrics.read(path)) == [*expected, 30], cut
-        assert len(metrics.broken_lines(path)) == (0 if cut == 0 or len(expected) == 2 else 1)
+        assert History(path).broken_count == (0 if cut == 0 or len(expected) == 2 else 1)
 
 
 def test_only_damaged_lines_are_lost(tmp_path):
@@ -182,7 +183,7 @@ while True:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         found = steps_of(metrics.read(path))
-        assert found == list(range(1, len(found) + 1)) and len(metrics.broken_lines(path)) <= 1
+        assert found == list(range(1, len(found) + 1)) and History(path).broken_count <= 1
         path.unlink(missing_ok=True)
 
 

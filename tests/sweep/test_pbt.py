@@ -545,7 +545,7 @@ def test_members_can_train_with_rllib(tiltyard: Command) -> None:
     assert (only["trial"], only["source"]) == (2, 1)
     copied = weights(sweep.place(2), only["counts_from"]), weights(sweep.place(1), only["source_env_steps"])
     assert same(*copied)
-    used = metrics.latest(metrics.read(sweep.place(2)), "setting/lr")
+    used = metrics.curve(sweep.place(2), "setting/lr").last
     assert used == pytest.approx(only["after"]["algo.lr"], rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from tests.cli.test_light import HEAVY, SPY
 from tests.conftest import Command
 from tests.sweep.fake import SPACE, fake_sweep, status
 from tiltyard.config.sweep_plan import load_plan
-from tiltyard.run import atomic
+from tiltyard.run import atomic, metrics
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.sweep import results
@@ -71,7 +71,7 @@ def test_curve_of_a_restarted_program_has_only_its_newest_attempt(tmp_path: Path
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step, value in [pair for life in lives for pair in life]:
             file.write(json.dumps({"env_steps": step, "metrics": {"score": value}}) + "\n")
-    assert results.curve(tmp_path, "score") == [(0, 2.0), (10, 3.0)]
+    assert metrics.curve(tmp_path, "score").points() == [(0, 2.0), (10, 3.0)]
 
 
 def test_bands_end_with_the_shortest_curve() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import tiltyard as product
 from tests.conftest import Command
-from tiltyard.run import checkpoint, metric_names, metrics, state_file
+from tiltyard.run import checkpoint, metric_names, metrics, metrics_index, state_file
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -103,6 +103,12 @@ def test_every_recorded_metric_is_described_and_time_fractions_add_up(runs: Path
 def test_track_every_reduces_the_number_of_records(runs: Path) -> None:
     run = train("stop.env_steps=320", "track.every=4")
     assert [record["updates"] for record in metrics.read(run.metrics_file)] == [4, 8, 10]
+
+
+def test_a_long_run_leaves_an_index_of_its_metrics(runs: Path) -> None:
+    run = train("stop.env_steps=12800", "save.seconds=1000")
+    assert run.metrics_file.stat().st_size > metrics_index.WORTHWHILE + metrics_index.BLOCK_SIZE
+    assert run.metrics_file.with_name(metrics_index.NAME).exists()
 
 
 def test_env_with_other_results_in_a_rerun_is_reported_and_the_run_continues(runs: Path, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Expectation:
 
         value = latest.get(self.metric)
         if value is None:  # speed and time are only in the recorded metrics
-            value = metrics.latest(metrics.read(run), self.metric)
+            newest = metrics.curve(run, self.metric).newest
+            value = newest[1] if newest else None
         if value is not None and COMPARISONS[self.comparison](value, self.number):
             return True
         found = "was never recorded" if value is None else f"is {value:.6g}"

@@ -21,6 +21,7 @@ from tiltyard.errors import UseError
 from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
+from tiltyard.run.history import History
 from tiltyard.run.status import root_of
 from tiltyard.slurm.job_state import poll_job
 from tiltyard.track.bottleneck import bottleneck
@@ -70,8 +71,7 @@ def run_show(args: argparse.Namespace) -> None:
 
 def _program(run: Run) -> tuple[dict[str, Any], str]:
     """A trial that runs another program: its command, state and newest metrics."""
-    status, records = run.status(), metrics.read(run.folder)
-    last = {name: value for record in records for name, value in record["metrics"].items()}
+    status, last = run.status(), History(run).newest()
     facts = {**status, "state": run.state, "command": run.program()["command"], "metrics": last}
     progress, reason = status["progress"], f": {status['reason']}" if status["reason"] else ""
     lines = [
@@ -89,25 +89,27 @@ def _program(run: Run) -> tuple[dict[str, Any], str]:
 
 def facts_of(run: Run) -> dict[str, Any]:
     """status.json, with the newest metrics, checkpoints, the time split, damage and the next commands."""
-    records = metrics.read(run)
-    steps, _ = metrics.series(records, "eval/return")
+    history = History(run)
+    evaluated, recent = history.curve("eval/return").newest, history.recent(RECENT)
+    more = history.broken_count - len(history.broken)
     state, job = poll_job(run)
     return {
         **run.status(),
         "state": state,
         "job_says": job,
         "folder": str(run.folder),
-        "metrics": {name: value for record in records for name, value in record["metrics"].items()},
-        "evaluated_at": steps[-1] if steps else None,
-        "time": metrics.time_shares(records[-RECENT:]),
-        "bound": bottleneck(metrics.time_shares(records[-RECENT:]), metrics.time_shares(records[-RECENT:], "workers")),
+        "metrics": history.newest(),
+        "evaluated_at": evaluated[0] if evaluated else None,
+        "time": metrics.time_shares(recent),
+        "bound": bottleneck(metrics.time_shares(recent), metrics.time_shares(recent, "workers")),
         "checkpoints": [
             {"env_steps": kept.env_steps, "score": kept.score, "folder": str(kept.folder)}
             for kept in checkpoint.list_checkpoints(run)
         ],
         "damaged": [
             *checkpoint.unreadable(run),
-            *(f"line {line} of metrics.jsonl" for line in metrics.broken_lines(run)),
+            *(f"line {line} of metrics.jsonl" for line in history.broken),
+            *([f"{more:,} more lines of metrics.jsonl"] if more else []),
         ],
         "next": _next_commands(run.typed, state),
     }

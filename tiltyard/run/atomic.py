@@ -74,7 +74,10 @@ def number(value: Any) -> float | None:
     """The number that `plain` wrote, or None for anything else."""
     if isinstance(value, str):
         return NOT_FINITE.get(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:  # an integer above the largest float, as no writer of ours writes it
+        return None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@
       experiment.yaml  resolved, complete     source.yaml        the user's own file       plugins/  copies of user code
       status.json      status.py              events.jsonl       events.py                 lock.json lock.py
       metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
-      stretches.json   settings_schedule.py, if settings change during the run
+      metrics.index    metrics_index.py       stretches.json     settings_schedule.py, if settings change during the run
 
 A run is renamed to `.trash-...` before deletion, so that no listing sees half of it.
 """

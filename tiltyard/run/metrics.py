@@ -4,7 +4,8 @@
      "metrics": {"train/return": 22.5, ...}}
     {"rewind_to": 2048, "attempt": 2}     the run resumed from a checkpoint: earlier records above 2048 are void
 
-Numbers that are not finite are the strings nan, inf and -inf. Trackers copy this file. metric_names.py explains names.
+Numbers that are not finite are the strings nan, inf and -inf. Trackers copy this file. metric_names.py explains names,
+history.py reads the file.
 """
 
 from __future__ import annotations
@@ -16,27 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.run import atomic
+from tiltyard.run.curve import Curve
+from tiltyard.run.history import History, path_of
 
 if TYPE_CHECKING:
     from tiltyard.run.folder import Run
 
-FILE = "metrics.jsonl"
-
-
-def _path(where: Run | Path) -> Path:
-    """The file of a run, of a run folder, or the path itself."""
-    folder = where if isinstance(where, Path) else where.folder
-    return folder / FILE if folder.suffix != ".jsonl" else folder
-
 
 def append(where: Run | Path, record: Mapping[str, Any]) -> None:
     """Append one record; `time` (seconds since 1970) is added if it is missing."""
-    _write(_path(where), {"time": round(time.time(), 3), **record})
+    _write(path_of(where), {"time": round(time.time(), 3), **record})
 
 
 def rewind(where: Run | Path, env_steps: int, attempt: int) -> None:
     """Mark all records beyond `env_steps` as void: the run continues from there."""
-    _write(_path(where), {"rewind_to": env_steps, "attempt": attempt})
+    _write(path_of(where), {"rewind_to": env_steps, "attempt": attempt})
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
@@ -44,32 +39,8 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:
-    """The valid records, oldest first, with metrics as floats. Torn lines are skipped (see `broken_lines`).
-
-    Each record gets `since`, the env step at which it begins: that of the previous record or of the resume.
-    """
-    kept: list[dict[str, Any]] = []
-    since = 0.0
-    for record in atomic.read_lines(_path(where))[0]:
-        if "rewind_to" in record:
-            limit = atomic.number(record["rewind_to"])
-            if limit is not None:
-                kept = [earlier for earlier in kept if earlier["env_steps"] <= limit]
-                since = limit
-            continue
-        values, steps = record.get("metrics"), record.get("env_steps")
-        if not isinstance(values, dict) or not isinstance(steps, int):
-            continue
-        numbers = {name: atomic.number(value) for name, value in values.items()}
-        record["metrics"] = {name: value for name, value in numbers.items() if value is not None}
-        kept.append({**record, "since": since})
-        since = steps
-    return kept
-
-
-def broken_lines(where: Run | Path) -> list[int]:
-    """Numbers (from 1) of broken lines; a crash tears at most one per attempt."""
-    return atomic.read_lines(_path(where))[1]
+    """The valid records, oldest first, all in memory: for small files. `History` answers questions about large ones."""
+    return list(History(where).records())
 
 
 def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -80,10 +51,9 @@ def series(records: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
     return [steps for steps, _ in pairs], [value for _, value in pairs]
 
 
-def latest(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """The newest value of one metric."""
-    _, values = series(records, name)
-    return values[-1] if values else None
+def curve(where: Run | Path, name: str) -> Curve:
+    """One metric over env steps."""
+    return History(where).curve(name)
 
 
 # ---------------------------------------------------------------------------------------------- where the time goes

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.processes.lifetime import die_with
-from tiltyard.run import atomic, checkpoint, metrics
+from tiltyard.run import atomic, checkpoint
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
+from tiltyard.run.history import History
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_error
 from tiltyard.run.status import write_status
@@ -98,7 +99,7 @@ class JobRecord:
     def saved_env_steps(self) -> int | None:
         """Env steps of the newest checkpoint; for another program the last recorded ones, None if it records none."""
         if self.task.get("program"):
-            return max((int(record["env_steps"]) for record in metrics.read(self.run)), default=None)
+            return History(self.run).env_steps
         return max((each.env_steps for each in checkpoint.list_checkpoints(self.run)), default=0)
 
     def stop_requested(self) -> bool:

@@ -27,7 +27,7 @@ from tiltyard.sweep import early_stopping, optuna_search, results
 from tiltyard.sweep.folder import Sweep, Trial
 from tiltyard.sweep.pbt.controller import Population
 from tiltyard.sweep.preflight import make_trial
-from tiltyard.sweep.results import Curve, CurveCache, Row
+from tiltyard.sweep.results import CurveCache, Row
 from tiltyard.sweep.retries import Retries
 from tiltyard.sweep.trial_source import TrialSource, missing_metric
 from tiltyard.training.signals import StopSignals
@@ -287,7 +287,7 @@ class Controller:
         self._last_early_stop = time.monotonic()
         started = {number for number, row in self.rows.items() if row.state != "waiting"}
         curves = {number: self._curves.read(number) for number in started | running}
-        for number, why in stop_early(self.sweep, self.plan, curves, running).items():
+        for number, why in stop_early(self.sweep, early_stopping.behind(self.plan, curves, running)).items():
             self.echo(f"Trial {number} is stopped early: {why}")
         self._cancel(running & _stopped_early(self.sweep))
 
@@ -296,13 +296,14 @@ class Controller:
         self.echo(sentence)
 
 
-def stop_early(sweep: Sweep, plan: Plan, curves: Mapping[int, Curve], running: set[int]) -> dict[int, str]:
-    """Record which running trials the plan's rule stops from now on; returns them with the reason."""
-    found = early_stopping.behind(plan, curves, running - _stopped_early(sweep))
-    for number, why in found.items():
+def stop_early(sweep: Sweep, found: Mapping[int, str]) -> dict[int, str]:
+    """Record that these trials are stopped, with the reasons; returns those that were not before."""
+    known = _stopped_early(sweep)
+    new = {number: why for number, why in found.items() if number not in known}
+    for number, why in new.items():
         sweep.decide("ended early", trial=number, why=why)
         log_event(Run(sweep.folder), "stopped", f"Trial {number} is stopped early: {why}")
-    return found
+    return new
 
 
 def _stopped_early(sweep: Sweep) -> set[int]:

@@ -12,38 +12,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from statistics import fmean, median
+from statistics import median
 
 from tiltyard.config.sweep_plan import EarlyStop, Plan
-from tiltyard.sweep.results import Curve
+from tiltyard.run.curve import Curve
 
 
 def behind(plan: Plan, curves: Mapping[int, Curve], running: Collection[int]) -> dict[int, str]:
     """Which of the running trials the plan's rule stops, and why. `curves` are those of all trials."""
     if plan.stop is None:
         return {}
-    signed = {trial: [(step, plan.better * value) for step, value in curve] for trial, curve in curves.items()}
     if plan.stop.rule == "asha":
-        return asha(plan.stop, signed, running, last=plan.metric.of == "last")
-    return below_median(plan.stop, signed, running, plan.better)
+        return asha(plan.stop, curves, running, plan.better, last=plan.metric.of == "last")
+    return below_median(plan.stop, curves, running, plan.better)
 
 
 def asha(
-    rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], *, last: bool = False
+    rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], better: float = 1, *, last: bool = False
 ) -> dict[int, str]:
-    """Trials that are not among the best at the furthest rung that they reached. Higher values are better here."""
+    """Trials that are not among the best at the furthest rung that they reached. `better` is -1 if lower is better."""
     found: dict[int, str] = {}
     scores: dict[int, dict[int, float]] = {}
     for trial, curve in curves.items():
         rung = rule.after
-        while curve and rung <= curve[-1][0]:
-            scores.setdefault(rung, {})[trial] = _at(curve, rung, last)
+        while curve and rung <= curve.last_step:
+            reached = curve.until(rung)
+            scores.setdefault(rung, {})[trial] = better * (reached.last if last else reached.best(better))
             rung *= rule.factor
     for trial in running:
-        reached = [rung for rung, known in scores.items() if trial in known]
-        if not reached:
+        rungs = [rung for rung, known in scores.items() if trial in known]
+        if not rungs:
             continue
-        rung = max(reached)
+        rung = max(rungs)
         others = scores[rung]
         rank = 1 + sum(score > others[trial] for score in others.values())
         places = math.ceil(len(others) / rule.factor)
@@ -52,32 +52,24 @@ def asha(
     return found
 
 
-def _at(curve: Curve, rung: int, last: bool) -> float:
-    """The value of a trial when it reached the rung: its newest, or its best so far."""
-    end = next(i for i, (step, _) in enumerate(curve) if step >= rung)
-    return curve[end][1] if last else max(value for _, value in curve[: end + 1])
-
-
 def below_median(
     rule: EarlyStop, curves: Mapping[int, Curve], running: Collection[int], better: float = 1
 ) -> dict[int, str]:
-    """Trials whose best is below the median of the others' means up to the same env step. Higher values are better
-    here; `better` is -1 if the metric is minimised and the curves are negated."""
+    """Trials whose best is worse than the median of the others' means up to the same env step. `better` is -1 if lower
+    is better."""
+    judged = {trial: curves[trial].last_step for trial in running if curves.get(trial)}
+    means: dict[int, list[float]] = {trial: [] for trial, now in judged.items() if now >= rule.after}
+    for number, other in curves.items():
+        for trial in sorted(means, key=judged.__getitem__):  # env steps in order: the records of a part are read once
+            now = judged[trial]
+            if number != trial and other and other.first_step <= now <= other.last_step:
+                means[trial].append(other.mean_until(now))
     found: dict[int, str] = {}
-    for trial in running:
-        curve = curves.get(trial)
-        if not curve or curve[-1][0] < rule.after:
+    for trial, others in means.items():
+        if len(others) < rule.least:
             continue
-        now = curve[-1][0]
-        means = [
-            fmean(value for step, value in other if step <= now)
-            for number, other in curves.items()
-            if number != trial and other and other[-1][0] >= now and other[0][0] <= now
-        ]
-        if len(means) < rule.least:
-            continue
-        best, middle = max(value for _, value in curve), median(means)
-        if best < middle:
-            values = f"{better * best:.6g}, and the median of {len(means)} others is {better * middle:.6g}"
-            found[trial] = f"below the median at {now:,} env steps: {values}"
+        best, middle = curves[trial].best(better), median(others)
+        if better * best < better * middle:
+            values = f"{best:.6g}, and the median of {len(others)} others is {middle:.6g}"
+            found[trial] = f"below the median at {judged[trial]:,} env steps: {values}"
     return found

@@ -26,9 +26,10 @@ from tiltyard.config.ownership import refuse_foreign
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UseError
 from tiltyard.processes import proc
 from tiltyard.processes.lifetime import die_with
-from tiltyard.run import atomic, metrics
+from tiltyard.run import atomic
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import PROGRAM, Run
+from tiltyard.run.history import History
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_line
 from tiltyard.run.status import write_first_status, write_status
@@ -112,8 +113,7 @@ def run(folder: Path) -> int:
             line = last_line(folder / "logs" / f"attempt-{attempt}.log")
             state, reason, result = "failed", f"{how}: {line}" if line else how, EXIT_FAILED
         spent = float(trial.status()["progress"]["seconds"]) + time.monotonic() - began
-        records = metrics.read(folder)
-        steps = max((int(record.get("env_steps") or 0) for record in records), default=0)
+        steps = History(folder).env_steps or 0
         progress = {**trial.status()["progress"], "env_steps": steps, "seconds": spent}
         write_status(trial, state=state, reason=reason, progress=progress)
         log_event(trial, state, f"Attempt {attempt} {state}: {reason}")

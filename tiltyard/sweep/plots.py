@@ -10,22 +10,26 @@ lineage.png      for a population: each member's scores, copies and settings ove
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tiltyard.config.fields import is_number
 from tiltyard.config.search_space import Span
 from tiltyard.errors import UseError
-from tiltyard.run import metrics
+from tiltyard.run.curve import Points
+from tiltyard.run.history import History
+from tiltyard.run.metrics import curve
 from tiltyard.sweep.pbt.lineage import Lineage, read
 from tiltyard.sweep.report import SweepSummary, brief, importance, shown
-from tiltyard.sweep.results import Curve, Group, Row, curve, quartile_weights
+from tiltyard.sweep.results import Group, Row, quartile_weights
 from tiltyard.sweep.space import dimensions
 from tiltyard.track.plot import GRID, INK, SOFT, new_figure, plain, require_matplotlib, save
 
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 _RESAMPLES = 500
 _STEPS = 200  # most points of a drawn curve
+_POINTS = 4000  # most points of a trial's curve that it is drawn from
 _LABELS = 12  # most choices that an axis labels
 _PANELS = 4  # most settings of a population that are drawn
 
@@ -56,7 +60,8 @@ def _curves(report: SweepSummary, groups: list[Group]) -> Any:
     figure, (axes,) = new_figure(f"{metric}   {report.sweep.id}")
     best = groups[: len(_COLOURS)]
     for colour, group in zip(_COLOURS, best, strict=False):
-        found = [curve(row.folder, metric) for row in group.rows if row.folder is not None and row.value is not None]
+        known = [row.folder for row in group.rows if row.folder is not None and row.value is not None]
+        found = [curve(folder, metric).points(_POINTS) for folder in known]
         steps, middle, low, high = bands(found)
         words = ", ".join(f"{key.rpartition('.')[2]} {brief(value)}" for key, value in group.settings.items())
         if report.plan.search == "population":  # its settings change: see lineage.png
@@ -85,7 +90,7 @@ def _over_env_steps(figure: Any, panels: list[Any], caption: str, font: int) -> 
     return figure
 
 
-def bands(found: list[Curve]) -> tuple[list[int], list[float], list[float], list[float]]:
+def bands(found: list[Points]) -> tuple[list[int], list[float], list[float], list[float]]:
     """Env steps, interquartile mean over the curves, and the ends of its bootstrapped 95 % interval, over the env steps
     that all curves cover. A curve keeps its value until its next one."""
     import numpy as np
@@ -207,13 +212,12 @@ def _lineage(report: SweepSummary) -> Any:
     return _over_env_steps(figure, panels, "arrow: the member became a copy", 8)
 
 
-def _lives(history: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], Curve]]:
+def _lives(lineage: Lineage, row: Row, metric: str) -> list[tuple[dict[str, Any], Points]]:
     """The settings of a member from copy to copy, and its curve with each."""
-    copies = [copy for copy in history.copies if copy.member == row.trial.number]
-    found: dict[int, Curve] = {}
-    for record in metrics.read(row.folder) if row.folder is not None else ():
-        if metric in record["metrics"] and math.isfinite(record["metrics"][metric]):
-            life = sum(int(record.get("attempt", 0)) > copy.attempt for copy in copies)
-            found.setdefault(life, []).append((record["env_steps"], record["metrics"][metric]))
-    settings = [history.first[row.trial.number], *(copy.after for copy in copies)]
-    return [(settings[life], curve) for life, curve in sorted(found.items())]
+    if row.folder is None:
+        return []
+    history, copies = History(row.folder), [copy for copy in lineage.copies if copy.member == row.trial.number]
+    settings = [lineage.first[row.trial.number], *(copy.after for copy in copies)]
+    ends = [-math.inf, *(copy.attempt for copy in copies), math.inf]
+    curves = [history.curve(metric, *attempts).points(_POINTS) for attempts in pairwise(ends)]
+    return [(each, points) for each, points in zip(settings, curves, strict=True) if points]

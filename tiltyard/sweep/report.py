@@ -20,7 +20,7 @@ from tiltyard.config.fields import is_number
 from tiltyard.config.search_space import Choices, fingerprint
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import did_you_mean
-from tiltyard.run import metrics
+from tiltyard.run.history import History
 from tiltyard.run.lock import describe, read_owner
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.slurm.job_state import combined_state
@@ -136,7 +136,7 @@ def recorded_instead(report: SweepSummary) -> str:
         name
         for row in report.rows[:SOME]
         if row.folder is not None
-        for record in metrics.read(row.folder)[-SOME:]
+        for record in History(row.folder).recent(SOME)
         for name in record["metrics"]
     }
     useful = sorted(name for name in names if not name.startswith(("time/", "speed/", "setting/")))

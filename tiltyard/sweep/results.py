@@ -9,21 +9,21 @@ of each. A line is valid as long as the trial's status has the same time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tiltyard.config.sweep_plan import Objective, Plan
-from tiltyard.run import atomic, metrics
+from tiltyard.run import atomic
+from tiltyard.run.curve import Curve
+from tiltyard.run.metrics import curve
 from tiltyard.run.status import STATUS, observed_state
 from tiltyard.sweep.folder import Sweep, Trial
 
 RESULTS = "results.jsonl"
 OVER = ("finished", "failed", "ended")
 SILENT = ("waiting", "created", "queued", "lost")
-Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -121,20 +121,8 @@ def keep(sweep: Sweep, row: Row) -> None:
     atomic.append_line(sweep.folder / RESULTS, atomic.to_json(line))
 
 
-def curve(folder: Path, metric: str) -> Curve:
-    """Env steps and finite values of a metric. A program that restarts may begin at env step 0 again: its older values
-    at those steps and beyond are dropped."""
-    found: Curve = []
-    for step, value in zip(*metrics.series(metrics.read(folder), metric), strict=True):
-        while found and found[-1][0] >= step:
-            found.pop()
-        if math.isfinite(value):
-            found.append((step, value))
-    return found
-
-
 class CurveCache:
-    """The curves of a sweep's trials, each read again only when its file has changed."""
+    """The curves of a sweep's trials. Of a file that has changed, only what its index lacks is read again."""
 
     def __init__(self, sweep: Sweep, metric: str) -> None:
         self.sweep, self.metric = sweep, metric
@@ -145,9 +133,9 @@ class CurveCache:
         try:
             found = (folder / "metrics.jsonl").stat()
         except OSError:
-            return []
+            return Curve()
         mark = (found.st_size, found.st_mtime_ns)
-        if self._known.get(number, ((0, 0), []))[0] != mark:
+        if number not in self._known or self._known[number][0] != mark:
             self._known[number] = (mark, curve(folder, self.metric))
         return self._known[number][1]
 
@@ -156,9 +144,7 @@ def value_of(found: Curve, metric: Objective, better: float) -> float | None:
     """The value by which a trial is compared with others."""
     if not found:
         return None
-    if metric.of == "last":
-        return found[-1][1]
-    return better * max(better * value for _, value in found)
+    return found.last if metric.of == "last" else found.best(better)
 
 
 # ---------------------------------------------------------------------------------------------- over seeds

@@ -23,7 +23,7 @@ from pathlib import Path
 from tiltyard.config.site import Profile, load_site, pick_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
-from tiltyard.run import atomic
+from tiltyard.run import atomic, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, describe, read_owner
@@ -36,6 +36,7 @@ from tiltyard.sweep.backends.custom_queue import CustomQueue
 from tiltyard.sweep.backends.jobs import JobBackend, Queue
 from tiltyard.sweep.backends.slurm_arrays import SlurmArrays
 from tiltyard.sweep.controller import Controller, stop_early
+from tiltyard.sweep.early_stopping import behind
 from tiltyard.sweep.folder import PROFILE, Sweep
 
 LOCK_TIMEOUT = 600.0  # seconds to wait for another tick
@@ -128,17 +129,20 @@ def wait_for_lock(sweep: Sweep) -> Lock:
 
 
 def stop_worst(sweep: Sweep, every: float) -> None:
-    """Record which trials the plan's rule stops, and leave a file for their agents; at most once in every / 2 s."""
+    """Record which trials the plan's rule stops, and leave a file for their agents; at most once in every / 2 s.
+
+    Trials are read and compared before the sweep is locked: that may take a while, and jobs wait for the lock."""
     mark = sweep.folder / JUDGED
     if mark.exists() and time.time() - mark.stat().st_mtime < every / 2:
         return
+    mark.touch()
+    plan = sweep.plan()
+    states = {row.trial.number: row.state for row in results.rows(sweep, plan) if row.state != "waiting"}
+    curves = {number: metrics.curve(sweep.place(number), plan.metric.name) for number in states}
+    running = {number for number, state in states.items() if state == "running"}
+    found = behind(plan, curves, running)
     with wait_for_lock(sweep):
-        mark.touch()
-        plan = sweep.plan()
-        states = {row.trial.number: row.state for row in results.rows(sweep, plan) if row.state != "waiting"}
-        curves = {number: results.curve(sweep.place(number), plan.metric.name) for number in states}
-        running = {number for number, state in states.items() if state == "running"}
-        for number in stop_early(sweep, plan, curves, running):
+        for number in stop_early(sweep, found):
             (sweep.place(number) / FOLDER / STOP).touch()
 
 

@@ -34,6 +34,7 @@ from tiltyard.processes import reaper
 from tiltyard.run import measured
 from tiltyard.run import metrics as metrics_file
 from tiltyard.run.folder import Run
+from tiltyard.run.history import History
 from tiltyard.run.status import root_of
 from tiltyard.track.bottleneck import bottleneck
 from tiltyard.track.terminal_chart import Point, nice_number
@@ -238,14 +239,10 @@ class Console:
 
     def _load_history(self) -> None:
         """Load the curve of earlier attempts, so that a resumed run shows all of it."""
-        for record in metrics_file.read(self.folder):
-            values, steps = record["metrics"], record["env_steps"]
-            if "train/return" in values:
-                self.returns.append((steps, values["train/return"]))
-            if "eval/return" in values:
-                self.evaluations.append((steps, values["eval/return"]))
-            self.metrics.update(values)
-        self.returns = self.returns[:: 1 + len(self.returns) // _KEPT_POINTS]
+        history = History(self.folder)
+        self.returns += history.curve("train/return").points(_KEPT_POINTS)
+        self.evaluations += history.curve("eval/return").points(_KEPT_POINTS)
+        self.metrics |= history.newest()
 
     # ------------------------------------------------------------------------------------------ plain lines
 

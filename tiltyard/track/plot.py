@@ -8,7 +8,6 @@ dashes     stop.return, if it is set
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.errors import TiltyardError, UseError
-from tiltyard.run import metrics
+from tiltyard.run.curve import Curve, Points
 from tiltyard.run.folder import Run, find
+from tiltyard.run.history import History
 
 INK, SOFT, GRID = "#22262b", "#6b7280", "#e5e7eb"
 _TRAINING, _EVALUATION = "#2563eb", "#d97706"
 _KINDS = ("png", "svg", "pdf")
+_POINTS = 4000  # most points of a curve; of more, the lowest and highest of each group are drawn
 
 
 def plot(source: Run | str | Path, out: Path | str) -> Path:
@@ -31,13 +32,11 @@ def plot(source: Run | str | Path, out: Path | str) -> Path:
     kind = out.suffix.lstrip(".").lower()
     if kind not in _KINDS:
         raise UseError(f"{out} is not an image file", "use a name that ends with " + ", ".join("." + k for k in _KINDS))
-    records = metrics.read(run)
-    training = _finite(records, "train/return")
-    evaluated = [record for record in records if math.isfinite(record["metrics"].get("eval/return", math.nan))]
-    if not training and not evaluated:
+    history = History(run)
+    if not history.curve("train/return") and not history.curve("eval/return"):
         hint = "train longer, or watch it with: tiltyard logs -f"
         raise UseError(f"{run.folder} has no return to plot yet: no finished episode and no evaluation", hint)
-    return save(_draw(run, training, evaluated), out, "choose another place")
+    return save(_draw(run, history), out, "choose another place")
 
 
 def require_matplotlib() -> None:
@@ -82,14 +81,23 @@ def save(figure: Any, out: Path, hint: str) -> Path:
     return out
 
 
-def _finite(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(x, y) for x, y in zip(*metrics.series(records, name), strict=True) if math.isfinite(y)]
+def _ends(curve: Curve, means: Points) -> list[float]:
+    """One end of the intervals of evaluations; a mean without an interval is its own end. Between the points of a
+    thinned curve are straight lines."""
+    import numpy as np
+
+    known = dict(curve.points(_POINTS))
+    if len(known) == curve.size:
+        return [known.get(step, mean) for step, mean in means]
+    return list(np.interp([step for step, _ in means], list(known), list(known.values())))
 
 
-def _draw(run: Run, training: list[tuple[int, float]], evaluated: list[dict[str, Any]]) -> Any:
+def _draw(run: Run, history: History) -> Any:
     from matplotlib.ticker import EngFormatter
 
     experiment = run.experiment()
+    training = history.curve("train/return").points(_POINTS)
+    evaluated = history.curve("eval/return").points(_POINTS)
     figure, (axes,) = new_figure(f"{experiment.env.id}   {run.id}")
     if training:
         axes.plot(
@@ -99,13 +107,10 @@ def _draw(run: Run, training: list[tuple[int, float]], evaluated: list[dict[str,
             label="training, mean of the last 100 episodes",
         )
     if evaluated:
-        steps = [record["env_steps"] for record in evaluated]
-        found = [record["metrics"] for record in evaluated]
-        means = [values["eval/return"] for values in found]
-        low = [values.get("eval/return_low", values["eval/return"]) for values in found]
-        high = [values.get("eval/return_high", values["eval/return"]) for values in found]
+        steps, means = zip(*evaluated, strict=True)
+        low, high = (_ends(history.curve(f"eval/return_{end}"), evaluated) for end in ("low", "high"))
         banded = any(a != b for a, b in zip(low, high, strict=True))
-        if banded and len(found) > 1:
+        if banded and len(steps) > 1:
             axes.fill_between(steps, low, high, color=_EVALUATION, alpha=0.18, linewidth=0)
         elif banded:
             axes.errorbar(steps, means, yerr=[[means[0] - low[0]], [high[0] - means[0]]], color=_EVALUATION, capsize=4)

@@ -24,7 +24,7 @@ from typing import Any
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.sections import Wandb
 from tiltyard.errors import UseError
-from tiltyard.run import metrics
+from tiltyard.run.history import History
 from tiltyard.run.redact import mask_all, mask_secrets
 
 TIMEOUT = 30  # seconds for W&B to start, and to finish
@@ -71,7 +71,7 @@ class WandbTracker:
         # All lines, superseded ones too: at least as many as the records that any attempt has sent.
         self._number = _lines(history)
         if anew:
-            for number, record in enumerate(metrics.read(history)):
+            for number, record in enumerate(History(history).records()):
                 self._log(record, number)
             for segment in older:
                 shutil.rmtree(segment)

@@ -19,6 +19,7 @@ from tiltyard.errors import TiltyardError
 from tiltyard.run import checkpoint
 from tiltyard.run.checkpoint_files import link_files
 from tiltyard.run.events import log_event
+from tiltyard.run.history import update_index
 from tiltyard.run.state_file import encode
 from tiltyard.training.loop_state import LoopState, score_terms
 from tiltyard.types import Progress
@@ -117,6 +118,7 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
         seconds, note = time.monotonic() - began, " with the score of its evaluation" if same else ""
         message = f"checkpoint at env step {progress.env_steps:,}{note}"
         log_event(run, "saved", message, score=score, seconds=round(seconds, 3))
+        update_index(run)
         attempt.last_save = time.monotonic()
 
     attempt.last_save = began

@@ -21,9 +21,10 @@ from tiltyard.algos import pb2
 from tiltyard.algos.pbt import rules_of, source_for
 from tiltyard.algos.tunables import perturb
 from tiltyard.config.sweep_plan import Plan
-from tiltyard.run import checkpoint, metrics
+from tiltyard.run import checkpoint
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.folder import Run
+from tiltyard.run.history import History
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
 from tiltyard.run.settings_schedule import read as read_schedule
@@ -156,8 +157,8 @@ class Population:
     def _score(self, run: Run, copy: Copy | None) -> float | None:
         """The newest value of the metric that the member recorded since it last became a copy."""
         since = copy.attempt if copy is not None else 0
-        own = [record for record in metrics.read(run) if int(record.get("attempt", 0)) > since]
-        return metrics.latest(own, self.plan.metric.name)
+        newest = History(run).curve(self.plan.metric.name, above=since).newest
+        return newest[1] if newest else None
 
     # -- copying
 
