@@ -129,6 +129,13 @@ def test_changing_env_or_model_discards_only_its_options(write):
     assert load("x.yaml", ["env.options.c=2"]).experiment.env.options == {"a": 1, "c": 2}
 
 
+def test_envs_of_one_family_share_their_options(write):
+    write("env: {id: 'car-racing:fast', options: {size: 48}}\n")
+    assert load("x.yaml", ["env.id=car-racing:official"]).experiment.env.options == {"size": 48}
+    assert load("x.yaml", ["env.id=atari:pong"]).experiment.env.options == {}
+    assert load("x.yaml", ["env.id=CarRacing-v3"]).experiment.env.options == {}
+
+
 def test_numbers_and_schedules_replace_each_other(write):
     write("env: CartPole-v1\nalgo: {lr: {kind: linear, start: 1e-3, over: 100}, clip: 0.1}\n")
     assert load("x.yaml", ["algo.lr=3e-4"]).experiment.algo.lr == 3e-4

@@ -3,7 +3,7 @@
     defaults < presets < file < profile < command line        later layers win, value by value
 
 Another algorithm, engine or kind of schedule discards that section's values from lower layers; another env or model
-discards only its options. Lists are replaced as a whole.
+discards only its options, which envs of one family share. Lists are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import Settings
 from tiltyard.errors import Problem
-from tiltyard.plugins.resolve import is_own_algo, short
+from tiltyard.plugins.resolve import family_of, is_own_algo, short
 
 Keys = tuple[str, ...]
 Shape = Union["Section", "Free", None]
@@ -186,7 +186,8 @@ class Merged:
         if tag not in lower and not shape.scheduled and known.is_required():
             return  # a preset's env options, which apply to whichever env a higher layer selects
         default = None if shape.scheduled else known.default
-        if lower.get(tag, default) == value[tag]:
+        before, after = lower.get(tag, default), value[tag]
+        if before == after or (_family(after) and _family(before) == _family(after)):
             return
         for key in list(lower) if shape.tag else [key for key in lower if key == "options"]:
             del lower[key]
@@ -195,6 +196,11 @@ class Merged:
     def _forget(self, path: Keys) -> None:
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
+
+
+def _family(env_id: Any) -> str | None:
+    found = family_of(env_id) if isinstance(env_id, str) else None
+    return found[0] if found else None
 
 
 def _long_form(value: Any, shape: Shape) -> Any:
