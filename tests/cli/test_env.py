@@ -114,6 +114,7 @@ def test_list_shows_families_and_what_an_extra_would_add(tiltyard: Command, monk
     for name, family in (
         ("CartPole-v1", "classic"),
         ("atari:pong", "atari"),
+        ("car-racing:fast", "car-racing"),
         ("doom:basic", "doom"),
         ("Hopper-v5", "mujoco"),
     ):

@@ -28,16 +28,16 @@ class Env(Settings):
     """The environment, and how its observations, rewards and episodes are processed."""
 
     id: str = Field(min_length=1, max_length=500)
-    """Gymnasium id, `atari:GAME`, `doom:SCENARIO`, `envpool:NAME`, a built-in name (identity, basic, memory, delay,
-    timeout, CarPass-v0, pennies, visitors), `package.module:Class` or `path/file.py:Class`. PettingZoo parallel envs
-    work too."""
+    """Gymnasium id, `atari:GAME`, `car-racing:fast`, `doom:SCENARIO`, `envpool:NAME`, a built-in name (identity, basic,
+    memory, delay, timeout, CarPass-v0, pennies, visitors), `package.module:Class` or `path/file.py:Class`. PettingZoo
+    parallel envs work too."""
     options: Options = {}
     """Keyword arguments of the env's constructor, checked against its signature."""
     wrappers: list[PluginRef] = []
     """Gymnasium wrappers, innermost first: a built-in name or an import string, each with options."""
     frameskip: Whole = Field(default=1, ge=1, le=1000)
     """Calls of the env's step() per env step: the action is repeated and the rewards are summed. Envs that skip frames
-    themselves (atari:, doom:, Atari in envpool:) have their own option for that."""
+    themselves (atari:, car-racing:, doom:, Atari in envpool:) have their own option for that."""
     frame_stack: Whole = Field(default=1, ge=1, le=64)
     """Number of latest observations that are stacked (images along channels, vectors end to end)."""
     time_limit: Count | None = None

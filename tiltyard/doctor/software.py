@@ -19,6 +19,7 @@ from tiltyard.slurm.usage import gpu_count
 EXTRAS = {
     "ale-py": "atari",
     "box2d": "box2d",
+    "numba": "car-racing",
     "pygame-ce": "classic",
     "envpool": "envpool",
     "pettingzoo": "pettingzoo",

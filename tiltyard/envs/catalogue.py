@@ -49,6 +49,7 @@ def families() -> list[Family]:
         _family("mujoco", "Gymnasium's MuJoCo robots", "HalfCheetah-v5", "mujoco", "mujoco", _registered("mujoco")),
         _family("minigrid", "MiniGrid and BabyAI", "MiniGrid-NAME-v0", "minigrid", "minigrid", _minigrid),
         _family("atari", "Atari games (also ALE/NAME-v5)", "atari:NAME", "ale_py", "atari", _atari),
+        _family("car-racing", "CarRacing, drawn fast", "car-racing:fast", "numba", "car-racing", _car_racing),
         _family("doom", "ViZDoom's scenarios", "doom:NAME", "vizdoom", "vizdoom", _doom),
         _family("pettingzoo", "PettingZoo", "pettingzoo.PART.NAME:env", "pettingzoo", "pettingzoo", _pettingzoo),
         _family("envpool", "EnvPool", "envpool:NAME", "envpool", "envpool", _envpool),
@@ -89,6 +90,10 @@ def _atari() -> Iterator[str]:
     from ale_py import roms
 
     return (f"atari:{name}" for name in roms.get_all_rom_ids())
+
+
+def _car_racing() -> Iterator[str]:
+    return iter(("car-racing:fast", "car-racing:official"))  # importing its file would import numba
 
 
 def _doom() -> Iterator[str]:

@@ -42,6 +42,7 @@ CONVENTIONAL = {
 # Families of envs: `atari:pong` is Atari("pong"). The second item is the pip extra that the family needs.
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "atari": ("tiltyard.envs.suites.atari:Atari", "atari"),
+    "car-racing": ("tiltyard.envs.suites.car_racing.family:CarRacing", "car-racing"),
     "doom": ("tiltyard.envs.suites.vizdoom:Doom", "vizdoom"),
     "envpool": ("tiltyard.envs.suites.envpool:EnvPool", "envpool"),
 }

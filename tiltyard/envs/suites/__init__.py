@@ -1,1 +1,1 @@
-"""Envs from other packages: families `atari:NAME`, `doom:NAME`, `envpool:NAME`, and ids that packages register."""
+"""Envs from other packages: families `atari:NAME`, `car-racing:NAME`, ..., and ids that packages register."""
