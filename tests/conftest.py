@@ -41,6 +41,7 @@ SLOW = (  # tests that train or start processes for seconds; `make check` does n
     "faults/test_kill.py",
     "faults/test_signals.py",
     "faults/test_takeover.py",
+    "faults/test_two_users.py",
     "slurm/test_agent.py",
     "doctor/test_nodes.py",
     "envs/test_atari.py",
