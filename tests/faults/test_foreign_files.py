@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiltyard.config.site import Profile, Slurm, Template
 from tiltyard.config.site_file import find_site
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.doctor.bad_nodes import excluded_nodes
+from tiltyard.engines.rllib.ray_cluster import FOLDER_PREFIX, _locks, short_folder
 from tiltyard.errors import UseError
 from tiltyard.run.folder import Run, find
 from tiltyard.slurm.script import Job, script, setup_lines
@@ -213,3 +215,29 @@ def test_second_user_cannot_write_to_the_terminal_of_the_first(old_run: Run) -> 
         os.close(terminal)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert b"\x1b" not in read and b"\x9b" not in read and b"red text" in read
+
+
+# ------------------------------------------------------------------------------------------------ Ray's folders
+
+
+def test_fifo_of_another_user_does_not_block_the_search_for_abandoned_folders() -> None:
+    with open_folder() as place:
+
+        def plant() -> None:
+            for name in ("fifo", "link"):
+                (place / f"{FOLDER_PREFIX}{name}").mkdir(mode=0o755)
+            os.mkfifo(place / f"{FOLDER_PREFIX}fifo" / "lock", 0o666)
+            (place / f"{FOLDER_PREFIX}fifo" / "lock").chmod(0o666)
+            (place / f"{FOLDER_PREFIX}link" / "lock").symlink_to(place / "fifo")
+
+        def search() -> None:
+            signal.alarm(60)  # ends the process if it is blocked
+            abandoned = short_folder(str(place)).parent
+            os.close(_locks.pop())
+            assert short_folder(str(place)).parent.is_dir() and not abandoned.exists()
+            signal.alarm(0)
+
+        os.mkfifo(place / "fifo")
+        as_stranger(plant)
+        as_stranger(search, uid=STRANGER + 1)
+        assert len(list(place.glob(f"{FOLDER_PREFIX}*"))) == 3

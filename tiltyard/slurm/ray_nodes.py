@@ -32,6 +32,7 @@ from tiltyard.engines.rllib.allocation import ALLOCATION
 from tiltyard.engines.rllib.ray_cluster import (
     DETECT_LOSS,
     QUIET,
+    SHARED_PLACE,
     keep_logs,
     object_store_bytes,
     short_folder,
@@ -137,7 +138,8 @@ class RayProcess:
     def environment(self) -> dict[str, str]:
         """The environment of processes that find this Ray."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return {**kept, **token_variables(self.token), **DETECT_LOSS, **QUIET, **SPREAD}
+        place = {SHARED_PLACE: str(self.temp.parent)} if self.temp is not None else {}
+        return {**kept, **place, **token_variables(self.token), **DETECT_LOSS, **QUIET, **SPREAD}
 
     def last_words(self) -> str:
         return " / ".join(last_lines(self.output, 5)) or "it wrote nothing"

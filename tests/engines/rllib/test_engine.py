@@ -213,7 +213,12 @@ def test_lost_runner_is_replaced_and_reported(engine: Make) -> None:
     assert made.step().progress.env_steps > report.progress.env_steps
 
 
-def test_lost_node_is_reported_and_training_continues(engine: Make) -> None:
+def test_lost_node_is_reported_and_training_continues(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the file in which Ray notes the newest address is another user's: here one that cannot be opened."""
+    (tmp_path / "ray" / "ray_current_cluster").mkdir(parents=True)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     words = [*SMALL, "engine.envs=2", "engine.runners=2", "engine.nodes=2", "engine.cpus=2"]
     made = engine("CartPole-v1", *words)
     assert "2 emulated nodes" in "\n".join(made.describe())

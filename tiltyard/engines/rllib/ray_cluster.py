@@ -43,6 +43,9 @@ DETECT_LOSS = {  # notice a lost node after seconds instead of a minute
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
+# Variable: below this folder, in ray/ray_current_cluster, Ray notes and reads the newest address. By default it is /tmp,
+# which all users of a machine share: the file may be another user's, or a FIFO.
+SHARED_PLACE = "RAY_TMPDIR"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
 
 
@@ -93,7 +96,8 @@ class Cluster:
         self._emulated: Any = None  # Ray's cluster of emulated nodes
         self._temp: Path | None = None
         self._before = {
-            name: os.environ.get(name) for name in ("RAY_ADDRESS", *token_variables(Path()), *DETECT_LOSS, *QUIET)
+            name: os.environ.get(name)
+            for name in ("RAY_ADDRESS", SHARED_PLACE, *token_variables(Path()), *DETECT_LOSS, *QUIET)
         }
         self.job = allocation() if engine.address is None else None
         own = engine.address is None and self.job is None
@@ -121,7 +125,7 @@ class Cluster:
             os.environ.pop("RAY_ADDRESS", None)
         if own:
             self._temp = short_folder(self.engine.temp_dir)
-            os.environ.update({**DETECT_LOSS, **token_variables(_token_file())})
+            os.environ.update({**DETECT_LOSS, **token_variables(_token_file()), SHARED_PLACE: str(self._temp.parent)})
             os.environ.pop("RAY_AUTH_TOKEN", None)
         import ray
 
@@ -152,13 +156,7 @@ class Cluster:
 
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(self._temp)}
         self._emulated = Nodes(initialize_head=False)
-        try:
-            self._emulated.add_node(**head, **store)
-        except FileNotFoundError:
-            # After the head has started, Ray writes a file that all such clusters of a machine share. Another cluster
-            # that ends at this moment may remove it. It is not needed here.
-            if self._emulated.head_node is None:
-                raise
+        self._emulated.add_node(**head, **store)
         for _ in range(self.engine.nodes):
             self._emulated.add_node(num_cpus=self.engine.cpus or usable_cores(), **store)
         return str(self._emulated.address)
@@ -267,13 +265,14 @@ _locks: list[int] = []  # locks on this process's folders, which show that it is
 def short_folder(parent: str | None) -> Path:
     """Make a folder with a short path, inside one that only this user can enter: Ray opens its own to all users.
 
-    Folders of killed processes are removed.
+    It is called r, beside a folder ray for SHARED_PLACE. Folders of killed processes are removed.
     """
     place = Path(parent or "/tmp")
     try:
         place.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(place)
         outer = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
+        (outer / "ray").mkdir()
         lock = os.open(outer / "new", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (outer / "new").rename(outer / "lock")
@@ -286,8 +285,11 @@ def short_folder(parent: str | None) -> Path:
 
 def _remove_abandoned(place: Path) -> None:
     for lock in place.glob(f"{FOLDER_PREFIX}*/lock"):
-        with contextlib.suppress(OSError), lock.open("a") as file:
-            if lock.stat().st_uid == os.getuid() and not lock.is_symlink():
+        with contextlib.suppress(OSError):
+            # What belongs to another user is not opened: it may be a FIFO, which would block.
+            if {lock.parent.lstat().st_uid, lock.lstat().st_uid} != {os.geteuid()} or lock.is_symlink():
+                continue
+            with lock.open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its owner is alive
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
