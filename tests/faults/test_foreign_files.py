@@ -7,20 +7,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Command
 from tests.second_user import STRANGER, as_stranger, give, needs_root, open_folder
+from tests.sweep.talker import write_plan
+from tiltyard.config.load import load
 from tiltyard.config.site import Profile, Slurm, Template
 from tiltyard.config.site_file import find_site
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.doctor.bad_nodes import excluded_nodes
 from tiltyard.engines.rllib.ray_cluster import FOLDER_PREFIX, _locks, short_folder
 from tiltyard.errors import UseError
+from tiltyard.plugins.snapshot import copy_plugins
+from tiltyard.run.create import Source, create
 from tiltyard.run.folder import Run, find
 from tiltyard.slurm.script import Job, script, setup_lines
+from tiltyard.sweep import preflight
 from tiltyard.sweep.backends.custom_queue import CustomQueue
 from tiltyard.sweep.backends.jobs import Start
 from tiltyard.sweep.folder import Sweep
@@ -241,3 +248,69 @@ def test_fifo_of_another_user_does_not_block_the_search_for_abandoned_folders() 
         as_stranger(plant)
         as_stranger(search, uid=STRANGER + 1)
         assert len(list(place.glob(f"{FOLDER_PREFIX}*"))) == 3
+
+
+# ------------------------------------------------------------------------------------------------ secrets
+
+SECRET = "ordinary-words-that-open-a-door"
+READS = """
+from pathlib import Path
+from gymnasium.envs.classic_control import CartPoleEnv
+class CustomEnv(CartPoleEnv):
+    def __init__(self, *, api_key=""):
+        super().__init__()
+        self.door = Path(__file__).with_name("door.txt").read_text()
+"""
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def assert_secret_is_private(folder: Path, names: set[str]) -> None:
+    """These files below the folder have the secret; the second user can read none of them, but all others."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    private = [path for path in files if SECRET in path.read_text()]
+    assert {path.name for path in private} == names
+
+    def read() -> None:
+        assert [path for path in files if os.access(path, os.R_OK)] == [path for path in files if path not in private]
+
+    as_stranger(read)
+
+
+def test_secrets_of_a_run_are_private(usual_umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_folder() as place:
+        monkeypatch.chdir(place)
+        (place / "own.py").write_text(READS)
+        (place / "door.txt").write_text(SECRET)
+        (place / "door.txt").chmod(0o600)
+        text = f"name: own\nenv: {{id: own.py, options: {{api_key: {SECRET}}}}}\n"
+        (place / "own.yaml").write_text(text)
+        loaded = load("own.yaml")
+        run = create(place / "runs", loaded.experiment, Source(base=loaded.base, text=text, name="own.yaml"))
+        assert_secret_is_private(run.folder, {"experiment.yaml", "source.yaml", "door.txt"})
+
+        def open_run() -> None:
+            with pytest.raises(UseError, match=r"experiment\.yaml"):
+                find(run.folder).experiment()
+
+        as_stranger(open_run)
+        with tempfile.TemporaryDirectory() as checked:  # as `train` does it: copied, checked, copied again
+            copies = copy_plugins(loaded.experiment, loaded.base, Path(checked))
+            again = create(place / "runs", loaded.experiment, Source(copies=copies))
+        assert_secret_is_private(again.folder, {"experiment.yaml", "door.txt"})
+        plain = create(place / "runs", load("CartPole-v1").experiment, Source(text="env: CartPole-v1\n"))
+        assert_secret_is_private(plain.folder, set())
+
+
+def test_secrets_of_a_sweep_are_private(usual_umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_folder() as place:
+        monkeypatch.chdir(place)
+        monkeypatch.setenv("TILTYARD_RUNS", str(place / "runs"))
+        write_plan(space={"x": [1, 2]}, environment={"DOOR_TOKEN": SECRET})
+        sweep = preflight.begin(preflight.prepare("plan.yaml"), ["tiltyard", "--token", SECRET])
+        assert_secret_is_private(sweep.folder, {"plan.yaml"})

@@ -148,7 +148,7 @@ class Copies:
         """Copy them into another folder."""
         for file in self.files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.folder / file, folder / file)
+            copy_file(self.folder / file, folder / file)
 
 
 def copy_plugins(experiment: Experiment, base: Sequence[Path], into: Path) -> Copies:
@@ -174,13 +174,22 @@ def _copy(ref: Ref, tops: Sequence[Path], into: Path, taken: dict[Path, Path]) -
         copy = folder / file.relative_to(files.folder)
         if copy not in taken:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+            copy_file(file, copy)
             taken[copy] = file
     taken[folder] = files.folder
     left = ", ".join(str(file.relative_to(files.folder)) for file in files.left[:5])
     note = f"{ref.text}: not copied into the run folder because larger than {MAX_DATA >> 20} MiB: {left}"
     name = ref.module or ref.path.resolve().name
     return f"{folder.relative_to(into).as_posix()}/{name}:{ref.attribute}", note if left else ""
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file; other users can at no time read the copy if they cannot read the source."""
+    with source.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o666 | 0o600
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(target, flags, mode), "wb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 def _folder_for(files: Files, tops: Sequence[Path], target: Path, taken: dict[Path, Path]) -> Path:

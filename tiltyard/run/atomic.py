@@ -80,12 +80,13 @@ def number(value: Any) -> float | None:
         return None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically. Costs one fsync."""
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace the file atomically by one with this mode, less the umask. Costs one fsync."""
     temporary = path.with_name(f".{path.name}.{unique()}.tmp")
     try:
         # Lone surrogates (file names in odd encodings) must not be an error.
-        with temporary.open("wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
             file.write(text.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())

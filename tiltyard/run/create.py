@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies, copy_plugins
 from tiltyard.run import atomic, checkpoint, provenance
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import EXPERIMENT, Run, find
+from tiltyard.run.folder import EXPERIMENT, Run, find, write_experiment
 from tiltyard.run.names import ADJECTIVES, ANIMALS
+from tiltyard.run.redact import mode_for
 from tiltyard.run.status import run_id, write_first_status
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def _fill(draft: Path, place: Path, experiment: Experiment, source: Source) -> N
     else:
         copies.put_into(draft)
     frozen = copies.named_in(experiment)
-    atomic.write_text(draft / EXPERIMENT, resolved_yaml(frozen))
+    write_experiment(draft / EXPERIMENT, frozen)
     if source.text is not None:
-        atomic.write_text(draft / "source.yaml", source.text)
+        atomic.write_text(draft / "source.yaml", source.text, mode_for(frozen.model_dump(mode="json"), source.text))
     facts, diff = provenance.collect_with_diff(source.command, source.base)
     facts["source"] = source.name
     facts["seed"] = experiment.seed

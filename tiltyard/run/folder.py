@@ -104,6 +104,14 @@ class Run:
         return observed_state(self.folder, self.status())
 
 
+def write_experiment(path: Path, experiment: Experiment) -> None:
+    """Write a run's experiment.yaml, readable only by this user if a setting has a secret."""
+    from tiltyard.config.load import resolved_yaml
+    from tiltyard.run.redact import mode_for
+
+    atomic.write_text(path, resolved_yaml(experiment), mode_for(experiment.model_dump(mode="json")))
+
+
 # ---------------------------------------------------------------------------------------------- finding
 
 

@@ -88,6 +88,11 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda value: (-len(value), value))
 
 
+def mode_for(*contents: Any) -> int:
+    """The mode of a new file: for this user alone if one of its contents, JSON-like or text, has a secret."""
+    return 0o600 if any(mask_all(content) != content for content in contents) else 0o666
+
+
 def mask_command(words: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
     """Mask a command line, where a secret may be the word after its option."""
     masked: list[str] = []

@@ -32,10 +32,12 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
+from tiltyard.plugins.snapshot import copy_file
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import guard, seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
+from tiltyard.run.redact import mask_command, mode_for
 from tiltyard.run.status import RUN_FOLDER, SWEEP_FOLDER
 
 SCHEMA = 1
@@ -220,14 +222,15 @@ def make(
         "base": [str(folder) for folder in base],
         "profile": profile.name if profile else None,
         "launcher": profile.launcher if profile else "local",
-        "command": list(command),
+        "command": mask_command(list(command)),
     }
     try:
         draft.mkdir(parents=True)
         for source, place in plugins:
             (draft / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, draft / place)
-        atomic.write_text(draft / PLAN, dump_yaml(plan.model_dump(mode="json")))
+            copy_file(source, draft / place)
+        values = plan.model_dump(mode="json")
+        atomic.write_text(draft / PLAN, dump_yaml(values), mode_for(values))
         load_plan(draft / PLAN)  # as every later command will
         atomic.write_json(draft / FACTS, facts)
         atomic.write_text(draft / MANIFEST, "".join(atomic.to_json(_line(trial)) + "\n" for trial in trials))

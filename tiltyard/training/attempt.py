@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.evaluate import Evaluator
 from tiltyard.evaluation.recording import VideoTarget
@@ -28,7 +27,7 @@ from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run import atomic, checkpoint, metrics, state_file
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run
+from tiltyard.run.folder import Run, write_experiment
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.run.status import write_status
 from tiltyard.track.console import Screen
@@ -96,8 +95,9 @@ def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
     if now != setup.stored:
         before = run.folder / f"experiment.before-attempt-{number}.yaml"
         if not before.exists():  # an attempt killed right here has kept the older settings already
-            atomic.write_text(before, run.experiment_file.read_text(encoding="utf-8"))
-        atomic.write_text(run.experiment_file, resolved_yaml(now))
+            mode = run.experiment_file.stat().st_mode & 0o666  # it may have secrets
+            atomic.write_text(before, run.experiment_file.read_text(encoding="utf-8"), mode)
+        write_experiment(run.experiment_file, now)
         changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
     machine = {"host": socket.gethostname(), "pid": os.getpid()}
     write_status(run, state="running", reason="", attempt=number, **machine, **changed)

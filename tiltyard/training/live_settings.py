@@ -13,11 +13,10 @@ from typing import Any
 from tiltyard.algos.ppo import CHANGEABLE
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.fields import is_number
-from tiltyard.config.load import load, resolved_yaml
+from tiltyard.config.load import load
 from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run import atomic
-from tiltyard.run.folder import Run
+from tiltyard.run.folder import Run, write_experiment
 from tiltyard.training.attempt import Attempt
 from tiltyard.types import Engine, PolicyState
 
@@ -86,7 +85,7 @@ def apply(attempt: Attempt, experiment: Experiment, changed: list[str]) -> None:
         attempt.engine.set_env_options(experiment.env.options)
     if attempt.evaluator is not None:
         attempt.evaluator.experiment = experiment
-    atomic.write_text(attempt.run.experiment_file, resolved_yaml(experiment))
+    write_experiment(attempt.run.experiment_file, experiment)
 
 
 def adopt(engine: Engine, policy: str, source: PolicyState | None, settings: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ DETECT_LOSS = {  # notice a lost node after seconds instead of a minute
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-# Variable: below this folder, in ray/ray_current_cluster, Ray notes and reads the newest address. By default it is /tmp,
+# Variable: below this folder, in ray/ray_current_cluster, Ray notes and reads the newest address. The default is /tmp,
 # which all users of a machine share: the file may be another user's, or a FIFO.
 SHARED_PLACE = "RAY_TMPDIR"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS": "0"}
