@@ -212,7 +212,10 @@ def _dashboard(image: Array, bars: Array, score: Array, pose: Array) -> None:
 
 @compiled
 def draw(image: Array, scratch: Arrays, track: Arrays, score: Array, pose: Array, zoom: float) -> None:
-    """Write one picture, `image` [96, 96, 3], and give the tiles that the hull touches their colour."""
+    """Write one picture, `image` [96, 96, 3], and give the tiles that the hull touches their colour.
+
+    Frames that are not drawn do not look for such tiles: with a frame skip, a shade may change some frames later.
+    """
     samples, words, left, right, bars, xs, ys = scratch
     quads, colours, palette, flat = track
     x0, y0 = pose[0], pose[1]
