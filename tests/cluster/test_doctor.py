@@ -73,6 +73,7 @@ def test_node_with_other_versions_is_excluded_until_it_passes(
     assert (first["versions"]["state"], second["versions"]["state"]) == ("ok", "bad")
     assert second["versions"]["found"].startswith("ray 0.1, but ") and second["versions"]["hint"]
     assert first["reach"]["state"] == second["reach"]["state"] == second["clocks"]["state"] == "ok"
+    assert first["locks"]["state"] == second["locks"]["state"] == first["flock"]["state"] == "ok"
     assert "node2 is marked as bad" in output.stderr and list(bad_nodes(runs)) == ["node2"]
     nothing_left(cluster, runs)
 
@@ -112,6 +113,22 @@ def test_wrong_clock_on_one_node_is_reported(tiltyard: Command, cluster: Cluster
     assert found["clocks"]["found"].startswith(("+99", "+100"))
     assert found["preload"]["state"] == "note"
     assert findings(output.stdout, "node1")["clocks"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_node_whose_file_locks_do_not_work_is_reported(
+    tiltyard: Command, cluster: Cluster, runs: Path, on_node2: Put, tmp_path: Path
+) -> None:
+    """As on a file system that locks files only within each node."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "sitecustomize.py").write_text("import fcntl\nfcntl.flock = lambda handle, how: None\n")
+    on_node2(f"export PYTHONPATH={tmp_path / 'broken'}")
+    output = tiltyard("doctor", "--on", "both", "--json", expect=1)
+    first, second = findings(output.stdout, "node1"), findings(output.stdout, "node2")
+    assert (first["flock"]["state"], second["flock"]["state"]) == ("ok", "bad")
+    assert first["locks"]["found"] == "a file that is locked on node2 is not seen as locked"
+    assert second["locks"]["found"] == "a file that is locked on node1 is not seen as locked"
+    assert first["locks"]["state"] == second["locks"]["state"] == "bad" and "NFS" in first["locks"]["hint"]
 
 
 @pytest.mark.slow

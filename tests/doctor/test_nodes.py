@@ -16,7 +16,7 @@ from tiltyard.run import atomic
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    return {"versions": {"python": "3.11.7", "ray": "2.60.0"}, "clocks": {}, "unreached": {}, **changes}
+    return {"versions": {"python": "3.11.7", "ray": "2.60.0"}, "clocks": {}, "unreached": {}, "unlocked": [], **changes}
 
 
 def bad(reports: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -26,7 +26,7 @@ def bad(reports: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
 def test_equal_nodes_pass() -> None:
     found = compare({"a": report(), "b": report(clocks={"a": 0.5})})
     assert [(each.node, each.what) for each in found] == [
-        (name, what) for name in "ab" for what in ("versions", "clocks", "reach")
+        (name, what) for name in "ab" for what in ("versions", "clocks", "reach", "locks")
     ]
     assert {each.state for each in found} == {"ok"}
     assert compare({"a": report()}) == []

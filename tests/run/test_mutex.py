@@ -175,7 +175,7 @@ def test_suspended_owner_does_not_block_for_ever(bare_run, child, monkeypatch):
     """The owner is suspended while it updates its heartbeat: a restarted job gets an error that names it."""
     owner = child(
         """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
@@ -185,6 +185,7 @@ def suspended(path, value):
     write(path, value)
     if value["heartbeat"] == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)  # this thread may run for a moment before it is suspended
 atomic.write_json = suspended
 with Lock(Run(Path(sys.argv[1])), period=0.01):
     sys.stdin.readline()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import pytest
 
 import tiltyard as product
 from tests.cluster.cluster import wait_for
-from tiltyard.config.site import Profile
+from tiltyard.config.site import Profile, Slurm
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run
+from tiltyard.run.status import write_status
 from tiltyard.slurm import FOLDER
-from tiltyard.slurm.job_outcome import Counts, TrainerExit, decide_outcome
+from tiltyard.slurm.job_outcome import Counts, TrainerExit, decide_outcome, lead_needed
 from tiltyard.slurm.job_state import JobState, combined_state, poll_job, query_jobs
 from tiltyard.slurm.submit import task
 
@@ -184,6 +186,30 @@ def test_agent_saves_before_the_limit_without_a_signal(stopped: Run) -> None:
     sentences = [event["sentence"] for event in read_events(stopped)]
     assert "no signal came before the time limit; the agent requests the last save itself" in sentences
     assert any("back in the queue (requeue 1 of at most 100)" in sentence for sentence in sentences)
+
+
+@pytest.mark.slow
+def test_agent_saves_earlier_if_saves_take_long(stopped: Run) -> None:
+    """In the job after one whose saves took long; its own saves are fast."""
+    write_status(stopped, save_seconds=1000.0)
+    limit = {"SLURM_JOB_END_TIME": str(int(time.time()) + 40)}
+    child = agent(stopped, "stop.env_steps=1e9", "save.env_steps=1e9", lead=2.0, **limit)
+    output, _ = child.communicate(timeout=200)
+    assert child.returncode == 0 and verdict(stopped) == "5 0 requeue\n", output
+    assert re.search(r"saving took up to \d+ s; the agent requests the last save itself", output)
+    assert 0 < stopped.status()["save_seconds"] < 1000
+
+
+def test_lead_grows_with_the_time_of_saves_up_to_half_of_the_job() -> None:
+    assert [lead_needed(120.0, seconds, 36_000.0) for seconds in (0.0, 30.0, 300.0, 20_000.0)] == [
+        120,
+        120,
+        660,
+        18_000,
+    ]
+    assert lead_needed(15.0, 1000.0, 20.0) == 15.0
+    tasks = [task(Profile(launcher="slurm", slurm=Slurm(lead=lead))) for lead in (None, 90.0)]
+    assert [(each["lead"], each["lead_set"]) for each in tasks] == [(120.0, False), (90.0, True)]
 
 
 def test_run_without_progress_in_two_jobs_fails(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ class Slurm(Settings):
     container: str | None = None
     """Command put before the interpreter: apptainer exec image.sif."""
     lead: Positive | None = None
-    """Seconds before the time limit at which the run saves and stops. Default: derived from the limit."""
+    """Seconds before the time limit at which the run saves and stops. Default: derived from the limit and from
+    how long saves take."""
     requeues: CountOrZero = 100
     """How often a run is requeued at its time limit. Preemptions do not count."""
     retry: CountOrZero = 2

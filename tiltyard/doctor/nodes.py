@@ -143,10 +143,10 @@ MUST_MATCH = ("python", "tiltyard", "torch", "numpy", "gymnasium", "ray")  # nod
 
 
 def compare(reports: Reports) -> list[Finding]:
-    """Compare versions, clocks and connections: one finding of each kind per node."""
+    """Compare versions, clocks, connections and file locks: one finding of each kind per node."""
     if len(reports) < 2:
         return []
-    wrong = [*_versions(reports), *_clocks(reports), *_reach(reports)]
+    wrong = [*_versions(reports), *_clocks(reports), *_reach(reports), *_locks(reports)]
     return [
         finding
         for node in sorted(reports)
@@ -154,6 +154,7 @@ def compare(reports: Reports) -> list[Finding]:
             ("versions", "same as on the other nodes"),
             ("clocks", "same as on the other nodes"),
             ("reach", f"{len(reports) - 1} other nodes reached, in both directions"),
+            ("locks", "those of the other nodes are seen"),
         )
         for finding in [each for each in wrong if (each.node, each.what) == (node, what)]
         or [Finding(what, "ok", fine, node=node)]
@@ -205,3 +206,19 @@ def _reach(reports: Reports) -> list[Finding]:
             whys = "; ".join(f"from {other} ({why})" for other, why in sorted(by.items()))
             found.append(Finding("reach", "bad", f"cannot be reached {whys}", hint, node))
     return found
+
+
+def _locks(reports: Reports) -> list[Finding]:
+    """Nodes that can lock a file which another node has locked: two processes could write one run."""
+    hint = "keep runs on a file system with locks between nodes: NFS 4 without local_lock, Lustre mounted with flock"
+    return [
+        Finding(
+            "locks",
+            "bad",
+            f"a file that is locked on {', '.join(report['unlocked'])} is not seen as locked",
+            hint,
+            node,
+        )
+        for node, report in sorted(reports.items())
+        if report["unlocked"]
+    ]

@@ -25,6 +25,7 @@ from tiltyard.doctor.finding import Finding, size
 from tiltyard.doctor.system import existing
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes import proc
+from tiltyard.run import mutex
 
 LOW_DISK = 2 << 30  # bytes: a few checkpoints and a video
 LOW_TEMPORARY, FULL = 1 << 30, 64 << 20
@@ -54,6 +55,22 @@ def check_runs() -> Finding:
     if free < LOW_DISK:
         return Finding("runs", "note", found, "checkpoints need space: free some, or set TILTYARD_RUNS to another disk")
     return Finding("runs", "ok", found)
+
+
+def check_flock() -> Finding:
+    """Lock a file beside the runs, and try to lock it again: run folders have one writer only if that fails."""
+    hint = "keep runs on a file system that supports flock (local disks and NFS 4 do)"
+    try:
+        place = existing(runs_root())
+        with tempfile.NamedTemporaryFile(dir=place) as first, Path(first.name).open("r+b") as second:
+            works = mutex.try_lock(first.fileno()) and not mutex.try_lock(second.fileno())
+    except TiltyardError as error:
+        return Finding("flock", "bad", error.message, error.hint)
+    except OSError as error:
+        return Finding("flock", "bad", f"files in {place} cannot be locked: {error.strerror}", hint)
+    if not works:
+        return Finding("flock", "bad", f"a locked file in {place} was locked a second time", hint)
+    return Finding("flock", "ok", f"files in {place} can be locked")
 
 
 def check_quota() -> Finding:

@@ -18,6 +18,7 @@ from typing import Literal
 from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
 from tiltyard.processes.exit_reason import killed_by
 
+SAVE_MARGIN = 2.0  # times the longest recent save, as disks are slower at times
 STILL = 2  # jobs in a row without a new checkpoint after which the run fails
 Outcome = Literal["done", "requeue", "late", "stopped", "failed", "again"]
 
@@ -50,6 +51,12 @@ class TrainerExit:
     """how Ray's head was lost"""
     near: bool = False
     """whether the time limit was near before any other signal came"""
+
+
+def lead_needed(lead: float, save_seconds: float, length: float) -> float:
+    """Seconds before the time limit at which to save: half of the lead is for signal and update, the rest for saving.
+    More than the lead if recent saves took long, up to half of the job's length."""
+    return max(lead, min(lead / 2 + SAVE_MARGIN * save_seconds, length / 2))
 
 
 def decide_outcome(end: TrainerExit, counts: Counts, requeues: int, retry: int = 0) -> tuple[Outcome, str, Counts]:

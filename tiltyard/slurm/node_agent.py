@@ -31,10 +31,10 @@ from tiltyard.run.folder import Run
 from tiltyard.run.history import History
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_error
-from tiltyard.run.status import write_status
+from tiltyard.run.status import STATUS, write_status
 from tiltyard.slurm import COUNTS, FOLDER, JOB_VARIABLE, RESUBMITTED, STOP, TASK, VERDICT
 from tiltyard.slurm.commands import output_of
-from tiltyard.slurm.job_outcome import Counts, Outcome, TrainerExit, decide_outcome
+from tiltyard.slurm.job_outcome import Counts, Outcome, TrainerExit, decide_outcome, lead_needed
 from tiltyard.slurm.job_state import current_job
 
 if TYPE_CHECKING:
@@ -102,6 +102,13 @@ class JobRecord:
             return History(self.run).env_steps
         return max((each.env_steps for each in checkpoint.list_checkpoints(self.run)), default=0)
 
+    def save_seconds(self) -> float:
+        """How long recent saves took at most; 0 if unknown."""
+        try:
+            return atomic.number(atomic.read_json(self.run.folder / STATUS).get("save_seconds")) or 0.0
+        except (OSError, ValueError):
+            return 0.0
+
     def stop_requested(self) -> bool:
         return (self.folder / STOP).exists()
 
@@ -137,7 +144,7 @@ class Agent:
         self.ray: RayNode | None = None
         self._lost = ""  # how Ray's head was lost
         self._reported: set[str] = set()  # events of other nodes
-        self._limit = _end_time()
+        self._limit, self._began = _end_time(), time.time()
         self._last_judged = time.monotonic()
         for number in SIGNALS:
             signal.signal(number, self._handle_signal)
@@ -222,10 +229,9 @@ class Agent:
         """Forward signals until the trainer exits. SIGUSR2 is repeated: a trainer that is starting ignores it."""
         sent = None
         while True:
-            if self.asked is None and self._limit_near():
+            if self.asked is None and (reason := self._limit_near()):
                 self.asked, self._near = "SIGUSR2", True
-                sentence = "no signal came before the time limit; the agent requests the last save itself"
-                self.record.log("warning", sentence)
+                self.record.log("warning", f"{reason}; the agent requests the last save itself")
             if self.asked is None and self.record.stop_requested():
                 self.asked = "SIGUSR2"
             if self.asked == "SIGUSR2" or self.asked != sent:
@@ -255,13 +261,21 @@ class Agent:
             command = [sys.executable, "-m", "tiltyard.sweep.tick", str(self.run.folder.parent), "--judge", str(every)]
             threading.Thread(target=subprocess.run, args=(command,), daemon=True).start()
 
-    def _limit_near(self) -> bool:
-        """Whether half of `slurm.lead` has passed without a signal. The limit may have moved, so Slurm is asked."""
-        margin = float(self.record.task["lead"]) / 2
-        if self._limit is not None and time.time() > self._limit - margin:
-            self._limit = _end_time(job=self.record.job) or self._limit
-            return time.time() > self._limit - margin
-        return False
+    def _limit_near(self) -> str:
+        """Why the run must be saved now: recent saves took so long that Slurm's signal would come too late, or half of
+        `slurm.lead` has passed without it. Otherwise empty. The limit may have moved, so Slurm is asked."""
+        if self._limit is None:
+            return ""
+        lead, saving = float(self.record.task["lead"]), self.record.save_seconds()
+        needed = lead_needed(lead, saving, self._limit - self._began)
+        earlier = needed > lead and not self.record.task.get("lead_set")
+        margin = needed if earlier else lead / 2
+        if time.time() <= self._limit - margin:
+            return ""
+        self._limit = _end_time(job=self.record.job) or self._limit
+        if time.time() <= self._limit - margin:
+            return ""
+        return f"saving took up to {saving:.0f} s" if earlier else "no signal came before the time limit"
 
 
 def _end_time(job: str = "") -> float | None:

@@ -82,6 +82,7 @@ def task(profile: Profile, overrides: Sequence[str] = (), trust_code: bool = Fal
     return {
         "profile": profile.name,
         "lead": profile.lead,
+        "lead_set": slurm.lead is not None,
         "requeues": slurm.requeues,
         "retry": slurm.retry,
         "wait": slurm.wait,

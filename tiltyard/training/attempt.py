@@ -76,6 +76,8 @@ class Attempt:
     """whether the engine is in a step, or one has failed half-way"""
     last_save: float = field(default_factory=time.monotonic)
     last_status: float = 0.0
+    save_seconds: float = 0.0
+    """the longest of recent saves, which a job near its time limit must allow for"""
 
     def log(self, kind: str, message: str) -> None:
         log_and_show(self.run, self.screen, kind, message)
@@ -255,6 +257,7 @@ def write_progress(attempt: Attempt, **changes: str) -> None:
         progress=asdict(attempt.progress),
         **{"return": latest.get("train/return"), "eval_return": latest.get("eval/return")},
         best=attempt.state.best,
+        **({"save_seconds": round(attempt.save_seconds, 3)} if attempt.save_seconds else {}),
         **changes,
     )
     attempt.last_status = time.monotonic()

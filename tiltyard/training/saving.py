@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tiltyard.errors import TiltyardError
-from tiltyard.run import checkpoint
+from tiltyard.run import atomic, checkpoint
 from tiltyard.run.checkpoint_files import link_files
 from tiltyard.run.events import log_event
 from tiltyard.run.history import update_index
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiltyard.training.attempt import Attempt
 
 MAX_COPY = 256 * 2**20  # bytes of arrays
+RECENT = 0.9  # of an earlier save's seconds that still count after the next one
 
 
 class Saving:
@@ -96,6 +97,7 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
     saving, run, state, progress = attempt.saving, attempt.run, attempt.state, attempt.progress
     saving.wait()
     save, began = attempt.experiment.save, time.monotonic()
+    before = attempt.save_seconds or atomic.number(run.status().get("save_seconds")) or 0.0
     same = [each.folder for each in checkpoint.list_checkpoints(run) if each.progress == progress == state.saved]
     score = state.score(save, progress.env_steps)
     draft = checkpoint.Draft(run, progress.env_steps)
@@ -119,7 +121,7 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
         message = f"checkpoint at env step {progress.env_steps:,}{note}"
         log_event(run, "saved", message, score=score, seconds=round(seconds, 3))
         update_index(run)
-        attempt.last_save = time.monotonic()
+        attempt.last_save, attempt.save_seconds = time.monotonic(), max(seconds, RECENT * before)
 
     attempt.last_save = began
     saving.start(progress, write, background=background)
