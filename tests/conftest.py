@@ -36,6 +36,7 @@ SLOW = (  # tests that train or start processes for seconds; `make check` does n
     "evaluation/test_evaluate.py",
     "evaluation/test_tournament.py",
     "faults/test_disk_full.py",
+    "faults/test_damage_storm.py",
     "faults/test_diverged.py",
     "faults/test_foreign_exit.py",
     "faults/test_kill.py",

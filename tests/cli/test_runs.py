@@ -133,12 +133,12 @@ def test_control_characters_in_notes_do_not_reach_the_terminal(root, tiltyard):
         assert "\x1b" not in tiltyard(*words).stdout and "\x07" not in tiltyard(*words).stdout
 
 
-def test_broken_and_half_deleted_runs_are_listed_as_broken(root, tiltyard):
+def test_broken_and_half_deleted_runs_are_listed_as_damaged(root, tiltyard):
     one, two = make(root), make(root)
     (one.folder / "status.json").write_text("{")
     (two.folder / "status.json").unlink()
-    assert [row["state"] for row in json.loads(tiltyard("ls", "--json").stdout)] == ["broken", "broken"]
-    assert "broken" in tiltyard("ls").stdout
+    assert [row["state"] for row in json.loads(tiltyard("ls", "--json").stdout)] == ["damaged", "damaged"]
+    assert "damaged" in tiltyard("ls").stdout
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["show", "last"], ["--help"]])

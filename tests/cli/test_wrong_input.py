@@ -18,6 +18,7 @@ from tiltyard.config.cross_checks import RLLIB_SETTINGS
 from tiltyard.config.load import load
 from tiltyard.config.reference import describe
 from tiltyard.errors import UseError
+from tiltyard.run import atomic
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 
@@ -359,12 +360,13 @@ def test_checkpoint_of_another_env_or_model_is_refused_with_both_shapes(refused:
 def test_incomplete_runs_and_runs_of_a_newer_tiltyard_are_refused(refused: Refused, trained: Path) -> None:
     run = find("cart", trained)
     kept = {name: (run.folder / name).read_text() for name in ("status.json", "experiment.yaml")}
+    (run.folder / "experiment.json").unlink()
     for name, text in kept.items():
         (run.folder / name).unlink()
         for verb in ("resume", "eval", "fork", "show"):
             assert f"is not a complete run: {name} is missing" in refused(verb, "cart/0001")
         (run.folder / name).write_text(text)
-    (run.folder / "status.json").write_text(json.dumps({**json.loads(kept["status.json"]), "schema": 99}))
+    atomic.write_sealed(run.folder / "status.json", {**json.loads(kept["status.json"]), "schema": 99})
     for verb in ("resume", "eval", "fork", "show"):
         assert "newer Tiltyard (schema 99, this one reads up to 1)" in refused(verb, "cart/0001")
     (run.folder / "status.json").write_text(kept["status.json"])
@@ -517,6 +519,7 @@ def test_each_kind_of_plug_in_requires_trust_code(
         "model.encoder": ("id: auto", "id: plugins/one.py:Any"),
     }[setting]
     assert old in text
+    (run.folder / "experiment.json").unlink(missing_ok=True)
     run.experiment_file.write_text(text.replace(old, new, 1))
     give_away(run.folder)
     for words in (["eval", run.id, *EVAL], ["resume", run.id], ["fork", run.id]):
@@ -527,6 +530,7 @@ def test_each_kind_of_plug_in_requires_trust_code(
 @pytest.mark.parametrize("name", ["subprocess:Popen", "antigravity:Sky-v0"])
 def test_names_of_installed_modules_also_require_trust_code(refused: Refused, trained: Path, name: str) -> None:
     run = find("cart", trained)
+    (run.folder / "experiment.json").unlink(missing_ok=True)
     run.experiment_file.write_text(run.experiment_file.read_text().replace("id: CartPole-v1", f"id: {name}", 1))
     give_away(run.folder)
     for words in (["eval", "cart", *EVAL], ["fork", "cart"]):

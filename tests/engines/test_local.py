@@ -19,6 +19,7 @@ from tiltyard.engines.local import shared_memory as shared_memory
 from tiltyard.engines.local.engine import LocalEngine, _filled
 from tiltyard.errors import DivergedError, EnvError
 from tiltyard.run.events import read_events
+from tiltyard.run.settings_file import write_settings
 from tiltyard.run.state_file import write_trees
 
 TWO = ("engine.workers=2", "engine.envs=4", "env.native=false", "engine.threads=1")  # two threads round differently
@@ -419,8 +420,9 @@ def test_nan_reward_stops_training_and_the_error_has_the_batch(tmp_path: Path, m
 def test_resume_keeps_the_chosen_number_of_workers(runs: Path) -> None:
     """A new measurement might choose another number and cut running episodes."""
     run = product.train("CartPole-v1", [*SHORT, "stop.env_steps=64"], live=False)
-    yaml = run.experiment_file.read_text()
-    assert "workers: 2" in yaml
-    run.experiment_file.write_text(yaml.replace("workers: 2", "workers: auto"))
+    stored = run.experiment()
+    assert stored.engine.workers == 2
+    auto = stored.engine.model_copy(update={"workers": "auto"})
+    write_settings(run.folder, stored.model_copy(update={"engine": auto}))
     product.resume(run, ["stop.env_steps=128"], live=False)
     assert not [event for event in read_events(run) if event["kind"] == "warning"]

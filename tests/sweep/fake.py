@@ -8,7 +8,7 @@ from typing import Any
 
 from tiltyard.config.sweep_plan import load_plan
 from tiltyard.run import atomic
-from tiltyard.sweep.folder import Sweep, Trial, make, planned_pairs
+from tiltyard.sweep.folder import Sweep, Trial, make, planned_pairs, trial_line
 from tiltyard.sweep.space import dimensions, draws
 
 SPACE = {
@@ -31,6 +31,7 @@ def fake_sweep(root: Path, points: int, seeds: int, *, records: int = 20, **more
         folder = sweep.place(trial.number)
         folder.mkdir()
         atomic.write_json(folder / "status.json", status(trial.number))
+        atomic.write_sealed(folder / "provenance.json", {"trial": trial_line(trial)})
         lines = [atomic.to_json(record) for record in history(trial, records)]
         (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return sweep

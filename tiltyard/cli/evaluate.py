@@ -83,6 +83,7 @@ def _evaluate(args: argparse.Namespace, data: TextIO) -> int:
 
     chosen = choose_checkpoint(args.run, "best" if args.best else args.at)
     run = run_of(chosen.folder)
+    sys.stderr.write("".join(f"{complaint}\n" for complaint in run.damage()))
     named = [mode for mode in ("random", "policy", "sample", "greedy") if getattr(args, mode)]
     mode = named[0] if named else "eval"
     stem = f"{chosen.env_steps:012d}-{mode}"

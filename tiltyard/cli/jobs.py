@@ -187,7 +187,7 @@ def overlay(rows: list[dict[str, Any]]) -> bool:
 
 
 def _open_job(row: dict[str, Any]) -> str | None:
-    if row["state"] in ("finished", "failed", "broken") or not isinstance(row["job"], dict):
+    if row["state"] in ("finished", "failed", "damaged") or not isinstance(row["job"], dict):
         return None
     return job_state.job_of(Run(Path(row["folder"])), row)
 

@@ -9,7 +9,6 @@ rm         asks first, and refuses running runs
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -25,9 +24,10 @@ from tiltyard.run import atomic, trust
 from tiltyard.run.folder import Run, find, remove, remove_folder
 from tiltyard.run.lock import liveness, read_owner
 from tiltyard.run.logs import new_text
+from tiltyard.run.provenance import copied_files
 from tiltyard.run.status import STATES, SWEEP_FOLDER, list_runs
 
-SEEN_STATES = (*STATES, "lost", "broken")
+SEEN_STATES = (*STATES, "lost", "damaged")
 
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +245,4 @@ def _settings(name: str, root: Path) -> dict[str, Any]:
         return formatting.leaves(load(name).experiment.model_dump(mode="json", by_alias=True))
     run = find(name, root)
     found = formatting.leaves(run.experiment().model_dump(mode="json", by_alias=True))
-    with contextlib.suppress(OSError, ValueError):  # without provenance.json there is nothing to compare
-        copies = atomic.read_json(run.folder / "provenance.json").get("plugins")
-        found |= {file: f"sha256 {digest[:12]}" for file, digest in copies.items()} if isinstance(copies, dict) else {}
-    return found
+    return found | {file: f"sha256 {digest[:12]}" for file, digest in copied_files(run.folder).items()}

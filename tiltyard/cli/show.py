@@ -22,6 +22,7 @@ from tiltyard.run import atomic, checkpoint, measured, metrics
 from tiltyard.run.events import read_events
 from tiltyard.run.folder import Run, find
 from tiltyard.run.history import History
+from tiltyard.run.settings_file import read_settings
 from tiltyard.run.status import root_of
 from tiltyard.slurm.job_state import poll_job
 from tiltyard.track.bottleneck import bottleneck
@@ -93,8 +94,10 @@ def facts_of(run: Run) -> dict[str, Any]:
     evaluated, recent = history.curve("eval/return").newest, history.recent(RECENT)
     more = history.broken_count - len(history.broken)
     state, job = poll_job(run)
+    status = run.status()
+    lost = state == "finished" and (history.env_steps or 0) < status["progress"]["env_steps"]
     return {
-        **run.status(),
+        **status,
         "state": state,
         "job_says": job,
         "folder": str(run.folder),
@@ -107,9 +110,11 @@ def facts_of(run: Run) -> dict[str, Any]:
             for kept in checkpoint.list_checkpoints(run)
         ],
         "damaged": [
+            *run.damage(),
             *checkpoint.unreadable(run),
             *(f"line {line} of metrics.jsonl" for line in history.broken),
             *([f"{more:,} more lines of metrics.jsonl"] if more else []),
+            *(["metrics.jsonl: its last records are missing"] if lost else []),
         ],
         "next": _next_commands(run.typed, state),
     }
@@ -125,7 +130,7 @@ def _next_commands(run: str, state: str) -> list[str]:
 
 def summary(run: Run, facts: dict[str, Any]) -> str:
     """One line per fact; facts that are missing have no line."""
-    experiment = run.experiment()
+    experiment = read_settings(run.folder).experiment  # edited ones are reported as damage
     lineage = facts.get("lineage") or {}
     rows = [
         ("run", run.id),

@@ -16,6 +16,7 @@ from tiltyard.config.sweep_plan import Objective
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.folder import Run
 from tiltyard.sweep import report
+from tiltyard.sweep.damage import find_damage
 from tiltyard.sweep.folder import Sweep, find_sweep, is_own
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def summary(found: SweepSummary) -> str:
     if not (plan.program is not None and plan.metric == Objective() and silent):  # a program need not record any
         lines.append(f"metric   {plan.metric.name}, {plan.metric.of} of each trial, to {plan.goal}")
         lines += _none_recorded(found)
+    lines += [f"damaged  {formatting.clean(complaint)}" for complaint in find_damage(sweep, plan)]
     lines += ["", _table(found).rstrip("\n")]
     for row in found.failed[:10]:
         lines.append(f"trial {row.trial.number} failed: {formatting.clean(row.reason)}")

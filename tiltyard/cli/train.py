@@ -127,7 +127,9 @@ def run_fork(args: argparse.Namespace) -> int:
     if args.replay is not None and args.at is not None:
         raise UseError("--replay starts from scratch, but --at selects a checkpoint", "use one of them")
     with data_stdout() as data, ForkServer(PRELOAD) as server:
-        profile = None if args.here else jobs.profile_of(find(args.run), args.trust_code)
+        parent = find(args.run)
+        sys.stderr.write("".join(f"{complaint}\n" for complaint in parent.damage()))
+        profile = None if args.here else jobs.profile_of(parent, args.trust_code)
         _check_options(args, profile)
         own, as_job = (server, False) if profile is None else (None, True)
         options: dict[str, Any] = {"trust_code": args.trust_code, "as_job": as_job, "server": own}

@@ -361,9 +361,9 @@ def resolved_yaml(experiment: Experiment) -> str:
     return dump_yaml(experiment.model_dump(by_alias=True))
 
 
-def from_resolved(path: Path) -> Experiment:
-    """The experiment in a run folder's experiment.yaml."""
-    values = read_yaml(path)
+def from_resolved(path: Path, text: str | None = None) -> Experiment:
+    """The experiment in a run folder's experiment.yaml, or in the text of it."""
+    values = read_yaml(path) if text is None else as_mapping(parse_yaml(text, str(path)), str(path))
     version = values.get("version")
     if type(version) is int and version > SCHEMA:
         hint = "update Tiltyard"

@@ -121,7 +121,7 @@ class EpisodeWriter:
             "truncated": episode.truncated,
         }
         with (self.folder / MANIFEST).open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(atomic.to_line(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -204,13 +204,13 @@ def read_manifest(folder: Path) -> list[dict[str, Any]]:
         raise UseError(f"no recorded episodes in {folder}: {MANIFEST}: {reason}", hint) from error
     found: list[dict[str, Any]] = []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
-        try:
-            entry = json.loads(line)
-            if not _FILE.fullmatch(entry["file"]):  # it could lead to another folder
-                raise ValueError(entry["file"])
-            found.append(entry)
-        except (ValueError, KeyError, TypeError) as error:
-            raise TiltyardError(f"{folder / MANIFEST}, line {number}, is damaged", "restore it from a copy") from error
+        entry = atomic.parse_line(line) or {}
+        kinds = {"file": str, "sha256": str, "bytes": int, "rows": int}
+        whole = all(type(entry.get(name)) is kind for name, kind in kinds.items())
+        if not whole or not _FILE.fullmatch(entry["file"]):  # a name could lead to another folder
+            hint = f"restore it, or delete it: the next recording into {folder} lists all episodes again"
+            raise TiltyardError(f"{folder / MANIFEST}, line {number}, is damaged", hint)
+        found.append(entry)
     return found
 
 
@@ -234,13 +234,16 @@ def read_episodes(folder: str | Path) -> Iterator[Episode]:
 
 def _read(path: Path) -> Episode:
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        table = file.read()
+        table = pq.ParquetFile(path, page_checksum_verification=True).read()
         about = json.loads((table.schema.metadata or {})[_KEY])
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        if about["schema"] > SCHEMA:
+            raise UseError(f"{path} was written by a newer Tiltyard (schema {about['schema']})", "update Tiltyard")
+        return _episode(table, about)
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, RecursionError) as error:
         raise TiltyardError(f"{path} is not a readable episode: {error}", "delete or restore it") from error
-    if about["schema"] > SCHEMA:
-        raise UseError(f"{path} was written by a newer Tiltyard (schema {about['schema']})", "update Tiltyard")
+
+
+def _episode(table: pa.Table, about: Mapping[str, Any]) -> Episode:
     steps = table.num_rows - 1
 
     def array(name: str, rows: int) -> Array:

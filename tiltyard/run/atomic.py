@@ -1,20 +1,25 @@
 """Write files so that readers never see half of one: whole files by rename, lines by one append, and valid JSON.
 
 A reader sees the old file or the new one. An appended line may be torn by a crash; the next append then starts a new
-line.
+line. What commands decide on has a checksum of its own, so that a damaged value is not believed; files and lines of
+earlier versions, and lines of other programs, have none.
 
-    write_text   temp file, fsync, rename       append_line   one write() at the end of the file
-    to_json      nan and inf as strings         read_lines    complete records, and the numbers of broken lines
+    write_text     temp file, fsync, rename       append_record   one write() at the end of the file
+    to_json        nan and inf as strings         read_lines      complete records, and the numbers of broken lines
+    write_sealed   JSON with its own sha256       to_line         JSON with its own CRC-32
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import operator
 import os
+import re
 import shutil
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +28,8 @@ from tiltyard.errors import TiltyardError
 from tiltyard.run.regular_files import open_regular
 
 DISK_HINT = "free some space or check the folder's permissions, then continue with: tiltyard resume"
+
+_CHECKED_LINE = re.compile(rb'(.*), "crc": "([0-9a-f]{8})"\}', re.DOTALL)
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -106,17 +113,40 @@ def write_private(path: Path, text: str, mode: int) -> None:
         file.write(text)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, to_json(value, indent=2) + "\n")
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    write_text(path, to_json(value, indent=2) + "\n", mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The file's JSON object. OSError if it cannot be read, ValueError if it is not an object."""
-    with open_regular(path, follow=True) as file:
-        value = json.loads(file.read())
+    try:
+        with open_regular(path, follow=True) as file:
+            value = json.loads(file.read())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return cast(dict[str, Any], value)
+
+
+def digest(value: dict[str, Any]) -> str:
+    """The checksum of a JSON object, whatever the order of its keys and its own `sha256`."""
+    body = {key: inner for key, inner in value.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(plain(body), sort_keys=True).encode()).hexdigest()
+
+
+def write_sealed(path: Path, value: dict[str, Any], mode: int = 0o666) -> None:
+    """Write a JSON object with its checksum."""
+    write_json(path, {**value, "sha256": digest(value)}, mode)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The JSON object that `write_sealed` wrote, or one of an earlier version, without a checksum. OSError if it cannot
+    be read, ValueError if it is damaged."""
+    value = read_json(path)
+    if value.pop("sha256", None) not in (None, digest(value)):
+        raise ValueError("it does not match its own checksum")
+    return value
 
 
 def append_line(path: Path, text: str) -> None:
@@ -132,6 +162,30 @@ def append_line(path: Path, text: str) -> None:
         raise DiskError(path, error) from error
 
 
+def to_line(record: dict[str, Any]) -> str:
+    """A record as a line of JSON that ends with its checksum."""
+    text = to_json(record)
+    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode("utf-8", "backslashreplace")):08x}"}}'
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    append_line(path, to_line(record))
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if the line is broken. Checks a line that ends with its checksum."""
+    checked = _CHECKED_LINE.fullmatch(line)
+    if checked is not None:
+        line = checked[1] + b"}"
+        if f"{zlib.crc32(line):08x}".encode() != checked[2]:
+            return None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The file's records, and the numbers (from 1) of broken lines. A missing file has no records."""
     try:
@@ -143,13 +197,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     for index, line in enumerate(data.split(b"\n"), 1):
         if not line:
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            broken.append(index)
-            continue
-        if isinstance(value, dict):
-            records.append(value)
+        if (record := parse_line(line)) is not None:
+            records.append(record)
         else:
             broken.append(index)
     return records, broken

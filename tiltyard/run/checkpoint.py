@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import shlex
 import shutil
@@ -94,7 +93,7 @@ class Draft:
                 "tiltyard": tiltyard.__version__,
                 "files": sync_and_hash(draft, known),
             }
-            atomic.write_json(draft / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+            atomic.write_sealed(draft / MANIFEST, manifest)
             atomic.sync_folder(draft)
             check()
             final = publish(draft, draft.with_name(f"{env_steps:012d}"))
@@ -136,11 +135,6 @@ def _what_is_left(parent: Path) -> str:
     return f"the previous checkpoint {kept[-1][0].name} is intact" if kept else "there is no earlier checkpoint"
 
 
-def _own_hash(manifest: dict[str, Any]) -> str:
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(atomic.plain(body), sort_keys=True).encode()).hexdigest()
-
-
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -157,12 +151,12 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
         manifest = atomic.read_json(folder / MANIFEST)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     schema = manifest.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         return f"it was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})"
-    if manifest.get("sha256") != _own_hash(manifest):
+    if manifest.get("sha256") != atomic.digest(manifest):
         return f"{MANIFEST} does not match its own checksum"
     match = FOLDER.fullmatch(folder.name)
     if match and int(match[1]) != manifest["env_steps"]:

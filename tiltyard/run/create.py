@@ -15,9 +15,10 @@ from tiltyard.errors import TiltyardError, UseError
 from tiltyard.plugins.snapshot import Copies, copy_plugins
 from tiltyard.run import atomic, checkpoint, provenance
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import EXPERIMENT, Run, find, write_experiment
+from tiltyard.run.folder import Run, find
 from tiltyard.run.names import ADJECTIVES, ANIMALS
 from tiltyard.run.redact import mode_for
+from tiltyard.run.settings_file import write_settings
 from tiltyard.run.status import run_id, write_first_status
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Source:
     copies: Copies | None = None
     """plug-ins that were already copied and checked; else they are copied now"""
     profile: str | None = None
+    trial: dict[str, Any] | None = None
+    """the line of a sweep's manifest that it is made for"""
 
 
 def create(
@@ -107,19 +110,20 @@ def _fill(draft: Path, place: Path, experiment: Experiment, source: Source) -> N
     else:
         copies.put_into(draft)
     frozen = copies.named_in(experiment)
-    write_experiment(draft / EXPERIMENT, frozen)
+    write_settings(draft, frozen)
     if source.text is not None:
         atomic.write_text(draft / "source.yaml", source.text, mode_for(frozen.model_dump(mode="json"), source.text))
     facts, diff = provenance.collect_with_diff(source.command, source.base)
     facts["source"] = source.name
     facts["seed"] = experiment.seed
+    facts |= {"trial": source.trial} if source.trial else {}
     facts["plugins"] = {
         str(path.relative_to(draft)): provenance.sha256(path)
         for folder in ("plugins", "frozen")
         for path in sorted((draft / folder).rglob("*"))
         if path.is_file()
     }
-    atomic.write_json(draft / "provenance.json", facts)
+    atomic.write_sealed(draft / provenance.FILE, facts)
     if diff:
         atomic.write_text(draft / "provenance.diff", diff)
     (draft / "checkpoints").mkdir()
@@ -134,8 +138,9 @@ def _fill(draft: Path, place: Path, experiment: Experiment, source: Source) -> N
         lineage=source.parent,
         profile=source.profile,
     )
-    lineage = {"parent": source.parent} if source.parent else {}
-    log_event(Run(draft), "created", f"Run {run_id(place)} was created.", **lineage)
+    origin = {"parent": source.parent, "profile": source.profile}
+    origin = {name: value for name, value in origin.items() if value}
+    log_event(Run(draft), "created", f"Run {run_id(place)} was created.", **origin)
     for note in copies.notes:
         log_event(Run(draft), "warning", note)
 

@@ -22,7 +22,7 @@ def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
     if kind not in KINDS:
         raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(KINDS)}")
     record = {"time": atomic.now(), "kind": kind, "sentence": sentence, **facts}
-    atomic.append_line(run.events_file, atomic.to_json(record))
+    atomic.append_record(run.events_file, record)
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:

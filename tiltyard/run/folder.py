@@ -1,7 +1,7 @@
 """The run folder as a whole: find and remove it. create.py creates it; each of its files has its own module.
 
     runs/cartpole/0007-brisk-otter/
-      experiment.yaml  resolved, complete     source.yaml        the user's own file       plugins/  copies of user code
+      experiment.yaml  settings_file.py       source.yaml        the user's own file       plugins/  copies of user code
       status.json      status.py              events.jsonl       events.py                 lock.json lock.py
       metrics.jsonl    metrics.py             checkpoints/       checkpoint.py             provenance.json provenance.py
       metrics.index    metrics_index.py       stretches.json     settings_schedule.py, if settings change during the run
@@ -24,7 +24,17 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.run import atomic
 from tiltyard.run.lock import Lock
-from tiltyard.run.status import RUN_FOLDER, SCHEMA, STATUS, list_runs, observed_state, run_folders, run_id
+from tiltyard.run.status import (
+    RUN_FOLDER,
+    SCHEMA,
+    STATUS,
+    Damaged,
+    list_runs,
+    observed_state,
+    read_status,
+    run_folders,
+    run_id,
+)
 
 if TYPE_CHECKING:
     from tiltyard.config.experiment import Experiment
@@ -75,7 +85,15 @@ class Run:
 
     def program(self) -> dict[str, Any]:
         """The command line of such a trial, and its working directory."""
-        return atomic.read_json(self.folder / PROGRAM)
+        path = self.folder / PROGRAM
+        try:
+            found = atomic.read_sealed(path)
+            if not isinstance(found["folder"], str) or not all(isinstance(word, str) for word in found["command"]):
+                raise ValueError("command and folder must be strings")
+            return found
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            hint = "delete the trial with `tiltyard rm`, and the sweep starts it again"
+            raise UseError(f"{path} is damaged: {error}", hint) from error
 
     @property
     def metrics_file(self) -> Path:
@@ -90,26 +108,30 @@ class Run:
         return self.folder / "checkpoints"
 
     def experiment(self) -> Experiment:
-        from tiltyard.config.load import from_resolved
+        """The settings; UseError if experiment.yaml was edited."""
+        from tiltyard.run.settings_file import read_settings
 
-        return from_resolved(self.experiment_file)
+        stored = read_settings(self.folder)
+        if stored.edits:
+            raise stored.refusal(self)
+        return stored.experiment
 
     def status(self) -> dict[str, Any]:
-        """The content of status.json; UseError if it is missing, broken or of a newer Tiltyard."""
+        """The content of status.json, rebuilt if it is damaged; UseError if it is missing or of a newer Tiltyard."""
         return _read_status(self.folder)
+
+    def damage(self) -> list[str]:
+        """A sentence about each file that is not what was written into it, though the run can be used."""
+        from tiltyard.run.provenance import changed_copies
+        from tiltyard.run.settings_file import read_settings
+
+        complaints = [self.status().get("damaged", ""), "" if self.is_program else read_settings(self.folder).complaint]
+        return [*filter(None, complaints), *changed_copies(self.folder)]
 
     @property
     def state(self) -> str:
         """created, queued, running, stopped, finished, failed, or lost: running, but no process holds the lock."""
         return observed_state(self.folder, self.status())
-
-
-def write_experiment(path: Path, experiment: Experiment) -> None:
-    """Write a run's experiment.yaml, readable only by this user if a setting has a secret."""
-    from tiltyard.config.load import resolved_yaml
-    from tiltyard.run.redact import mode_for
-
-    atomic.write_text(path, resolved_yaml(experiment), mode_for(experiment.model_dump(mode="json")))
 
 
 # ---------------------------------------------------------------------------------------------- finding
@@ -199,6 +221,8 @@ def _check(folder: Path, programs: bool = False) -> None:
         _read_status(folder)
         return
     missing = [name for name in (EXPERIMENT, STATUS) if not (folder / name).is_file()]
+    if EXPERIMENT in missing and (folder / "experiment.json").is_file():  # a copy of it
+        missing.remove(EXPERIMENT)
     if missing:
         hint = "it was partly copied or deleted; copy it again, or remove it with: tiltyard rm"
         raise UseError(f"{folder} is not a complete run: {' and '.join(missing)} is missing", hint)
@@ -206,19 +230,21 @@ def _check(folder: Path, programs: bool = False) -> None:
 
 
 def _read_status(folder: Path) -> dict[str, Any]:
+    """The status; rebuilt in memory if the file is damaged, and then with a sentence about that in `damaged`."""
     path = folder / STATUS
     try:
-        status = atomic.read_json(path)
+        status = read_status(folder, newer=True)
     except FileNotFoundError as error:
         hint = "copy the run again, or remove it"
         raise UseError(f"{folder} is not a complete run: {STATUS} is missing", hint) from error
-    except (OSError, ValueError) as error:
-        raise UseError(f"{path} cannot be read: {error}", "restore the file, or remove the run") from error
-    schema = status.get("schema")
-    if not isinstance(schema, int) or schema < 1:
-        raise UseError(f"{path} has no schema number", "restore the file, or remove the run")
-    if schema > SCHEMA:
-        message = f"{folder} was written by a newer Tiltyard (schema {schema}, this one reads up to {SCHEMA})"
+    except OSError as error:
+        raise UseError(f"{path} cannot be read: {error.strerror}", "check its owner and permissions") from error
+    except Damaged as error:
+        from tiltyard.run.rebuild import rebuild_status
+
+        return rebuild_status(Run(folder), str(error))
+    if status["schema"] > SCHEMA:
+        message = f"{folder} was written by a newer Tiltyard (schema {status['schema']}, this one reads up to {SCHEMA})"
         hint = "update with: pip install -U tiltyard"
         raise UseError(message, hint)
     return status

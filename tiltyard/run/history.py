@@ -9,7 +9,6 @@ its lines; `Block.limit` is the lowest rewind after it. Without an index the fir
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -82,16 +81,9 @@ def replay(lines: Iterable[bytes], since: float, keep: Callable[[Record], Any]) 
     return found
 
 
-_decode = json.JSONDecoder().decode
-
-
 def _parse(line: bytes) -> Record | None:
     """The object in a line; None if it is broken, and {} for an empty line."""
-    try:
-        value = _decode(line.decode()) if line != b"\n" else {}
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    return atomic.parse_line(line.removesuffix(b"\n")) if line != b"\n" else {}
 
 
 def _whole(record: Record) -> Record:

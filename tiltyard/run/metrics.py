@@ -35,7 +35,7 @@ def rewind(where: Run | Path, env_steps: int, attempt: int) -> None:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    atomic.append_line(path, atomic.to_json(dict(record)))
+    atomic.append_record(path, dict(record))
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:

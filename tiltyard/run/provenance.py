@@ -3,7 +3,7 @@
     provenance.json   commit, branch, packages, python, machine, user, command, allow-listed environment variables
     provenance.diff   uncommitted changes of the working tree, at most 1 MiB
 
-For information only: resuming a run does not need it, and unknown facts are null.
+For information, and unknown facts are null. Only the checksums of copied plug-ins are compared.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ALLOWED = re.compile(
     r"SLURM_\w+|TILTYARD_\w+|CUDA_VISIBLE_DEVICES|(?:OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MUJOCO_GL|PYOPENGL_PLATFORM"
     r"|CONDA_DEFAULT_ENV|CONDA_PREFIX|VIRTUAL_ENV|PYTHONHASHSEED|PYTHONPATH|LANG|LC_ALL|TZ|CUBLAS_WORKSPACE_CONFIG"
 )
+FILE = "provenance.json"
 DIFF_LIMIT = 2**20
 GIT_SECONDS = 20
 
@@ -69,6 +70,27 @@ def collect_with_diff(
     if len(diff) > DIFF_LIMIT:
         diff = diff[:DIFF_LIMIT] + f"\n(cut here: the diff is longer than {DIFF_LIMIT} characters)\n"
     return masked, diff
+
+
+def copied_files(folder: Path) -> dict[str, str]:
+    """The checksums of a run's copies of plug-ins and frozen policies, by path; none if the file is damaged."""
+    try:
+        found = atomic.read_sealed(folder / FILE).get("plugins")
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(checksum) for name, checksum in found.items()} if isinstance(found, dict) else {}
+
+
+def changed_copies(folder: Path) -> list[str]:
+    """A sentence about each copy of a plug-in that is not what was copied: it is used, but the run is another one."""
+    found = []
+    for name, expected in copied_files(folder).items():
+        try:
+            if sha256(folder / name) != expected:
+                found.append(f"{folder / name} was changed after the run was created")
+        except OSError as error:
+            found.append(f"{folder / name} cannot be read: {error.strerror}")
+    return found
 
 
 def sha256(path: Path) -> str:

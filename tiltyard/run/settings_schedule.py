@@ -47,7 +47,7 @@ class SettingsSchedule:
 
     def write(self, folder: Path) -> None:
         parts = [{"from": begins, "settings": dict(settings)} for begins, settings in self.parts]
-        atomic.write_json(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
+        atomic.write_sealed(folder / FILE, {"stretches": parts, "until": self.until, "period": self.period})
 
 
 def may_change(setting: str) -> bool:
@@ -59,7 +59,7 @@ def may_change(setting: str) -> bool:
 def read(folder: Path) -> SettingsSchedule | None:
     """The schedule in a run folder, or None."""
     try:
-        content = atomic.read_json(folder / FILE)
+        content = atomic.read_sealed(folder / FILE)
         parts = [(int(part["from"]), dict(part["settings"])) for part in content["stretches"]]
         until = content["until"]
         return SettingsSchedule(parts, None if until is None else int(until), int(content["period"]))

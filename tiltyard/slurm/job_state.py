@@ -156,7 +156,7 @@ def _lines(command: list[str]) -> list[str] | None:
 
 def combined_state(state: str, job: JobState | None) -> str:
     """The run's state from its folder and from Slurm, as in the table above; `job` is None if Slurm did not answer."""
-    if job is None or state in ("finished", "failed", "broken"):
+    if job is None or state in ("finished", "failed", "damaged"):
         return state
     if job.pending:
         return "queued"

@@ -49,7 +49,8 @@ def submit(
         job = {**submitted, "script": str(folder / SCRIPT), "avoided": list(excluded)}
         write_status(run, state="queued", reason="", job=job)
         without = f", excluding {', '.join(excluded)} (found bad by tiltyard doctor)" if excluded else ""
-        log_event(run, "submitted", f"submitted as job {number} with profile {profile.name}{without}", job=number)
+        sentence = f"submitted as job {number} with profile {profile.name}{without}"
+        log_event(run, "submitted", sentence, job=number, submission=job)
     return number
 
 

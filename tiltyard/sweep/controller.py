@@ -24,6 +24,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, describe, read_owner
 from tiltyard.sweep import early_stopping, optuna_search, results
+from tiltyard.sweep.damage import repair
 from tiltyard.sweep.folder import Sweep, Trial
 from tiltyard.sweep.pbt.controller import Population
 from tiltyard.sweep.preflight import make_trial
@@ -80,6 +81,7 @@ def run_controller(
         message = f"sweep {sweep.id} is already running ({describe(owner)})"
         raise UseError(message, f"tiltyard sweep watch {sweep.typed}") from error
     with lock, StopSignals() as signals:
+        repair(sweep)
         plan = sweep.plan()
         optuna_search.require_optuna(plan)
         sweep.stop_file.unlink(missing_ok=True)
@@ -191,11 +193,11 @@ class Controller:
                 self.retries.granted[number] = moment
 
     def _add(self, trial: Trial) -> None:
+        row = self.rows[trial.number] = results.read_row(self.sweep, self.plan, trial)
         if trial.refused:
             self.log("failed", f"Trial {trial.number} has invalid settings: {trial.refused}")
-        else:
+        elif row.state == "waiting":  # else its line in the manifest was damaged, and `_load` sees how far it is
             self.due[trial.number] = 0.0
-        self.rows[trial.number] = results.read_row(self.sweep, self.plan, trial)
 
     # -- starting
 

@@ -33,10 +33,11 @@ from tiltyard.run.history import History
 from tiltyard.run.lock import Lock
 from tiltyard.run.logs import last_line
 from tiltyard.run.status import write_first_status, write_status
+from tiltyard.sweep.folder import Trial, trial_line
 
 if TYPE_CHECKING:
     from tiltyard.config.sweep_plan import Plan
-    from tiltyard.sweep.folder import Sweep, Trial
+    from tiltyard.sweep.folder import Sweep
 
 TRIAL = "TILTYARD_TRIAL"  # the trial's folder; identifies all processes of a program
 GRACE_SECONDS = 60.0  # from SIGTERM to SIGKILL
@@ -84,7 +85,8 @@ def make(sweep: Sweep, plan: Plan, trial: Trial) -> None:
     """Make a trial's folder; it appears complete."""
     place = sweep.place(trial.number)
     draft, words = atomic.empty_draft(place), command(sweep, plan, trial)
-    atomic.write_json(draft / PROGRAM, {"command": words, "folder": sweep.facts()["cwd"]})
+    about = {"command": words, "folder": sweep.facts()["cwd"], "trial": trial_line(trial)}
+    atomic.write_sealed(draft / PROGRAM, about)
     write_first_status(draft, place, name=sweep.folder.parent.name, env=words[0])
     atomic.sync_folder(draft)
     draft.rename(place)
@@ -94,10 +96,10 @@ def run(folder: Path) -> int:
     """Run the program of a trial and record its end in status.json; returns the exit code."""
     trial = Run(folder)
     with Lock(trial):
-        program = atomic.read_json(folder / PROGRAM)
+        program = trial.program()
         attempt = int(trial.status()["attempt"]) + 1
         write_status(trial, state="running", reason="", attempt=attempt, pid=os.getpid(), host=os.uname().nodename)
-        log_event(trial, "started", f"Attempt {attempt} started.")
+        log_event(trial, "started", f"Attempt {attempt} started.", attempt=attempt)
         (folder / "logs").mkdir(exist_ok=True)
         signals: list[int] = []
         began = time.monotonic()
@@ -116,7 +118,7 @@ def run(folder: Path) -> int:
         steps = History(folder).env_steps or 0
         progress = {**trial.status()["progress"], "env_steps": steps, "seconds": spent}
         write_status(trial, state=state, reason=reason, progress=progress)
-        log_event(trial, state, f"Attempt {attempt} {state}: {reason}")
+        log_event(trial, state, f"Attempt {attempt} {state}: {reason}", reason=reason)
     return result
 
 

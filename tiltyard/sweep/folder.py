@@ -6,9 +6,12 @@
       plugins/         copies of the user's code from the start                   events.jsonl, lock.json  as in a run
       0001-brisk-otter/, 0002-...       the trials: ordinary runs, made when they are started
 
-A trial's folder name follows from its number and sweep.json, so it cannot be made twice, and a sweep may be moved.
-Which (point, seed) a number stands for follows from the plan and the decisions; the settings of a point are in the
-manifest as soon as they are known.
+A trial is the folder that begins with its number, so it cannot be made twice, and a sweep may be moved; the rest of the
+name follows from sweep.json. Which (point, seed) a number stands for follows from the plan and the decisions; the
+settings of a point are in the manifest as soon as they are known, and in the trial's own folder.
+
+Damage: sweep.json is also in the first event, it has a checksum of plan.yaml, and a trial that the manifest lacks is
+read from its folder. damage.py reports and repairs.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
 from tiltyard.plugins.snapshot import copy_file
 from tiltyard.run import atomic
-from tiltyard.run.folder import Run
+from tiltyard.run.events import log_event, read_events
+from tiltyard.run.folder import PROGRAM, Run
 from tiltyard.run.lock import guard, seems_alive
 from tiltyard.run.names import ADJECTIVES, ANIMALS
+from tiltyard.run.provenance import FILE as PROVENANCE
 from tiltyard.run.redact import mask_command, mode_for
 from tiltyard.run.status import RUN_FOLDER, SWEEP_FOLDER
 
@@ -81,25 +86,40 @@ class Sweep:
         return self.folder / STOP
 
     def plan(self) -> Plan:
-        return load_plan(self.folder / PLAN)
+        path, expected = self.folder / PLAN, self.facts().get("plan")
+        if expected is not None and _sha256(path) != expected:
+            hint = (
+                f"restore it; for other settings start a new sweep: tiltyard sweep start {shlex.quote(str(path))} --new"
+            )
+            raise UseError(f"{path} was changed after the sweep was started", hint)
+        return load_plan(path)
 
     def facts(self) -> dict[str, Any]:
-        return atomic.read_json(self.folder / FACTS)
+        """The content of sweep.json, or of its copy if that is damaged."""
+        try:
+            return read_facts(self.folder)
+        except (OSError, ValueError) as error:
+            copies = [event.get("facts") for event in read_events(Run(self.folder)) if event.get("kind") == "created"]
+            if copies and isinstance(copies[0], dict):
+                return copies[0]
+            message = f"{self.folder / FACTS} is damaged: {error}"
+            raise TiltyardError(
+                message, "restore it from a copy; the trials are runs that can be used alone"
+            ) from error
 
     def trials(self) -> list[Trial]:
-        """The trials whose settings are known, by number."""
-        found: dict[int, Trial] = {}
-        for line in atomic.read_lines(self.folder / MANIFEST)[0]:
-            facts = (line["trial"], line["point"], line["seed"], line["settings"], line.get("refused", ""))
-            found.setdefault(line["trial"], Trial(*facts))
+        """The trials whose settings are known, by number: those in the manifest, and those that only have a folder."""
+        found = listed_trials(self.folder)
+        for number, name in _existing(self.folder).items():
+            if number not in found and (trial := _recorded(self.folder / name)) is not None:
+                found[number] = trial
         return [found[number] for number in sorted(found)]
 
     def place(self, number: int) -> Path:
         """The folder of a trial, which need not exist yet."""
-        try:
-            names = _name_seed(self.folder)
-        except FileNotFoundError:  # a dry run: the sweep does not exist
-            names = ""
+        if (known := _existing(self.folder).get(number)) is not None:
+            return self.folder / known
+        names = _name_seed(self.folder) if self.folder.exists() else ""
         rng = random.Random(f"{names or self.id}/{number}")
         return self.folder / f"{number:04d}-{rng.choice(ADJECTIVES)}-{rng.choice(ANIMALS)}"
 
@@ -114,7 +134,8 @@ class Sweep:
 
     def decisions(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Everything that was decided, or the decisions of one kind, oldest first."""
-        return [line for line in atomic.read_lines(self.folder / DECISIONS)[0] if kind in (None, line["kind"])]
+        lines = [line for line in atomic.read_lines(self.folder / DECISIONS)[0] if _is_decision(line)]
+        return [line for line in lines if kind in (None, line["kind"])]
 
     def decide(self, kind: str, **facts: Any) -> None:
         """Record a decision, before anything acts on it. Kinds: start, retry, extend, failed, ended early, and those of
@@ -122,10 +143,10 @@ class Sweep:
 
         Users and controllers may decide on several machines at once, and appending on NFS is not atomic."""
         with guard(Run(self.folder)):
-            atomic.append_line(self.folder / DECISIONS, atomic.to_json({"time": atomic.now(), "kind": kind, **facts}))
+            atomic.append_record(self.folder / DECISIONS, {"time": atomic.now(), "kind": kind, **facts})
 
     def add_to_manifest(self, trial: Trial) -> None:
-        atomic.append_line(self.folder / MANIFEST, atomic.to_json(_line(trial)))
+        atomic.append_record(self.folder / MANIFEST, trial_line(trial))
 
     @property
     def launcher(self) -> str:
@@ -160,10 +181,74 @@ def _deciding_files(folder: Path) -> Iterator[Path]:
 def _name_seed(folder: Path) -> str:
     """The seed of the trial folders' names, written when the sweep was made, so that it can be moved. Empty in older
     sweeps, where it is the id."""
-    return str(atomic.read_json(folder / FACTS).get("names") or "")
+    return str(Sweep(folder).facts().get("names") or "")
 
 
-def _line(trial: Trial) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _trial_names(folder: Path, changed: int) -> Mapping[int, str]:
+    """The folders of trials by number, as long as the sweep's folder was not `changed` again."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if RUN_FOLDER.fullmatch(entry.name))
+    return {int(name.partition("-")[0]): name for name in names}
+
+
+def _existing(sweep: Path) -> Mapping[int, str]:
+    try:
+        return _trial_names(sweep, sweep.stat().st_mtime_ns)
+    except FileNotFoundError:  # a dry run: the sweep does not exist
+        return {}
+
+
+def listed_trials(sweep: Path) -> dict[int, Trial]:
+    """The trials in the manifest, by number."""
+    found: dict[int, Trial] = {}
+    for line in atomic.read_lines(sweep / MANIFEST)[0]:
+        if (trial := _trial(line)) is not None:
+            found.setdefault(trial.number, trial)
+    return found
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """OSError if sweep.json cannot be read, ValueError if it is damaged."""
+    facts = atomic.read_sealed(folder / FACTS)
+    base, strings = (
+        facts.get("base"),
+        [facts.get(name) or "" for name in ("created", "names", "cwd", "profile", "launcher")],
+    )
+    if not isinstance(base, list) or not all(isinstance(each, str) for each in (*base, *strings)):
+        raise ValueError("a value has the wrong type")
+    return facts
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _trial(line: Mapping[str, Any]) -> Trial | None:
+    """The trial of a line in the manifest; None if the line is damaged."""
+    number, point, seed, settings = (line.get(name) for name in ("trial", "point", "seed", "settings"))
+    refused = line.get("refused", "")
+    if not (isinstance(number, int) and isinstance(point, int) and isinstance(seed, int)):
+        return None
+    if not isinstance(settings, dict) or not isinstance(refused, str):
+        return None
+    return Trial(number, point, seed, settings, refused)
+
+
+def _recorded(folder: Path) -> Trial | None:
+    """The trial that a folder was made for; None in older sweeps, or if the file that says so is damaged."""
+    for name in (PROGRAM, PROVENANCE):
+        with contextlib.suppress(OSError, ValueError):
+            line = atomic.read_sealed(folder / name).get("trial")
+            return _trial(line) if isinstance(line, dict) else None
+    return None
+
+
+def _is_decision(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("kind"), str) and isinstance(line.get("time"), str) and type(line.get("trial", 0)) is int
+
+
+def trial_line(trial: Trial) -> dict[str, Any]:
     line = {"trial": trial.number, "point": trial.point, "seed": trial.seed, "settings": trial.settings}
     return {**line, "refused": trial.refused} if trial.refused else line
 
@@ -232,8 +317,10 @@ def make(
         values = plan.model_dump(mode="json")
         atomic.write_text(draft / PLAN, dump_yaml(values), mode_for(values))
         load_plan(draft / PLAN)  # as every later command will
-        atomic.write_json(draft / FACTS, facts)
-        atomic.write_text(draft / MANIFEST, "".join(atomic.to_json(_line(trial)) + "\n" for trial in trials))
+        facts["plan"] = _sha256(draft / PLAN)
+        atomic.write_sealed(draft / FACTS, facts)
+        log_event(Run(draft), "created", "The sweep was created.", facts=facts)
+        atomic.write_text(draft / MANIFEST, "".join(f"{atomic.to_line(trial_line(trial))}\n" for trial in trials))
         atomic.sync_folder(draft)
         return Sweep(_renamed(draft, group))
     except OSError as error:
@@ -280,8 +367,8 @@ def _is_sweep(folder: Path) -> bool:
 
 def _created(folder: Path) -> str:
     try:
-        return str(atomic.read_json(folder / FACTS).get("created"))
-    except (OSError, ValueError):
+        return str(Sweep(folder).facts().get("created"))
+    except TiltyardError:
         return ""
 
 

@@ -34,7 +34,7 @@ from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.slurm import submit
 from tiltyard.sweep import external_program
 from tiltyard.sweep.backends.shares import require_affinity, require_gpus
-from tiltyard.sweep.folder import Sweep, Trial, digest, is_own, make, planned_pairs, sweeps
+from tiltyard.sweep.folder import Sweep, Trial, digest, is_own, make, planned_pairs, sweeps, trial_line
 from tiltyard.sweep.optuna_search import require_optuna
 from tiltyard.sweep.space import dimensions, draws, fixed_count, fixed_points
 
@@ -163,7 +163,8 @@ def new_run(
 
             copies = freeze(loaded.experiment, loaded.base, copies)
         base = [*map(Path, facts["base"]), *loaded.base]
-        source = Source(base=base, command=command, copies=copies, profile=facts.get("profile"))
+        made_for = trial_line(trial) if place is not None else None
+        source = Source(base=base, command=command, copies=copies, profile=facts.get("profile"), trial=made_for)
         return create(sweep.folder.parents[1], loaded.experiment, source, place=place, schedule=schedule)
 
 

@@ -6,6 +6,7 @@ are bootstrapped; importance is the share of the variance between points that on
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from tiltyard.config.fields import is_number
 from tiltyard.config.search_space import Choices, fingerprint
 from tiltyard.config.sweep_plan import Plan
-from tiltyard.errors import did_you_mean
+from tiltyard.errors import UseError, did_you_mean
 from tiltyard.run.history import History
 from tiltyard.run.lock import describe, read_owner
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.slurm.job_state import combined_state
 from tiltyard.sweep.backends.jobs import job_ids, slurm_job_states
+from tiltyard.sweep.damage import find_damage
 from tiltyard.sweep.folder import Sweep, planned_pairs
 from tiltyard.sweep.results import Group, Row, groups, interquartile_mean, ranked, rows, used_up
 from tiltyard.sweep.space import dimensions, fixed_count
@@ -104,7 +106,8 @@ def summarize(sweep: Sweep) -> SweepSummary:
 
         history = Lineage([row.trial for row in found], decisions)
         found = [_member(row, history) for row in found]
-    total, under_way = len(planned_pairs(plan, fixed_count(plan), decisions)), False
+    total = max(len(found), len(planned_pairs(plan, fixed_count(plan), decisions)))  # an extension may be damaged
+    under_way = False
     if sweep.launcher != "local":
         found = [
             row if row.over else replace(row, state=combined_state(row.state, answers.get(row.trial.number)))
@@ -117,7 +120,9 @@ def summarize(sweep: Sweep) -> SweepSummary:
 
 def _member(row: Row, history: Lineage) -> Row:
     trial = replace(row.trial, settings=history.settings(row.trial.number))
-    schedule = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
+    schedule = None
+    with contextlib.suppress(UseError):  # a damaged one is written again before the member continues
+        schedule = read_schedule(row.folder) if row.state == "stopped" and row.folder is not None else None
     waits = schedule is not None and schedule.until is not None and row.env_steps >= schedule.until
     return replace(row, trial=trial, state="paused" if waits else row.state)
 
@@ -157,6 +162,7 @@ def as_data(report: SweepSummary) -> dict[str, Any]:
         "goal": report.plan.goal,
         "trials": report.total,
         "counts": report.counts,
+        "damaged": find_damage(report.sweep, report.plan),
         "points": [
             {
                 "point": group.point,

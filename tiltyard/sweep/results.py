@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tiltyard.config.sweep_plan import Objective, Plan
+from tiltyard.errors import UseError
 from tiltyard.run import atomic
 from tiltyard.run.curve import Curve
+from tiltyard.run.folder import Run
 from tiltyard.run.metrics import curve
 from tiltyard.run.status import STATUS, observed_state
 from tiltyard.sweep.folder import Sweep, Trial
@@ -49,7 +51,9 @@ class Row:
 
 def rows(sweep: Sweep, plan: Plan, trials: Iterable[Trial] | None = None) -> list[Row]:
     """Every trial whose settings are known, by number."""
-    known = {line.get("trial"): line for line in atomic.read_lines(sweep.folder / RESULTS)[0]}
+    lines = atomic.read_lines(sweep.folder / RESULTS)[0]
+    valid = [line for line in lines if line.get("value") is None or atomic.number(line["value"]) is not None]
+    known = {line["trial"]: line for line in valid if isinstance(line.get("trial"), int)}
     decisions = sweep.decisions()
     ended = {each["trial"]: str(each.get("why", "")) for each in decisions if each["kind"] == "ended early"}
     failed = used_up(plan, decisions)
@@ -85,18 +89,18 @@ def read_row(
     if trial.refused:
         return Row(trial, "failed", trial.refused)
     folder = sweep.place(trial.number)
-    try:
-        status = atomic.read_json(folder / STATUS)
-    except FileNotFoundError:
+    if not (folder / STATUS).exists():
         return Row(trial, "waiting")
-    except (OSError, ValueError) as error:
-        return Row(trial, "failed", f"{STATUS} cannot be read: {error}", folder=folder)
-    state, reason = observed_state(folder, status), str(status.get("reason") or "")
+    try:
+        status = Run(folder).status()
+    except UseError as error:
+        return Row(trial, "failed", error.message, folder=folder)
+    state, reason, updated = observed_state(folder, status), status["reason"], status["updated"]
+    kept = known is not None and known.get("updated") == updated
+    if state == "stopped" and kept:  # only a trial that is over has a line there
+        ended = ended or "stopped early"
     if ended is not None and state != "finished":
         state, reason = "ended", ended
-    progress = status.get("progress") or {}
-    updated = str(status.get("updated"))
-    kept = known is not None and known.get("updated") == updated
     if known is not None and kept:
         value = atomic.number(known.get("value"))
     else:
@@ -106,9 +110,9 @@ def read_row(
         state,
         reason,
         value,
-        int(progress.get("env_steps") or 0),
-        float(progress.get("seconds") or 0.0),
-        int(status.get("attempt") or 0),
+        int(status["progress"]["env_steps"]),
+        float(status["progress"]["seconds"]),
+        status["attempt"],
         updated,
         folder,
         kept,
@@ -118,7 +122,7 @@ def read_row(
 def keep(sweep: Sweep, row: Row) -> None:
     """Record the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
-    atomic.append_line(sweep.folder / RESULTS, atomic.to_json(line))
+    atomic.append_record(sweep.folder / RESULTS, line)
 
 
 class CurveCache:

@@ -27,7 +27,6 @@ from tiltyard.run import atomic, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, describe, read_owner
-from tiltyard.run.status import STATUS
 from tiltyard.slurm import FOLDER, JOB_VARIABLE, STOP
 from tiltyard.slurm.job_state import growing_pauses
 from tiltyard.slurm.script import RUN_AGAIN
@@ -36,6 +35,7 @@ from tiltyard.sweep.backends.custom_queue import CustomQueue
 from tiltyard.sweep.backends.jobs import JobBackend, Queue
 from tiltyard.sweep.backends.slurm_arrays import SlurmArrays
 from tiltyard.sweep.controller import Controller, stop_early
+from tiltyard.sweep.damage import repair
 from tiltyard.sweep.early_stopping import behind
 from tiltyard.sweep.folder import PROFILE, Sweep
 
@@ -59,6 +59,7 @@ def run_tick(
     Returns whether the own trial is due again, in the same job.
     """
     with wait_for_lock(sweep):
+        repair(sweep)
         plan = sweep.plan()
         optuna_search.require_optuna(plan)
         profile = read_profile(sweep, refresh=by_user)
@@ -93,12 +94,14 @@ def read_profile(sweep: Sweep, *, refresh: bool) -> Profile:
                 hint = f"set it back to {sweep.launcher}, which the sweep was started with, or start a new sweep"
                 raise UseError(f"profile {name} of sweep {sweep.id} now has launcher: {profile.launcher}", hint)
             draft = path.with_name(f".{PROFILE}")
-            atomic.write_private(draft, json.dumps(profile.model_dump(mode="json")), 0o600)
+            values = profile.model_dump(mode="json")
+            atomic.write_private(draft, json.dumps({**values, "sha256": atomic.digest(values)}), 0o600)
             draft.replace(path)
     try:
-        return Profile.model_validate(atomic.read_json(path)).model_copy(update={"name": name})
+        return Profile.model_validate(atomic.read_sealed(path)).model_copy(update={"name": name})
     except (OSError, ValueError) as error:
-        raise TiltyardError(f"{path} cannot be read: {error}", f"tiltyard sweep start {sweep.typed}") from error
+        hint = f"write it again from the site file: tiltyard sweep start {sweep.typed}"
+        raise TiltyardError(f"{path} is damaged: {error}", hint) from error
 
 
 def make_queue(sweep: Sweep, plan: Plan, profile: Profile) -> Queue:
@@ -152,7 +155,7 @@ def _own(sweep: Sweep, folder: str | None) -> int | None:
     if folder is None:
         return None
     number = int(Path(folder).name.partition("-")[0])
-    job = atomic.read_json(sweep.place(number) / STATUS).get("job") or {}
+    job = Run(sweep.place(number)).status()["job"] or {}
     return number if job.get("array") == os.environ.get(JOB_VARIABLE, job.get("array")) else None
 
 

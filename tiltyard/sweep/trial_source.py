@@ -14,7 +14,7 @@ from tiltyard.config.search_space import Point
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import UseError
 from tiltyard.sweep import optuna_search, results
-from tiltyard.sweep.folder import Sweep, Trial, planned_pairs
+from tiltyard.sweep.folder import Sweep, Trial, listed_trials, planned_pairs
 from tiltyard.sweep.preflight import load_trial
 from tiltyard.sweep.results import Row
 from tiltyard.sweep.space import fixed_count, fixed_points
@@ -28,6 +28,8 @@ class TrialSource:
     def __init__(self, sweep: Sweep, plan: Plan) -> None:
         self.sweep, self.plan = sweep, plan
         self.trials = {trial.number: trial for trial in sweep.trials()}
+        for number in self.trials.keys() - listed_trials(sweep.folder).keys():  # its line was damaged
+            sweep.add_to_manifest(self.trials[number])
         self.pairs: list[tuple[int, int]] = []  # (point, seed) of every planned trial, by number - 1
         self._points: list[Point] = []
 
@@ -41,7 +43,7 @@ class TrialSource:
         self.pairs = planned_pairs(self.plan, fixed_count(self.plan), decisions)
         added: list[Trial] = []
         while not self.plan.adaptive and not self.exhausted:
-            number = len(self.trials) + 1
+            number = self._next()
             point, seed = self.pairs[number - 1]
             if len(self._points) < point:
                 self._points = fixed_points(self.plan, max(each for each, _ in self.pairs))
@@ -50,7 +52,7 @@ class TrialSource:
 
     def search(self, rows: Iterable[Row]) -> Trial:
         """Ask an adaptive search for the next trial; one whose settings are invalid is `refused`."""
-        number = len(self.trials) + 1
+        number = self._next()
         point, seed = self.pairs[number - 1]
         known = next((each.settings for each in self.trials.values() if each.point == point), None)
         settings = known or optuna_search.ask(self.plan, results.groups(rows), point)
@@ -61,6 +63,10 @@ class TrialSource:
         except UseError as error:
             trial = replace(trial, refused=f"{error.message} {error.details}".strip())
         return self._add(trial)
+
+    def _next(self) -> int:
+        """The first number without a trial: the next one, unless a line of the manifest was damaged."""
+        return next(number for number in range(1, len(self.trials) + 2) if number not in self.trials)
 
     def _add(self, trial: Trial) -> Trial:
         self.sweep.add_to_manifest(trial)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
+from tiltyard.config.load import resolved_yaml
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.evaluation.evaluate import Evaluator
 from tiltyard.evaluation.recording import VideoTarget
@@ -27,7 +28,8 @@ from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.run import atomic, checkpoint, metrics, state_file
 from tiltyard.run.events import log_event
-from tiltyard.run.folder import Run, write_experiment
+from tiltyard.run.folder import Run
+from tiltyard.run.settings_file import restore_settings, write_settings
 from tiltyard.run.settings_schedule import SettingsSchedule
 from tiltyard.run.status import write_status
 from tiltyard.track.console import Screen
@@ -91,6 +93,9 @@ def log_and_show(run: Run, screen: Screen, kind: str, message: str) -> None:
 
 def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
     """Write the start of an attempt, and the settings it changes, into the run folder; returns its number."""
+    for complaint in run.damage():
+        log_and_show(run, screen, "warning", complaint)
+    restore_settings(run)
     number = int(run.status().get("attempt", 0)) + 1
     now = setup.experiment
     changed = {}
@@ -98,8 +103,8 @@ def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
         before = run.folder / f"experiment.before-attempt-{number}.yaml"
         if not before.exists():  # an attempt killed right here has kept the older settings already
             mode = run.experiment_file.stat().st_mode & 0o666  # it may have secrets
-            atomic.write_text(before, run.experiment_file.read_text(encoding="utf-8"), mode)
-        write_experiment(run.experiment_file, now)
+            atomic.write_text(before, resolved_yaml(setup.stored), mode)
+        write_settings(run.folder, now)
         changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
     machine = {"host": socket.gethostname(), "pid": os.getpid()}
     write_status(run, state="running", reason="", attempt=number, **machine, **changed)

@@ -16,7 +16,8 @@ from tiltyard.config.fields import is_number
 from tiltyard.config.load import load
 from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
-from tiltyard.run.folder import Run, write_experiment
+from tiltyard.run.folder import Run
+from tiltyard.run.settings_file import write_settings
 from tiltyard.training.attempt import Attempt
 from tiltyard.types import Engine, PolicyState
 
@@ -85,7 +86,7 @@ def apply(attempt: Attempt, experiment: Experiment, changed: list[str]) -> None:
         attempt.engine.set_env_options(experiment.env.options)
     if attempt.evaluator is not None:
         attempt.evaluator.experiment = experiment
-    write_experiment(attempt.run.experiment_file, experiment)
+    write_settings(attempt.run.folder, experiment)
 
 
 def adopt(engine: Engine, policy: str, source: PolicyState | None, settings: Mapping[str, Any]) -> None:

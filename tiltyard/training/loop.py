@@ -333,6 +333,6 @@ class Training:
         state: Literal["finished", "stopped"] = "finished" if self._finished else "stopped"
         reason = self._finished or self._stop_reason or "the loop was left"
         write_progress(attempt, state=state, reason=reason)
-        log_event(self.run, state, f"{state} at env step {progress.env_steps:,}: {reason}")
+        log_event(self.run, state, f"{state} at env step {progress.env_steps:,}: {reason}", reason=reason)
         latest, trained = dict(attempt.state.latest), progress != self._first
         self.outcome = Outcome(state, reason, progress, trained, attempt.spec.filmable, latest, self._continues)

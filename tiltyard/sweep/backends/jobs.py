@@ -24,7 +24,7 @@ from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, read_owner
 from tiltyard.run.logs import last_line
-from tiltyard.run.status import STATUS, observed_state, write_status
+from tiltyard.run.status import observed_state, write_status
 from tiltyard.slurm import COUNTS, FOLDER, JOB_NUMBER, STOP, VERDICT, job_state
 from tiltyard.slurm.job_state import JobState
 from tiltyard.slurm.submit import make_folder, task
@@ -213,13 +213,13 @@ class JobBackend:
             job: dict[str, Any] = {"launcher": profile.launcher, "profile": profile.name, "array": place}
             job |= {"submitted": atomic.now(), **({"index": index} if self.queue.arrays else {})}
             write_status(run, state="queued", reason="", job=job)
-        log_event(run, "submitted", f"submitted with profile {profile.name}, in {place}")
+        log_event(run, "submitted", f"submitted with profile {profile.name}, in {place}", submission=job)
         return {field: before.get(field) for field in ("state", "reason", "job")}
 
     def _status(self, number: int) -> dict[str, Any] | None:
         try:
-            return atomic.read_json(self.sweep.place(number) / STATUS)
-        except (OSError, ValueError):
+            return Run(self.sweep.place(number)).status()
+        except UseError:  # it has no folder yet
             return None
 
 

@@ -21,6 +21,7 @@ from tiltyard.algos import pb2
 from tiltyard.algos.pbt import rules_of, source_for
 from tiltyard.algos.tunables import perturb
 from tiltyard.config.sweep_plan import Plan
+from tiltyard.errors import UseError
 from tiltyard.run import checkpoint
 from tiltyard.run.events import log_event, read_events
 from tiltyard.run.folder import Run
@@ -30,6 +31,7 @@ from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
 from tiltyard.run.settings_schedule import read as read_schedule
 from tiltyard.run.status import STATUS, write_status
 from tiltyard.sweep import results
+from tiltyard.sweep.damage import lost_history, require_whole_history
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.pbt import lineage
 from tiltyard.sweep.pbt.lineage import Copy, Lineage
@@ -46,6 +48,7 @@ class Population:
         self.sweep, self.plan = sweep, plan
         self.rules = rules_of(plan.population, plan.better > 0)
         self.tunables = tunables(plan)
+        require_whole_history(sweep)
         (sweep.folder / PINNED).mkdir(exist_ok=True)
 
     def record_periods(self, numbers: Iterable[int]) -> set[int]:
@@ -57,7 +60,7 @@ class Population:
         found = set()
         for number in numbers:
             run = Run(self.sweep.place(number))
-            schedule = read_schedule(run.folder)
+            schedule = self._schedule(number, history)
             if schedule is None or schedule.until is None or not (run.folder / STATUS).exists():
                 continue
             status = run.status()
@@ -91,7 +94,7 @@ class Population:
         A member in the middle of a period just continues.
         """
         history, folder = lineage.read(self.sweep), self.sweep.place(number)
-        known, over = read_schedule(folder), history.count(number)
+        known, over = self._schedule(number, history), history.count(number)
         if known is not None and known.period > over:
             return []
         alike = [each for each in waiting if history.begins(each) <= history.begins(number)]
@@ -104,6 +107,17 @@ class Population:
         until = max(self.rules.start, history.begins(number) + self.rules.period)
         SettingsSchedule([(0, history.settings(number))], until, over + 1).write(folder)
         return [describe_copy(copy)] if copy is not None else []
+
+    def _schedule(self, number: int, history: Lineage) -> SettingsSchedule | None:
+        """How far the member trains; None before that is written, and if the file is damaged: it follows from the
+        history."""
+        try:
+            schedule = read_schedule(self.sweep.place(number))
+        except UseError:
+            return None
+        if schedule is not None and lineage.is_incomplete(history, number, schedule):
+            raise lost_history(self.sweep, f"it lacks decisions about member {number}")
+        return schedule
 
     # -- deciding
 

@@ -10,17 +10,19 @@ A line is written before anything acts on it. Every exploit follows from the lin
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiltyard.algos.pb2 import Gain
 from tiltyard.algos.pbt import Exploit, Member, Settings, schedule
-from tiltyard.errors import UseError
+from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.folder import Run
 from tiltyard.run.settings_schedule import SettingsSchedule
-from tiltyard.sweep.folder import Sweep, Trial
+from tiltyard.run.settings_schedule import read as read_schedule
+from tiltyard.sweep.folder import DECISIONS, Sweep, Trial
 from tiltyard.sweep.preflight import new_run
 
 
@@ -57,15 +59,22 @@ class Lineage:
         self.copies: list[Copy] = []
         self._stay: set[tuple[int, int]] = set()
         for line in decisions:
-            if line["kind"] == "period":
-                period = Period(line["period"], line["env_steps"], atomic.number(line["score"]))
-                self.periods[line["trial"]].append(period)
-            elif line["kind"] == "exploit":
-                facts = {field.name: line[field.name] for field in fields(Copy) if field.name != "member"}
-                scores = {name: atomic.number(line[name]) for name in ("score", "source_score")}
-                self.copies.append(Copy(line["trial"], **{**facts, **scores}))
-            elif line["kind"] == "stays":
-                self._stay.add((line["trial"], line["period"]))
+            try:
+                self._add(line)
+            except (KeyError, TypeError) as error:
+                message = f"a line of {DECISIONS} is damaged: {line}"
+                raise TiltyardError(message, "restore it; the members are runs, which can be used alone") from error
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "period":
+            period = Period(line["period"], line["env_steps"], atomic.number(line["score"]))
+            self.periods[line["trial"]].append(period)
+        elif line["kind"] == "exploit":
+            facts = {field.name: line[field.name] for field in fields(Copy) if field.name != "member"}
+            scores = {name: atomic.number(line[name]) for name in ("score", "source_score")}
+            self.copies.append(Copy(line["trial"], **{**facts, **scores}))
+        elif line["kind"] == "stays":
+            self._stay.add((line["trial"], line["period"]))
 
     def count(self, member: int) -> int:
         """How many periods of the member are over."""
@@ -126,6 +135,24 @@ class Lineage:
         # A copy has the member's own seed: it does not repeat the source's random numbers.
         seeded = [replace(each, after={**each.after, "seed": self.seeds[each.member]}) for each in self.copies]
         return schedule(member, seeded, first)
+
+
+def is_incomplete(history: Lineage, number: int, schedule: SettingsSchedule) -> bool:
+    """Whether a member trains by decisions that the history lacks: lines of decisions.jsonl were lost."""
+    if schedule.period != history.count(number) + 1:
+        return schedule.period > history.count(number)
+    return bool(schedule.parts) and schedule.parts[-1][1] != history.settings(number)
+
+
+def find_gaps(sweep: Sweep) -> list[str]:
+    """A sentence about each member whose history is incomplete."""
+    history, found = read(sweep), []
+    for number in history.first:
+        with contextlib.suppress(UseError):  # a damaged schedule is written again before the member continues
+            schedule = read_schedule(sweep.place(number))
+            if schedule is not None and is_incomplete(history, number, schedule):
+                found.append(f"{DECISIONS} lacks decisions about member {number}")
+    return found
 
 
 def read(sweep: Sweep) -> Lineage:
