@@ -478,6 +478,7 @@ def give_away(folder: Path) -> None:
 
 def poison(run: Run, mark: Path) -> None:
     """Make every plug-in of the run create the file `mark` when imported."""
+    (run.folder / "provenance.json").unlink()  # it has their checksums
     for path in run.folder.glob("plugins/**/*.py"):
         path.write_text(path.read_text() + f"\nopen({str(mark)!r}, 'w').close()\n")
 
