@@ -32,7 +32,7 @@ FLOORS = (
     Floor(3, ("envs/", "models/", "algos/", "data/"), "pieces of learning"),
     Floor(2, ("run/", "processes/", "track/"), "things on disk, child processes, the console and trackers"),
     Floor(1, ("config/", "plugins/"), "what an experiment says; names in it to objects"),
-    Floor(0, ("types", "errors"), "the words everything else uses"),
+    Floor(0, ("types", "errors", "failures"), "the words everything else uses"),
 )
 
 

@@ -64,6 +64,23 @@ class ConfigError(UseError):
         self.details = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
 
 
+class DiskError(TiltyardError, OSError):
+    """A file could not be written: an error with a hint, and an OSError for code that handles those."""
+
+    def __init__(self, message: str, hint: str, cause: OSError) -> None:
+        super().__init__(message, hint)
+        self.errno, self.strerror = cause.errno, cause.strerror
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ResumableError(TiltyardError):
+    """The run ended for a reason that is not its own; `tiltyard resume` continues it."""
+
+    exit_code = EXIT_RESUMABLE
+
+
 class EnvError(TiltyardError):
     """An environment broke the API, crashed or did not start."""
 

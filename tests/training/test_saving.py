@@ -123,7 +123,7 @@ def test_save_of_a_script_is_complete_when_it_returns(runs: Path, slow_disk: Slo
         assert [each.env_steps for each in checkpoint.list_checkpoints(training.run)] == [BATCH]
 
 
-def test_error_of_a_save_in_the_background_fails_the_run_at_the_next_update(
+def test_error_of_a_save_in_the_background_stops_the_run_at_the_next_update(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, failed = EncodedTree.write, []
@@ -140,7 +140,8 @@ def test_error_of_a_save_in_the_background_fails_the_run_at_the_next_update(
     monkeypatch.setattr(EncodedTree, "write", full)
 
     def drive() -> None:
-        with product.iterate(EVERY_UPDATE, [f"save.env_steps={2 * BATCH}", "save.best=0"], live=False) as training:
+        words = [f"save.env_steps={2 * BATCH}", "save.best=0", "save.patience=0"]
+        with product.iterate(EVERY_UPDATE, words, live=False) as training:
             for report in training:
                 if report.progress.updates == 3:
                     training._attempt.saving._ended.wait()
@@ -149,10 +150,10 @@ def test_error_of_a_save_in_the_background_fails_the_run_at_the_next_update(
         drive()
     run = find("last", runs)
     reached = [record["env_steps"] for record in metrics.read(run.metrics_file)][-1]
-    assert len(failed) == 1 and reached == 3 * BATCH, (
+    assert len(failed) == 1 and reached in (2 * BATCH, 3 * BATCH), (
         "the error appears before the next update, and not at the next save"
     )
-    assert run.state == "failed"
+    assert (run.state, run.status()["failure"]) == ("stopped", "retried in place")
     kept = [each.env_steps for each in checkpoint.list_checkpoints(run)]
     assert kept == [reached]  # written after the failure
     assert not list(run.checkpoints.glob(".tmp-*"))

@@ -27,6 +27,7 @@ from tiltyard.errors import (
     UseError,
     did_you_mean,
 )
+from tiltyard.failures import exit_code
 from tiltyard.processes.platforms import refuse_windows
 
 HELP = ("-h", "--help", "help")
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = dispatch(words)
     except TiltyardError as error:
         report(error)
-        code = error.exit_code
+        code = exit_code(error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         code = EXIT_INTERRUPTED

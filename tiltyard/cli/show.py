@@ -24,6 +24,7 @@ from tiltyard.run.folder import Run, find
 from tiltyard.run.history import History
 from tiltyard.run.settings_file import read_settings
 from tiltyard.run.status import root_of
+from tiltyard.run.writer import missing_records
 from tiltyard.slurm.job_state import poll_job
 from tiltyard.track.bottleneck import bottleneck
 
@@ -90,7 +91,7 @@ def _program(run: Run) -> tuple[dict[str, Any], str]:
 
 def facts_of(run: Run) -> dict[str, Any]:
     """status.json, with the newest metrics, checkpoints, the time split, damage and the next commands."""
-    history = History(run)
+    history, kept = History(run), checkpoint.list_checkpoints(run)
     evaluated, recent = history.curve("eval/return").newest, history.recent(RECENT)
     more = history.broken_count - len(history.broken)
     state, job = poll_job(run)
@@ -106,15 +107,17 @@ def facts_of(run: Run) -> dict[str, Any]:
         "time": metrics.time_shares(recent),
         "bound": bottleneck(metrics.time_shares(recent), metrics.time_shares(recent, "workers")),
         "checkpoints": [
-            {"env_steps": kept.env_steps, "score": kept.score, "folder": str(kept.folder)}
-            for kept in checkpoint.list_checkpoints(run)
+            {"env_steps": each.env_steps, "score": each.score, "folder": str(each.folder)} for each in kept
         ],
         "damaged": [
             *run.damage(),
             *checkpoint.unreadable(run),
             *(f"line {line} of metrics.jsonl" for line in history.broken),
             *([f"{more:,} more lines of metrics.jsonl"] if more else []),
-            *(["metrics.jsonl: its last records are missing"] if lost else []),
+            *(
+                [sentence for newest in kept[-1:] for sentence in missing_records(run, newest)]
+                or (["metrics.jsonl: its last records are missing"] if lost else [])
+            ),
         ],
         "next": _next_commands(run.typed, state),
     }

@@ -15,7 +15,8 @@ from tiltyard.cli import report
 from tiltyard.cli.arguments import add, parse_at, parse_seeds
 from tiltyard.cli.expectation import Expectation
 from tiltyard.cli.output import data_stdout, write_outcome
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, TiltyardError, UseError
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, ResumableError, TiltyardError, UseError
+from tiltyard.failures import class_of, exit_code
 
 if TYPE_CHECKING:
     from tiltyard.config.site import Profile
@@ -73,7 +74,7 @@ def run_train(args: argparse.Namespace) -> int:
                 if len(seeds) == 1:
                     raise
                 report(error)  # the other seeds still run
-                result = error.exit_code
+                result = exit_code(error)
             code = code or result
             if result not in (EXIT_DONE, EXIT_FAILED):  # a signal stops the other seeds too
                 break
@@ -210,5 +211,7 @@ def _as_error(run: Run, error: Exception) -> TiltyardError:
     """A failure of training as one sentence; the traceback is in the run folder."""
     if isinstance(error, TiltyardError):
         return error
+    if class_of(error) != "final":
+        return ResumableError(str(error), f"continue with: tiltyard resume {run.typed}")
     hint = f"the traceback is in {os.path.relpath(run.folder)}/error.txt; --pdb opens the debugger there"
     return TiltyardError(f"{type(error).__name__}: {error}", hint)

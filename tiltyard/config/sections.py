@@ -235,6 +235,8 @@ class Save(Settings):
     async_: Annotated[bool, Field(alias="async")] = True
     """Write a checkpoint of up to 256 MiB from a copy while training continues. Larger ones are always written between
     updates, without a copy."""
+    patience: NotNegative = 600.0
+    """Seconds for which training continues while no checkpoint can be written (full disk, lost file server)."""
 
 
 class Wandb(Settings):

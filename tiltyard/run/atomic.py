@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import DiskError
 from tiltyard.run.regular_files import open_regular
 
 DISK_HINT = "free some space or check the folder's permissions, then continue with: tiltyard resume"
@@ -34,15 +34,8 @@ _CHECKED_LINE = re.compile(rb'(.*), "crc": "([0-9a-f]{8})"\}', re.DOTALL)
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class DiskError(TiltyardError, OSError):
-    """A file could not be written: an error with a hint, and an OSError for code that handles those."""
-
-    def __init__(self, path: Path, cause: OSError) -> None:
-        super().__init__(f"{path} could not be written: {cause.strerror or cause}", DISK_HINT)
-        self.errno, self.strerror = cause.errno, cause.strerror
-
-    def __str__(self) -> str:
-        return self.message
+def disk_error(path: Path, cause: OSError) -> DiskError:
+    return DiskError(f"{path} could not be written: {cause.strerror or cause}", DISK_HINT, cause)
 
 
 def now() -> str:
@@ -99,7 +92,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise DiskError(path, error) from error
+        raise disk_error(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -150,16 +143,21 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append one line; if a crash has torn the last line, start a new one."""
+    """Append one line; if a crash has torn the last line, start a new one. On failure nothing of it stays."""
     try:
         with path.open("a+b", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            line = (b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace") + b"\n"
-            while line:
-                line = line[file.write(line) :]
+            line = rest = (b"\n" if torn else b"") + text.encode("utf-8", "backslashreplace") + b"\n"
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                if os.fstat(file.fileno()).st_size == size + len(line) - len(rest):  # no other process wrote since
+                    file.truncate(size)
+                raise
     except OSError as error:
-        raise DiskError(path, error) from error
+        raise disk_error(path, error) from error
 
 
 def to_line(record: dict[str, Any]) -> str:

@@ -16,13 +16,13 @@ import hashlib
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tiltyard
 from tiltyard.config.ownership import find_foreign
-from tiltyard.errors import TiltyardError, UseError
+from tiltyard.errors import DiskError, TiltyardError, UseError
 from tiltyard.run import atomic
 from tiltyard.run.checkpoint_files import FOLDER, MANIFEST, delete_folder, publish, sync_and_hash
 from tiltyard.run.regular_files import copy_files, each_file
@@ -62,10 +62,11 @@ class Draft:
             if not isinstance(error, OSError):
                 raise
             parent = self.run.checkpoints
-            raise TiltyardError(
+            raise DiskError(
                 f"the checkpoint at env step {self.env_steps} could not be saved: {error.strerror or error} ({parent});"
                 f" {_what_is_left(parent)}",
                 f"free some space, then continue with: tiltyard resume {self.run.typed}",
+                error,
             ) from error
 
     def commit(
@@ -76,9 +77,10 @@ class Draft:
         *,
         milestone: bool = False,
         check: Callable[[], None] = lambda: None,
+        records: Mapping[str, int] | None = None,
     ) -> Checkpoint:
         """Make it the run's newest checkpoint. Files with `known` checksums are not read again; `check` is called
-        before it appears."""
+        before it appears; `records` are the sizes of the files of records, which are synced up to there."""
         with self.filling() as draft:
             env_steps, earlier = self.env_steps, [manifest for _, manifest in _manifests(draft.parent)[0]]
             manifest = {
@@ -92,6 +94,7 @@ class Draft:
                 "created": atomic.now(),
                 "tiltyard": tiltyard.__version__,
                 "files": sync_and_hash(draft, known),
+                "records": records or {},
             }
             atomic.write_sealed(draft / MANIFEST, manifest)
             atomic.sync_folder(draft)
@@ -355,7 +358,7 @@ def prune(run: Run, save: Save) -> list[Checkpoint]:
     keep = {checkpoint.folder for checkpoint in every[-save.last :]}
     keep |= {checkpoint.folder for checkpoint in _ranked(every, save.mode)[: save.best]}
     keep |= {folder for folder, manifest in pairs if manifest["milestone"]}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # what cannot be deleted now goes with the next save
         for checkpoint in every:
             if checkpoint.folder not in keep:
                 delete_folder(checkpoint.folder)

@@ -17,12 +17,16 @@ KINDS = (
 # fmt: on
 
 
-def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
-    """Append a line {time, kind, sentence, ...facts}. The sentence is for people, `facts` are for programs."""
+def event_line(kind: str, sentence: str, **facts: Any) -> str:
+    """A line {time, kind, sentence, ...facts}. The sentence is for people, `facts` are for programs."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of event {kind!r}; known: {', '.join(KINDS)}")
-    record = {"time": atomic.now(), "kind": kind, "sentence": sentence, **facts}
-    atomic.append_record(run.events_file, record)
+    return atomic.to_line({"time": atomic.now(), "kind": kind, "sentence": sentence, **facts})
+
+
+def log_event(run: Run, kind: str, sentence: str, **facts: Any) -> None:
+    """Append an event. Training uses a RunWriter instead, which outlasts a full disk."""
+    atomic.append_line(run.events_file, event_line(kind, sentence, **facts))
 
 
 def read_events(run: Run) -> list[dict[str, Any]]:

@@ -104,6 +104,11 @@ class Run:
         return self.folder / "events.jsonl"
 
     @property
+    def record_files(self) -> tuple[Path, Path]:
+        """Files of lines, which grow only: synced before a checkpoint is committed, shorter if records were lost."""
+        return self.metrics_file, self.events_file
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 

@@ -24,18 +24,22 @@ if TYPE_CHECKING:
     from tiltyard.run.folder import Run
 
 
+def line(record: Mapping[str, Any]) -> str:
+    """A record as a line; `time` (seconds since 1970) is added if it is missing."""
+    return atomic.to_line({"time": round(time.time(), 3), **record})
+
+
+def rewind_line(env_steps: int, attempt: int) -> str:
+    """The line that marks all records beyond `env_steps` as void: the run continues from there."""
+    return atomic.to_line({"rewind_to": env_steps, "attempt": attempt})
+
+
 def append(where: Run | Path, record: Mapping[str, Any]) -> None:
-    """Append one record; `time` (seconds since 1970) is added if it is missing."""
-    _write(path_of(where), {"time": round(time.time(), 3), **record})
+    atomic.append_line(path_of(where), line(record))
 
 
 def rewind(where: Run | Path, env_steps: int, attempt: int) -> None:
-    """Mark all records beyond `env_steps` as void: the run continues from there."""
-    _write(path_of(where), {"rewind_to": env_steps, "attempt": attempt})
-
-
-def _write(path: Path, record: Mapping[str, Any]) -> None:
-    atomic.append_record(path, dict(record))
+    atomic.append_line(path_of(where), rewind_line(env_steps, attempt))
 
 
 def read(where: Run | Path) -> list[dict[str, Any]]:

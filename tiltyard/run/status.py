@@ -34,7 +34,7 @@ FIELDS: dict[str, Any] = {  # all fields, as they are before the run is started
     "schema": SCHEMA, "id": "", "name": "", "env": "", "tags": [], "notes": "", "state": "created", "reason": "",
     "progress": dataclasses.asdict(Progress()), "target_env_steps": None, "return": None, "eval_return": None,
     "best": None, "attempt": 0, "heartbeat": 0, "updated": "", "created": "", "host": "", "pid": 0,
-    "lineage": None, "profile": None, "job": None, "save_seconds": 0.0,
+    "lineage": None, "profile": None, "job": None, "save_seconds": 0.0, "failure": None,
 }
 # fmt: on
 _OPTIONAL = ("lineage", "profile", "job", "target_env_steps", "return", "eval_return", "best")

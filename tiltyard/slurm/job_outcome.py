@@ -5,9 +5,12 @@ trainer exit                   outcome
 75 after SIGUSR2 (limit near)  requeue; unless twice without progress, out of requeues, or `tiltyard stop`
 75 after SIGTERM               stopped: cancelled, or preempted; then Slurm itself requeues the job
 75 after both                  late: requeue if Slurm reports that the time limit ended the save
+75, the disk failed too long   again: restart the trainer inside the job, `slurm.retry` times; then requeue
 any, Ray's head lost           requeue, `slurm.retry` times; then failed
-killed by a signal             again: restart the trainer inside the job, `slurm.retry` times; then failed
+killed by a signal             again, `slurm.retry` times; then failed
 anything else                  failed
+
+Whether an exit code is resumable or final, and whether a stop was a failure, is in failures.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE
+from tiltyard.errors import EXIT_RESUMABLE
+from tiltyard.failures import FailureClass, class_of_exit
 from tiltyard.processes.exit_reason import killed_by
 
 SAVE_MARGIN = 2.0  # times the longest recent save, as disks are slower at times
@@ -51,6 +55,8 @@ class TrainerExit:
     """how Ray's head was lost"""
     near: bool = False
     """whether the time limit was near before any other signal came"""
+    failure: FailureClass | None = None
+    """the class of the failure that made the trainer stop, if one did"""
 
 
 def lead_needed(lead: float, save_seconds: float, length: float) -> float:
@@ -68,17 +74,23 @@ def decide_outcome(end: TrainerExit, counts: Counts, requeues: int, retry: int =
             return "failed", f"{end.lost}; no retries are left (slurm.retry = {retry})", counts
         return "requeue", f"{end.lost}; the job is requeued", replace(counts, heads=counts.heads + 1)
     near_limit, ended = end.near or end.asked == "SIGUSR2", end.asked == "SIGTERM"
-    if end.code == EXIT_DONE:
+    kind = class_of_exit(end.code)
+    passing = end.code == EXIT_RESUMABLE and end.failure is not None and not near_limit
+    if kind is None:
         return "done", "", counts
-    if end.code > 0 and end.code != EXIT_RESUMABLE:
+    if kind == "final":
         return "failed", f"the trainer exited with code {end.code}", counts
-    if end.stop or ((ended or end.code == EXIT_RESUMABLE) and not near_limit):
+    if end.stop or (ended and not near_limit) or (end.code == EXIT_RESUMABLE and not near_limit and not passing):
         return "stopped", "", counts
     if not near_limit:
-        how = f"the trainer {killed_by(-end.code)}"
+        how = "the run folder could not be written" if passing else f"the trainer {killed_by(-end.code)}"
         if end.tries_left > 0:
             return "again", f"{how}; restarting it inside the job", counts
-        return "failed", f"{how}; no restarts are left (slurm.retry)", counts
+        if not passing:
+            return "failed", f"{how}; no restarts are left (slurm.retry)", counts
+        if counts.requeues >= requeues:
+            return "stopped", f"{how}, and no requeues are left (slurm.requeues = {requeues})", counts
+        return "requeue", f"{how}; the job is requeued", replace(counts, requeues=counts.requeues + 1)
     still = end.ended is not None and end.ended <= (end.began or 0)
     counts = replace(counts, still=counts.still + 1 if still else 0)
     if counts.still >= STILL:

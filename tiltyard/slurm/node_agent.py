@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
+from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, DiskError, TiltyardError, UseError
+from tiltyard.failures import FailureClass, retry
 from tiltyard.processes.lifetime import die_with
 from tiltyard.run import atomic, checkpoint
 from tiltyard.run.events import log_event
@@ -76,7 +77,7 @@ class JobRecord:
         """Write counts, state and event, and last the verdict for the job's script."""
         state = self.run.status()["state"]
         if outcome in ("requeue", "late"):
-            atomic.write_json(self.folder / COUNTS, asdict(counts))
+            retry(lambda: atomic.write_json(self.folder / COUNTS, asdict(counts)))
         if outcome == "requeue":
             self.write_status(state="queued", reason="")
             self.log("requeued", reason)
@@ -87,7 +88,7 @@ class JobRecord:
             reason = reason or ("asked to stop" if self.stop_requested() else f"job {self.job} was ended from outside")
             self.write_status(state="stopped", reason=reason)
             self.log("stopped", reason)
-        atomic.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {outcome}\n")
+        retry(lambda: atomic.write_text(self.folder / VERDICT, f"{self.job} {self.restart} {outcome}\n"))
 
     def counts(self) -> Counts:
         try:
@@ -121,15 +122,22 @@ class JobRecord:
 
     def write_status(self, **changes: Any) -> None:
         """Change the run's status, unless another process holds the run's lock."""
-        try:
+
+        def change() -> None:
             with Lock.acquire(self.run):
                 write_status(self.run, **changes)
-        except UseError as error:
+
+        try:
+            retry(change)
+        except (DiskError, UseError) as error:
             sys.stdout.write(f"{error.message}\n")
 
     def log(self, kind: str, sentence: str) -> None:
-        """Add an event to the run, and print it to the job's log."""
-        log_event(self.run, kind, sentence, job=self.job, restart=self.restart)
+        """Add an event to the run, and print it to the job's log, which is enough if the disk fails."""
+        try:
+            log_event(self.run, kind, sentence, job=self.job, restart=self.restart)
+        except DiskError as error:
+            sys.stdout.write(f"{error.message}\n")
         sys.stdout.write(f"{sentence}\n")
         sys.stdout.flush()
 
@@ -166,6 +174,9 @@ class Agent:
         try:
             return self._run_trainer(self.ray.lead(self.run.experiment().engine.learners))
         except TiltyardError as error:
+            if self.asked == "SIGTERM":  # it ended Ray's processes too
+                self.record.conclude("stopped", "", self.record.counts())
+                return EXIT_RESUMABLE
             self.record.conclude("failed", error.message, self.record.counts())
             return EXIT_FAILED
         finally:
@@ -185,7 +196,8 @@ class Agent:
                     # A dying head may end the trainer before it exits itself.
                     self._lost = self.ray.lost(timeout=HEAD_LOSS_DELAY)
             stop, ended = record.stop_requested(), record.saved_env_steps()
-            end = TrainerExit(code, self.asked, stop, began, ended, tries, self._lost, self._near)
+            failure = self._failure(code)
+            end = TrainerExit(code, self.asked, stop, began, ended, tries, self._lost, self._near, failure)
             outcome, reason, counts = decide_outcome(end, record.counts(), requeues, retry)
             if outcome != "again":
                 break
@@ -198,6 +210,13 @@ class Agent:
         if outcome in ("done", "requeue"):
             return EXIT_DONE
         return EXIT_RESUMABLE if outcome in ("late", "stopped") else max(code, EXIT_FAILED)
+
+    def _failure(self, code: int) -> FailureClass | None:
+        """The class of the failure that made the trainer stop; None for a stop on request, which is always recorded."""
+        status = self.run.status()
+        if code == EXIT_RESUMABLE and status["state"] != "stopped":
+            return "retried in place"
+        return status.get("failure")
 
     def _run_once(self, environment: Mapping[str, str]) -> int:
         """One trainer from start to exit. First or later, it continues from the newest checkpoint."""
@@ -215,7 +234,7 @@ class Agent:
         task = self.record.task
         if task["overrides"] and self.run.status()["attempt"] != attempt:
             task["overrides"] = []  # they are part of the run's own settings now
-            atomic.write_json(self.record.folder / TASK, task)
+            retry(lambda: atomic.write_json(self.record.folder / TASK, task))
         return code
 
     def _command(self) -> list[str]:

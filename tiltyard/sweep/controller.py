@@ -20,6 +20,7 @@ from typing import Protocol
 
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
+from tiltyard.failures import class_of, retry
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock, describe, read_owner
@@ -228,11 +229,18 @@ class Controller:
             folder = make_trial(self.sweep, self.plan, self.source.trials[number])
             for sentence in self.population.set_up(number, ready) if self.population is not None else ():
                 self.log("exploited", sentence)
-        except TiltyardError as error:
+            started = self.backend.submit(number, folder, wait)
+        except (TiltyardError, OSError) as error:
+            if class_of(error) != "final" and not self.backend.queues:
+                self.due[number] = time.time() + self.plan.back_off
+                self.log("warning", f"Trial {number} cannot start yet: {error}")
+                return True
+            if not isinstance(error, TiltyardError):
+                raise
             del self.due[number]
             self._fail(number, error.message)
             return True
-        if not self.backend.submit(number, folder, wait):
+        if not started:
             return False
         self._last_start = time.time()  # making the folder may have taken a while
         del self.due[number]
@@ -294,7 +302,7 @@ class Controller:
         self._cancel(running & _stopped_early(self.sweep))
 
     def log(self, kind: str, sentence: str) -> None:
-        log_event(Run(self.sweep.folder), kind, sentence)
+        retry(lambda: log_event(Run(self.sweep.folder), kind, sentence))
         self.echo(sentence)
 
 

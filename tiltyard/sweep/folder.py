@@ -35,6 +35,7 @@ from tiltyard.config.site_file import runs_root
 from tiltyard.config.sweep_plan import Plan, load_plan
 from tiltyard.config.yaml import dump_yaml
 from tiltyard.errors import TiltyardError, UseError, did_you_mean
+from tiltyard.failures import retry
 from tiltyard.plugins.snapshot import copy_file
 from tiltyard.run import atomic
 from tiltyard.run.events import log_event, read_events
@@ -142,11 +143,16 @@ class Sweep:
         a population (lineage.py): period, exploit, stays.
 
         Users and controllers may decide on several machines at once, and appending on NFS is not atomic."""
-        with guard(Run(self.folder)):
-            atomic.append_record(self.folder / DECISIONS, {"time": atomic.now(), "kind": kind, **facts})
+        record = {"time": atomic.now(), "kind": kind, **facts}
+
+        def append() -> None:
+            with guard(Run(self.folder)):
+                atomic.append_record(self.folder / DECISIONS, record)
+
+        retry(append)
 
     def add_to_manifest(self, trial: Trial) -> None:
-        atomic.append_record(self.folder / MANIFEST, trial_line(trial))
+        retry(lambda: atomic.append_record(self.folder / MANIFEST, trial_line(trial)))
 
     @property
     def launcher(self) -> str:

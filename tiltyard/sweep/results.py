@@ -16,6 +16,7 @@ from typing import Any
 
 from tiltyard.config.sweep_plan import Objective, Plan
 from tiltyard.errors import UseError
+from tiltyard.failures import FailureClass, retry
 from tiltyard.run import atomic
 from tiltyard.run.curve import Curve
 from tiltyard.run.folder import Run
@@ -43,6 +44,8 @@ class Row:
     folder: Path | None = None
     kept: bool = False
     """whether the value is in results.jsonl"""
+    failure: FailureClass | None = None
+    """the class of the failure that it recorded"""
 
     @property
     def over(self) -> bool:
@@ -77,9 +80,14 @@ def failures(decisions: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, An
     return found
 
 
+def counted(known: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The failures that count as retries: not those of a disk that failed for too long."""
+    return [each for each in known if each.get("class") != "retried in place"]
+
+
 def used_up(plan: Plan, decisions: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Trials whose retries are used up, with their last failure."""
-    return {number: known[-1] for number, known in failures(decisions).items() if len(known) > plan.retries}
+    return {number: known[-1] for number, known in failures(decisions).items() if len(counted(known)) > plan.retries}
 
 
 def read_row(
@@ -97,8 +105,11 @@ def read_row(
         return Row(trial, "failed", error.message, folder=folder)
     state, reason, updated = observed_state(folder, status), status["reason"], status["updated"]
     kept = known is not None and known.get("updated") == updated
+    failure = status.get("failure")
     if state == "stopped" and kept:  # only a trial that is over has a line there
         ended = ended or "stopped early"
+    elif state == "stopped" and failure is not None:  # it did not stop on request: it starts again
+        state = "failed"
     if ended is not None and state != "finished":
         state, reason = "ended", ended
     if known is not None and kept:
@@ -116,13 +127,14 @@ def read_row(
         updated,
         folder,
         kept,
+        failure,
     )
 
 
 def keep(sweep: Sweep, row: Row) -> None:
     """Record the value of a trial that is over."""
     line = {"trial": row.trial.number, "updated": row.updated, "value": row.value}
-    atomic.append_record(sweep.folder / RESULTS, line)
+    retry(lambda: atomic.append_record(sweep.folder / RESULTS, line))
 
 
 class CurveCache:

@@ -1,4 +1,5 @@
-"""Which failed trials start again, and when: after `back_off` seconds, doubled each time, at most `retries` times.
+"""Which failed trials start again, and when: after `back_off` seconds, doubled each time up to an hour, at most
+`retries` times. A trial whose disk failed for longer than its `save.patience` starts again however often.
 
 Failures and requests for a retry are in decisions.jsonl, so a controller that starts later decides the same.
 """
@@ -11,6 +12,8 @@ from tiltyard.config.sweep_plan import Plan
 from tiltyard.sweep import results
 from tiltyard.sweep.folder import Sweep
 from tiltyard.sweep.results import Row
+
+LONGEST_WAIT = 3600.0  # seconds
 
 
 class Retries:
@@ -37,15 +40,15 @@ class Retries:
         return any((int(each["trial"]), each.get("attempt"), each.get("job", "")) == mark for each in known)
 
     def record(self, row: Row, reason: str, job: str) -> None:
-        of_job = {"job": job} if job else {}
-        self.sweep.decide("failed", trial=row.trial.number, attempt=row.attempt, reason=reason, **of_job)
+        facts = ({"job": job} if job else {}) | ({"class": row.failure} if row.failure else {})
+        self.sweep.decide("failed", trial=row.trial.number, attempt=row.attempt, reason=reason, **facts)
 
     def next_start(self, number: int) -> float | None:
         """When the trial may start again (Unix time); None if its retries are used up."""
         known = results.failures(self.sweep.decisions()).get(number, [])
-        if len(known) > self.plan.retries:
+        if len(results.counted(known)) > self.plan.retries:
             return None
         if not known:
             return 0.0
-        wait = self.plan.back_off * 2.0 ** (len(known) - 1)
+        wait = min(self.plan.back_off * 2.0 ** (len(known) - 1), max(self.plan.back_off, LONGEST_WAIT))
         return datetime.fromisoformat(known[-1]["time"]).timestamp() + wait

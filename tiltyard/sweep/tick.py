@@ -23,6 +23,7 @@ from pathlib import Path
 from tiltyard.config.site import Profile, load_site, pick_profile
 from tiltyard.config.sweep_plan import Plan
 from tiltyard.errors import EXIT_DONE, TiltyardError, UseError
+from tiltyard.failures import exit_code
 from tiltyard.run import atomic, metrics
 from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
@@ -195,7 +196,7 @@ def main() -> int:
         again = run_tick(sweep, _echo) if args.own is None else _run_at_end(sweep, args.own)
     except TiltyardError as error:
         sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
-        return error.exit_code
+        return exit_code(error)
     return RUN_AGAIN if again else EXIT_DONE
 
 

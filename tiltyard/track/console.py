@@ -11,6 +11,7 @@ panel.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -143,7 +144,7 @@ class Console:
         self.updated = time.monotonic()  # when progress last came
         self._lines_at = (0.0, -1.0)  # monotonic seconds and fraction of the last plain line
         self._line_steps = 0  # env steps of the last plain line
-        self._gone = False
+        self._gone, self._is_log = False, stream is not None
         width = 104 if self._in_notebook else None  # the panel leaves four columns free
         self.rich = RichConsole(file=self.stream, highlight=False, soft_wrap=True, force_jupyter=False, width=width)
         self._live: Live | NotebookPanel | None = None
@@ -317,13 +318,13 @@ class Console:
         self._guarded(put)
 
     def _guarded(self, action: Any) -> None:
-        """Call `action`; if the terminal is gone, print nothing from now on."""
+        """Call `action`; if the terminal is gone, print nothing from now on. A log's lines wait for the next call."""
         if self._gone:
             return
         try:
             action()
-        except (OSError, ValueError, termios.error):  # ValueError: the stream was closed
-            self._gone = True
+        except (OSError, ValueError, termios.error) as error:  # ValueError: the stream was closed
+            self._gone = not (self._is_log and isinstance(error, OSError))
 
 
 class _Terminal:
@@ -388,4 +389,5 @@ class Screen:
         for console in self.consoles:
             console.close()
         if self.log is not None:
-            self.log.close()
+            with contextlib.suppress(OSError):  # its last lines are on the terminal too
+                self.log.close()

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from tiltyard.config.experiment import Experiment
@@ -26,12 +25,11 @@ from tiltyard.evaluation.rollouts import Cancelled
 from tiltyard.evaluation.statistics import Evaluation
 from tiltyard.models.policy_files import saved_policies
 from tiltyard.models.policy_net import PolicyNet
-from tiltyard.run import atomic, checkpoint, metrics, state_file
-from tiltyard.run.events import log_event
+from tiltyard.run import atomic, checkpoint, state_file
 from tiltyard.run.folder import Run
 from tiltyard.run.settings_file import restore_settings, write_settings
 from tiltyard.run.settings_schedule import SettingsSchedule
-from tiltyard.run.status import write_status
+from tiltyard.run.writer import RunWriter, missing_records
 from tiltyard.track.console import Screen
 from tiltyard.track.trackers import Trackers
 from tiltyard.training.loop_state import LoopState
@@ -64,6 +62,7 @@ class Attempt:
     """A process training a run, from taking the lock to releasing it."""
 
     run: Run
+    writer: RunWriter
     experiment: Experiment
     spec: EnvSpec
     number: int
@@ -81,20 +80,12 @@ class Attempt:
     save_seconds: float = 0.0
     """the longest of recent saves, which a job near its time limit must allow for"""
 
-    def log(self, kind: str, message: str) -> None:
-        log_and_show(self.run, self.screen, kind, message)
 
-
-def log_and_show(run: Run, screen: Screen, kind: str, message: str) -> None:
-    """Write a message to events.jsonl and show it to the user."""
-    log_event(run, kind, message)
-    screen.say(message)
-
-
-def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
+def start_attempt(writer: RunWriter, setup: AttemptSetup, screen: Screen) -> int:
     """Write the start of an attempt, and the settings it changes, into the run folder; returns its number."""
+    run = writer.run
     for complaint in run.damage():
-        log_and_show(run, screen, "warning", complaint)
+        writer.log("warning", complaint)
     restore_settings(run)
     number = int(run.status().get("attempt", 0)) + 1
     now = setup.experiment
@@ -107,11 +98,11 @@ def start_attempt(run: Run, setup: AttemptSetup, screen: Screen) -> int:
         write_settings(run.folder, now)
         changed = {"target_env_steps": now.stop.env_steps, "tags": now.tags, "notes": now.notes}
     machine = {"host": socket.gethostname(), "pid": os.getpid()}
-    write_status(run, state="running", reason="", attempt=number, **machine, **changed)
+    writer.status(state="running", reason="", failure=None, attempt=number, **machine, **changed)
     if changed:
         words = list(setup.changes)
-        log_event(run, "resumed", f"settings changed for attempt {number}: {' '.join(words)}", overrides=words)
-    log_event(run, "started", f"attempt {number} started with the {now.engine.kind} engine", attempt=number)
+        writer.event("resumed", f"settings changed for attempt {number}: {' '.join(words)}", overrides=words)
+    writer.event("started", f"attempt {number} started with the {now.engine.kind} engine", attempt=number)
     error = run.folder / "error.txt"
     if error.exists():
         error.replace(run.folder / f"error.before-attempt-{number}.txt")
@@ -165,31 +156,30 @@ def find_start(run: Run, experiment: Experiment) -> tuple[Checkpoint | None, lis
 
 
 def restore(
-    run: Run,
+    writer: RunWriter,
     setup: AttemptSetup,
     engine: Engine,
     number: int,
-    screen: Screen,
     start: tuple[Checkpoint | None, list[str]] | None,
 ) -> tuple[LoopState, Progress]:
     """Restore engine and loop state from what `find_start` found; None sets all checkpoints aside and starts fresh."""
-    log, experiment = partial(log_and_show, run, screen), setup.experiment
+    run, log, experiment = writer.run, writer.log, setup.experiment
     found, warnings = start if start is not None else (None, checkpoint.set_aside(run, number))
     for message in warnings:
         log("warning", message)
     if found is None:
         if number > 1:
-            metrics.rewind(run.metrics_file, 0, number)
+            writer.rewind(0, number)
             log("resumed", "no checkpoint was written before: training starts from the beginning")
         if experiment.model.init:
             for name in experiment.learning:
                 log("started", _take_weights(engine, name, Path(experiment.model.init)))
         return LoopState(), Progress()
-    for message in engine.load(found.folder):
+    for message in (*missing_records(run, found), *engine.load(found.folder)):
         log("warning", message)
     state = LoopState.read(state_file.read_tree(found.folder, "loop"), experiment)
     state.saved = found.progress
-    metrics.rewind(run.metrics_file, state.recorded_to(found.env_steps), number)
+    writer.rewind(state.recorded_to(found.env_steps), number)
     log("resumed", f"attempt {number} continues from the checkpoint at env step {found.env_steps:,}")
     return state, found.progress
 
@@ -225,7 +215,7 @@ def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> tuple[Evaluatio
     run, state, env_steps = attempt.run, attempt.state, attempt.progress.env_steps
 
     def no_video(error: TiltyardError) -> None:
-        attempt.log("warning", f"no video of the evaluation at env step {env_steps:,}: {error.message}")
+        attempt.writer.log("warning", f"no video of the evaluation at env step {env_steps:,}: {error.message}")
 
     target = VideoTarget(run.folder / "videos" / f"{env_steps:012d}.mp4", no_video)
     video = target if attempt.experiment.eval.video else None
@@ -240,16 +230,16 @@ def evaluate(attempt: Attempt, cancelled: Callable[[], bool]) -> tuple[Evaluatio
     if len(result.returns) > 1:  # one episode has no interval
         found |= {"eval/return_low": result.low, "eval/return_high": result.high}
     state.latest |= found
-    log_event(run, "evaluated", f"return {result.mean:.4g} at env step {env_steps:,}", returns=result.returns)
+    attempt.writer.event("evaluated", f"return {result.mean:.4g} at env step {env_steps:,}", returns=result.returns)
     return result, found
 
 
 def record(attempt: Attempt, found: dict[str, float]) -> None:
     """Append a record to metrics.jsonl, and pass it to the trackers and the screen."""
     line = {**asdict(attempt.progress), "time": time.time(), "attempt": attempt.number, "metrics": found}
-    metrics.append(attempt.run.metrics_file, line)
+    attempt.writer.record(line)
     for message in attempt.trackers.record(line):
-        attempt.log("warning", message)
+        attempt.writer.log("warning", message)
     split = {name.removeprefix("time/"): value for name, value in found.items() if name.startswith("time/")}
     attempt.screen.update(attempt.progress, found, split)
 
@@ -257,8 +247,7 @@ def record(attempt: Attempt, found: dict[str, float]) -> None:
 def write_progress(attempt: Attempt, **changes: str) -> None:
     """Update status.json, which `tiltyard ls` shows; `changes` are further fields of it."""
     latest = attempt.state.latest
-    write_status(
-        attempt.run,
+    attempt.writer.status(
         progress=asdict(attempt.progress),
         **{"return": latest.get("train/return"), "eval_return": latest.get("eval/return")},
         best=attempt.state.best,

@@ -22,13 +22,13 @@ from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import as_overrides
 from tiltyard.engines import make_engine
 from tiltyard.envs.watchdog import Watchdog
-from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, UseError
+from tiltyard.errors import EXIT_DONE, EXIT_RESUMABLE, DiskError, UseError
 from tiltyard.evaluation.statistics import Evaluation
 from tiltyard.processes.fork_server import ForkServer
-from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import Lock
 from tiltyard.run.settings_schedule import PAUSED, SettingsSchedule
+from tiltyard.run.writer import RunWriter
 from tiltyard.track.console import Screen
 from tiltyard.track.trackers import Trackers
 from tiltyard.training import clocks, failure, live_settings
@@ -79,26 +79,27 @@ def open_training(run: Run, setup: AttemptSetup, server: ForkServer | None, scre
         if run.experiment() != setup.stored:
             raise UseError(f"the settings of run {run.id} were changed by another process just now", "try again")
         attempt = training = None
+        writer = RunWriter(run, screen.say, experiment.save.patience)
         deadline = failure.close_deadline()
         resources.callback(deadline.cancel)
         try:
-            number = start_attempt(run, setup, screen)
+            number = start_attempt(writer, setup, screen)
             start = None if setup.from_scratch else find_start(run, experiment)
             continues = start[0].folder if start and start[0] else None
             engine = make_engine(
                 experiment, spec, run.base, continues, same_run=number > 1, server=server, net=setup.net
             )
             resources.callback(engine.close)
-            state, progress = restore(run, setup, engine, number, screen, start)
+            state, progress = restore(writer, setup, engine, number, start)
             check_restored(experiment, setup.schedule.at(progress.env_steps), engine)
             trackers = Trackers(run.folder, experiment, state.recorded_to(progress.env_steps))
             resources.callback(lambda: screen.say(*trackers.close()))
             screen.start(opening_lines(run, experiment, spec, engine), progress)
             saving = Saving(state, lock.check)
             resources.callback(saving.close)
-            attempt = Attempt(run, experiment, spec, number, engine, screen, state, progress, trackers, saving)
+            attempt = Attempt(run, writer, experiment, spec, number, engine, screen, state, progress, trackers, saving)
             training = Training(attempt, setup.schedule, lock, signals)
-            on_hang = partial(failure.exit_hung, run, attempt, lock)
+            on_hang = partial(failure.exit_hung, attempt, lock)
             with Watchdog(experiment.env.step_timeout, experiment.env.reset_timeout, on_hang):
                 try:
                     yield training
@@ -112,9 +113,9 @@ def open_training(run: Run, setup: AttemptSetup, server: ForkServer | None, scre
             if training is not None and training.outcome is not None:
                 raise
             outside = signals.interrupted or (training is not None and not training.is_busy)
-            reported = error if outside else failure.explain(experiment, error)
+            reported = error if outside else failure.explain(run, experiment, error, signals.received)
             if not lock.taken_over:  # otherwise the folder belongs to another process now
-                failure.record(run, attempt, reported)
+                failure.record(writer, attempt, reported, stopped=signals.received is not None)
             deadline.start()
             if reported is error:
                 raise
@@ -135,7 +136,7 @@ class Training:
         self._reports = self._loop()
         self._stop_reason: str | None = None  # why it stops before it is finished
         self._finished: str | None = None  # the stop condition that was reached
-        self._save_due = self._continues = False
+        self._save_due = self._milestone_due = self._continues = False
         self.is_busy = False
         """whether it is training, and not the body of the user's loop that runs"""
         self.outcome: Outcome | None = None
@@ -184,7 +185,7 @@ class Training:
         self._schedule.write(self.run.folder)
         self._change(experiment, new)
         if self._attempt.state.saved == self.progress:  # that checkpoint's loop state is of the former settings
-            save_checkpoint(self._attempt)
+            self._save()
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate the policy now and record it, with the update that waits for an evaluation. A checkpoint of this
@@ -201,7 +202,7 @@ class Training:
             attempt.screen.update(progress, state.unrecorded or {}, {})
             return None
         result, measured = found
-        self._save_due = state.improves(self.experiment.save, progress.env_steps) or state.saved == progress
+        self._save_due |= state.improves(self.experiment.save, progress.env_steps) or state.saved == progress
         timing = self._watch.metrics(progress) if progress != self._watch.since else {}
         record(attempt, (state.unrecorded or {}) | measured | timing)
         state.unrecorded = None
@@ -210,10 +211,17 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint, unless there is one of this moment; it is complete afterwards."""
         self._require_open()
-        self._attempt.saving.wait()
+        try:
+            self._attempt.saving.wait()
+        except DiskError as error:
+            self._save_again(error)
         milestone = clocks.passes_milestone(self.experiment.save, self._before, self.progress)
         if milestone or self._save_due or self._attempt.state.saved != self.progress:
             self._save(milestone=milestone, background=False)
+        while self._save_due:
+            self._attempt.saving.back_off.wait()
+            self._lock.check()
+            self._save(background=False)
 
     def stop(self) -> None:
         """End the loop after this body; `resume` continues the run."""
@@ -239,7 +247,7 @@ class Training:
                 selection.select(metrics)
             watch.add(report.time_split)
             for message in report.events:
-                attempt.log("warning", message)
+                attempt.writer.log("warning", message)
 
             reason = clocks.stop_reason(self.experiment.stop, progress, state)
             if clocks.should_evaluate(self.experiment, before, progress) or self._misses_last_evaluation(reason):
@@ -275,7 +283,10 @@ class Training:
 
     def _step(self) -> Report:
         attempt = self._attempt
-        attempt.saving.poll()
+        try:
+            attempt.saving.poll()
+        except DiskError as error:
+            self._save_again(error)
         attempt.stepping = True
         report = attempt.engine.step()
         attempt.stepping = False
@@ -302,7 +313,7 @@ class Training:
         live_settings.apply(self._attempt, experiment, list(new))
         self._new_settings |= set(new)
         text, at = ", ".join(f"{key} = {value}" for key, value in new.items()), self.progress.env_steps
-        log_event(self.run, "changed", f"{text} from env step {at:,} on", settings=dict(new), env_steps=at)
+        self._attempt.writer.event("changed", f"{text} from env step {at:,} on", settings=dict(new), env_steps=at)
 
     def _misses_last_evaluation(self, reason: str | None) -> bool:
         return clocks.should_evaluate_at_end(self.experiment, reason, self._attempt.state, self.progress)
@@ -321,9 +332,24 @@ class Training:
             self._save()
 
     def _save(self, *, milestone: bool = False, background: bool = True) -> None:
-        self._save_due, self._before = False, self.progress
-        with self._watch.measuring("save"):
-            save_checkpoint(self._attempt, milestone=milestone, background=background)
+        """Write a checkpoint. While the disk refuses it, training continues and tries again, for `save.patience`."""
+        self._save_due, self._before = True, self.progress
+        self._milestone_due |= milestone
+        if not self._attempt.saving.back_off.is_due:
+            return
+        try:
+            with self._watch.measuring("save"):
+                save_checkpoint(self._attempt, milestone=self._milestone_due, background=background)
+        except DiskError as error:
+            self._save_again(error)
+        else:
+            self._save_due = self._milestone_due = False
+
+    def _save_again(self, error: DiskError) -> None:
+        """A checkpoint could not be written, now or in the background: one is due, unless that lasts too long."""
+        self._save_due = True
+        self._milestone_due |= self._attempt.saving.milestone
+        failure.check_patience(self._attempt, error)
 
     def finish(self) -> None:
         """Save, and write into the folder how it ended: finished, or stopped by a signal, the schedule or the user."""
@@ -333,6 +359,8 @@ class Training:
         state: Literal["finished", "stopped"] = "finished" if self._finished else "stopped"
         reason = self._finished or self._stop_reason or "the loop was left"
         write_progress(attempt, state=state, reason=reason)
-        log_event(self.run, state, f"{state} at env step {progress.env_steps:,}: {reason}", reason=reason)
+        attempt.writer.event(state, f"{state} at env step {progress.env_steps:,}: {reason}", reason=reason)
+        if left := attempt.writer.close():
+            state, reason = "stopped", left  # status.json still calls it running: a resume completes it
         latest, trained = dict(attempt.state.latest), progress != self._first
         self.outcome = Outcome(state, reason, progress, trained, attempt.spec.filmable, latest, self._continues)

@@ -22,7 +22,6 @@ from tiltyard.config.policies import Population
 from tiltyard.config.schedules import KlAdaptive
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.run.checkpoint import newest_valid
-from tiltyard.run.events import log_event
 from tiltyard.run.folder import Run
 from tiltyard.run.state_file import read_tree
 from tiltyard.training.attempt import Attempt
@@ -83,7 +82,7 @@ class PbtSelection:
             own = {f"algo.{number}": value for number, value in given.items()}
             now.first[name] = now.settings[name] = drawn | {key: value for key, value in own.items() if key in keys}
             adopt(self.attempt.engine, name, None, now.first[name])
-            self.attempt.log("started", f"policy {name} starts with {_text(now.first[name])}")
+            self.attempt.writer.log("started", f"policy {name} starts with {_text(now.first[name])}")
         return now
 
     def _restore(self, now: PbtState) -> PbtState:
@@ -127,8 +126,7 @@ class PbtSelection:
         )
         message += f"; then {_text(moved)}" if moved else ""
         facts = {**asdict(now.exploits[-1]), "member": name, "source": other, "at": self.attempt.progress.env_steps}
-        log_event(self.attempt.run, "exploited", message, scores=[member.score, source.score], **facts)
-        self.attempt.screen.say(message)
+        self.attempt.writer.log("exploited", message, scores=[member.score, source.score], **facts)
 
     def _explore(self, name: str, source: str, rng: np.random.Generator) -> Settings:
         """The settings that the copy continues with."""

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tiltyard.errors import TiltyardError
+from tiltyard.failures import BackOff
 from tiltyard.run import atomic, checkpoint
 from tiltyard.run.checkpoint_files import link_files
-from tiltyard.run.events import log_event
 from tiltyard.run.history import update_index
 from tiltyard.run.state_file import encode
 from tiltyard.training.loop_state import LoopState, score_terms
@@ -41,6 +41,8 @@ class Saving:
         self._ended.set()
         self._error: BaseException | None = None
         self._closed = False
+        self.back_off = BackOff()  # of saves that failed
+        self.milestone = False  # whether the newest is one
 
     def start(self, progress: Progress, write: Callable[[], None], *, background: bool) -> None:
         """Call `write` for a checkpoint of this moment, after the one that is being written."""
@@ -96,6 +98,7 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
     """
     saving, run, state, progress = attempt.saving, attempt.run, attempt.state, attempt.progress
     saving.wait()
+    saving.milestone = milestone
     save, began = attempt.experiment.save, time.monotonic()
     before = attempt.save_seconds or atomic.number(run.status().get("save_seconds")) or 0.0
     same = [each.folder for each in checkpoint.list_checkpoints(run) if each.progress == progress == state.saved]
@@ -114,13 +117,18 @@ def save_checkpoint(attempt: Attempt, *, milestone: bool = False, prune: bool = 
             files = link_files(same[-1], folder, but="loop") if same else {}
             for part in parts:
                 files |= part.write(folder)
-        draft.commit(progress, score, files, milestone=milestone, check=saving.check)
+            records = attempt.writer.sync()
+        draft.commit(progress, score, files, milestone=milestone, check=saving.check, records=records)
         if prune:
             checkpoint.prune(run, save)
         seconds, note = time.monotonic() - began, " with the score of its evaluation" if same else ""
         message = f"checkpoint at env step {progress.env_steps:,}{note}"
-        log_event(run, "saved", message, score=score, seconds=round(seconds, 3))
+        attempt.writer.event("saved", message, score=score, seconds=round(seconds, 3))
         update_index(run)
+        if saving.back_off.since is not None:
+            late = time.monotonic() - saving.back_off.since
+            attempt.writer.log("recovered", f"a checkpoint could be written again, after {late:.1f} s")
+        saving.back_off = BackOff()
         attempt.last_save, attempt.save_seconds = time.monotonic(), max(seconds, RECENT * before)
 
     attempt.last_save = began

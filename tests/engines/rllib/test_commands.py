@@ -170,6 +170,19 @@ def test_run_is_stopped_killed_and_resumed(runs: Path, tmp_path: Path) -> None:
     shutil.rmtree(place)
 
 
+def test_sigterm_while_ray_starts_is_a_stop(runs: Path) -> None:
+    place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))
+    words = [*SMALL, "engine.kind=rllib", "engine.runners=1", "stop.env_steps=1e9", f"engine.temp_dir={place}"]
+    child = _started("train", "CartPole-v1", *words)
+    wait_until(lambda: set(_ray_processes(place)) - {child.pid}, 200)  # Ray's first process: the start takes seconds
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(200) == 75
+    status = find("last").status()
+    assert (status["state"], status["reason"]) == ("stopped", "received SIGTERM")
+    wait_until(lambda: _ray_processes(place) == [], 200)
+    shutil.rmtree(place)
+
+
 def test_token_and_address_of_another_cluster_are_ignored(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ class Cluster:
 
             cpus, gpus = (engine.cpus or usable_cores()) * engine.nodes, torch.cuda.device_count()
             needs.check(cpus, gpus, "this machine" if engine.nodes == 1 else f"{engine.nodes} emulated nodes")
-        with _signals_kept(), self.redirect_stderr():
+        with self.redirect_stderr():
             self._connect(own)
         if not own:
             import ray
@@ -134,13 +134,14 @@ class Cluster:
         address = self.engine.address if self.job is None else self.job.address
         store = {"object_store_memory": object_store_bytes(self.engine.object_store)}
         try:
-            if own and self.engine.nodes == 1:
-                address = "local"
-                options |= {"num_cpus": self.engine.cpus or usable_cores(), "include_dashboard": False}
-                options |= {"_temp_dir": str(self._temp), **store}
-            elif own:
-                address = self._start_emulated_nodes(store)
-            ray.init(address=address, **options)
+            with _signals_kept():
+                if own and self.engine.nodes == 1:
+                    address = "local"
+                    options |= {"num_cpus": self.engine.cpus or usable_cores(), "include_dashboard": False}
+                    options |= {"_temp_dir": str(self._temp), **store}
+                elif own:
+                    address = self._start_emulated_nodes(store)
+                ray.init(address=address, **options)
             if self.job is not None:
                 wait_for_nodes(self.job)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -307,11 +308,15 @@ def keep_logs(place: Path, logs: Path) -> None:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Restore our signal handlers, which Ray replaces."""
+    """Keep our signal handlers. Ray's own would exit in the middle of its start, which looks like an exit of an env."""
+    from ray._private import utils
+
     kept = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    set_handler, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         yield
     finally:
+        utils.set_sigterm_handler = set_handler
         for name, handler in kept.items():
             with contextlib.suppress(ValueError, TypeError):  # not the main thread, or not a Python handler
                 signal.signal(name, handler)
