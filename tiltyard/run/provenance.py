@@ -27,7 +27,7 @@ from tiltyard.run.redact import mask_all, mask_command, mask_secrets
 
 # fmt: off
 PACKAGES = (
-    "tiltyard", "torch", "numpy", "gymnasium", "pydantic", "ruamel.yaml", "safetensors", "pyarrow", "rich",
+    "tiltyard", "torch", "numpy", "gymnasium", "pydantic", "ruamel.yaml", "pyarrow", "rich",
     "tensorboardX", "imageio-ffmpeg", "pillow", "matplotlib", "wandb", "pygame-ce", "ray", "ale-py", "mujoco",
     "box2d", "pettingzoo", "optuna",
 )
