@@ -37,12 +37,13 @@ FIELDS: dict[str, Any] = {  # all fields, as they are before the run is started
     "lineage": None, "profile": None, "job": None, "save_seconds": 0.0, "failure": None,
 }
 # fmt: on
-_OPTIONAL = ("lineage", "profile", "job", "target_env_steps", "return", "eval_return", "best")
+_OPTIONAL = ("lineage", "profile", "job", "failure", "target_env_steps", "return", "eval_return", "best")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **{name: type(value) for name, value in FIELDS.items() if value is not None},
     "lineage": dict,
     "profile": str,
     "job": dict,
+    "failure": str,
     "target_env_steps": int,
     **dict.fromkeys(("return", "eval_return", "best"), (int, float, str)),  # nan and inf are strings
 }
