@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Installs Debian's packages of Slurm and of the shells zsh and fish, if run as root and with apt-get: tests start their
-# own clusters from them, and ask the shells for completions.
+# Installs Debian's packages of Slurm, of the shells zsh and fish and of a C compiler, if run as root and with apt-get:
+# tests start their own clusters from them, ask the shells for completions, and compile a library that injects faults.
 # Nothing is configured or started. Without root or apt-get it prints which tests are skipped.
 #
 #   install.sh STAMP      STAMP is touched when everything is installed
-packages="slurmctld slurmd slurm-client munge libfaketime zsh fish"
+packages="slurmctld slurmd slurm-client munge libfaketime zsh fish gcc libc6-dev"
 export PATH=$PATH:/usr/sbin:/sbin
 
 complete() {
     command -v munged && command -v slurmctld && command -v slurmd && command -v sbatch && command -v zsh && command -v fish &&
+        command -v cc &&
         { compgen -G '/usr/lib*/*/faketime/libfaketimeMT.so.1' || compgen -G '/usr/lib*/faketime/libfaketimeMT.so.1'; }
 } >/dev/null
 skipped() {
-    printf '%s\n' "" "================ tests of Slurm jobs (tests/cluster), zsh and fish may be skipped: $1" \
+    printf '%s\n' "" "================ tests of Slurm jobs (tests/cluster), of failing disks, zsh and fish may be skipped: $1" \
         "                 install by hand: apt-get install --no-install-recommends $packages" "" >&2
     exit 0
 }

@@ -378,6 +378,22 @@ def test_trial_waiting_for_a_retry_does_not_count_as_failed(tiltyard: Command, r
     assert summarize(sweep).counts["failed"] == 1
 
 
+def test_trial_whose_disk_failed_for_too_long_starts_again_and_uses_no_retry(runs: Path) -> None:
+    sweep, place, one = desk(retries=0, back_off=0)
+    one.step(stop=False)
+    for attempt in range(1, 4):
+        write_status(Run(sweep.place(1)), attempt=attempt, failure="retried in place")
+        place.end(sweep, 1, "stopped")
+        one.step(stop=False)
+        assert place.started.count(1) == attempt + 1
+    write_status(Run(sweep.place(1)), attempt=4, failure=None)
+    place.end(sweep, 1, "stopped")  # on request
+    for _ in range(3):
+        one.step(stop=False)
+    assert place.started.count(1) == 4
+    assert [each.get("class") for each in sweep.decisions("failed")] == ["retried in place"] * 3
+
+
 def test_retry_command_does_not_wait_for_the_back_off(runs: Path) -> None:
     sweep, place, one = desk(retries=1, back_off=3600)
     one.step(stop=False)
