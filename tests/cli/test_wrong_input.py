@@ -42,6 +42,7 @@ def everything_below(folder: Path) -> dict[str, bytes | None]:
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else None
         for path in sorted(folder.rglob("*"))
+        if path.name != ".lock-guard"  # names its last holder
     }
 
 

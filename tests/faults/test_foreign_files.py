@@ -292,7 +292,7 @@ def test_secrets_of_a_run_are_private(usual_umask: None, monkeypatch: pytest.Mon
         (place / "own.yaml").write_text(text)
         loaded = load("own.yaml")
         run = create(place / "runs", loaded.experiment, Source(base=loaded.base, text=text, name="own.yaml"))
-        assert_secret_is_private(run.folder, {"experiment.yaml", "source.yaml", "door.txt"})
+        assert_secret_is_private(run.folder, {"experiment.yaml", "experiment.json", "source.yaml", "door.txt"})
 
         def open_run() -> None:
             with pytest.raises(UseError, match=r"experiment\.yaml"):
@@ -302,7 +302,7 @@ def test_secrets_of_a_run_are_private(usual_umask: None, monkeypatch: pytest.Mon
         with tempfile.TemporaryDirectory() as checked:  # as `train` does it: copied, checked, copied again
             copies = copy_plugins(loaded.experiment, loaded.base, Path(checked))
             again = create(place / "runs", loaded.experiment, Source(copies=copies))
-        assert_secret_is_private(again.folder, {"experiment.yaml", "door.txt"})
+        assert_secret_is_private(again.folder, {"experiment.yaml", "experiment.json", "door.txt"})
         plain = create(place / "runs", load("CartPole-v1").experiment, Source(text="env: CartPole-v1\n"))
         assert_secret_is_private(plain.folder, set())
 

@@ -24,11 +24,14 @@ from tests.second_user import STRANGER, as_stranger, give, needs_root, open_fold
 from tests.sweep.talker import output, write_plan
 from tiltyard import api
 from tiltyard.cli import main
+from tiltyard.config.load import from_resolved
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.run import atomic, checkpoint, trust
 from tiltyard.run.folder import Run, find
 from tiltyard.run.lock import Lock, liveness, read_owner
+from tiltyard.run.settings_file import write_settings
 from tiltyard.run.settings_schedule import SettingsSchedule
+from tiltyard.run.status import write_status
 from tiltyard.sweep import preflight
 from tiltyard.sweep.folder import Sweep, find_sweep
 
@@ -135,7 +138,7 @@ def test_fork_takes_no_address_or_path_from_another_users_run(tiltyard: Command,
         ):
             assert old in text
             text = text.replace(old, new, 1)
-        run.experiment_file.write_text(text)
+        write_settings(run.folder, from_resolved(run.experiment_file, text))
         give(run.folder)
         own: list[str] = []
         for setting, value in (
@@ -160,15 +163,14 @@ def test_profile_of_another_users_run_is_not_entered(
     profiles = {"lab": {"environment": {"LAB_MARK": "1"}}, "queue": {"launcher": "slurm"}}
     Path("tiltyard.yaml").write_text(json.dumps({"profiles": profiles}))
     monkeypatch.setenv("LAB_MARK", "0")
-    status = atomic.read_json(run.folder / "status.json")
-    atomic.write_json(run.folder / "status.json", {**status, "profile": "lab"})
+    write_status(run, profile="lab")
     give(run.folder)
     stderr = tiltyard("eval", "cart", "--episodes", "1").stderr
     assert f"profile lab of run {run.id} is not used" in stderr and f"{FOREIGN}, {STRANGER}" in stderr
     assert os.environ["LAB_MARK"] == "0"
     trust.enter_profile(run, trust_code=True)
     assert os.environ["LAB_MARK"] == "1"
-    atomic.write_json(run.folder / "status.json", {**status, "profile": "queue"})
+    write_status(run, profile="queue")
     stderr = tiltyard("fork", "cart", expect=2).stderr
     assert "a job of profile queue is submitted" in stderr and "--here" in stderr
 
@@ -266,7 +268,7 @@ def test_another_users_sweep_is_never_chosen_and_runs_only_with_trust_code(tilty
     tiltyard("sweep", "start", "plan.yaml", expect=1)
     own, theirs = find_sweep("sweep-0001"), Sweep(runs / "toy" / "sweep-0002")
     shutil.copytree(own.folder, theirs.folder)
-    atomic.write_json(theirs.folder / "sweep.json", {**own.facts(), "created": atomic.now()})
+    atomic.write_sealed(theirs.folder / "sweep.json", {**own.facts(), "created": atomic.now()})
     give(theirs.folder)
     Path("said.jsonl").unlink()
     assert f"sweep    {own.id}\n" in tiltyard("sweep", "status", expect=1).stdout
@@ -295,17 +297,19 @@ def test_another_users_sweep_is_never_chosen_and_runs_only_with_trust_code(tilty
     assert "no sweep of yours" in stderr and theirs.id in stderr
 
 
-@pytest.mark.parametrize("name", ["plan.yaml", "sweep.json", "profile.json", "plugins/lab/env.py", "plugins/lab"])
+@pytest.mark.parametrize(
+    "name", ["plan.yaml", "sweep.json", "events.jsonl", "profile.json", "plugins/lab/env.py", "plugins/lab"]
+)
 def test_each_file_that_decides_what_a_sweep_runs_is_checked(runs: Path, name: str) -> None:
     folder = runs / "toy" / "sweep-0001"
     (folder / "plugins" / "lab").mkdir(parents=True)
-    for file in ("plan.yaml", "sweep.json", "profile.json", "plugins/lab/env.py"):
-        (folder / file).write_text("{}")
+    for file in ("plan.yaml", "sweep.json", "events.jsonl", "profile.json", "plugins/lab/env.py"):
+        (folder / file).write_text('{"base": []}')
     Sweep(folder).require_own()
     os.chown(folder / name, STRANGER, STRANGER)
     with pytest.raises(UseError, match=f"{name} {FOREIGN}"):
         Sweep(folder).require_own()
-    (folder / "sweep.json").write_text('{"launcher": "slurm"}')  # with jobs, trust does not help
+    (folder / "sweep.json").write_text('{"base": [], "launcher": "slurm"}')  # with jobs, trust does not help
     with pytest.raises(UseError, match=FOREIGN) as error:
         Sweep(folder).require_own(trust_code=True)
     assert "--trust-code" not in error.value.hint

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tiltyard.config.ownership import TRUST_CODE, find_foreign, refuse_foreign
 from tiltyard.run import settings_schedule
+from tiltyard.run.settings_file import COPY
 from tiltyard.run.status import STATUS
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def enter_profile(run: Run, trust_code: bool) -> str | None:
     from tiltyard.config.site import restore_profile
 
     name = run.status().get("profile")
-    if isinstance(name, str) and not trust_code and (found := find_foreign(run.folder / STATUS, run.folder)):
+    files = (run.folder / STATUS, run.events_file)  # a damaged status is rebuilt from events
+    found = None if trust_code else next(filter(None, (find_foreign(file, run.folder) for file in files)), None)
+    if isinstance(name, str) and found is not None:
         owner = f"{found.path} belongs to another user, {found.owner}"
         sys.stderr.write(f"warning: profile {name} of run {run.id} is not used: {owner}; {TRUST_CODE}\n")
         return None
@@ -64,7 +67,7 @@ def enter_profile(run: Run, trust_code: bool) -> str | None:
 
 def _sources(run: Run) -> list[Path]:
     """The files that a run's settings are read from."""
-    return [run.experiment_file, run.folder / settings_schedule.FILE]
+    return [run.experiment_file, run.folder / COPY, run.folder / settings_schedule.FILE]
 
 
 def _is_typed(setting: str, typed: Collection[str]) -> bool:

@@ -178,7 +178,7 @@ class Sweep:
 
 def _deciding_files(folder: Path) -> Iterator[Path]:
     """The files that name or contain what a sweep runs."""
-    yield from (folder / name for name in (PLAN, FACTS, MANIFEST, DECISIONS, PROFILE))
+    yield from (folder / name for name in (PLAN, FACTS, Run(folder).events_file.name, MANIFEST, DECISIONS, PROFILE))
     for place, folders, names in os.walk(folder / "plugins"):
         yield from (Path(place, name) for name in (*folders, *names))
 
