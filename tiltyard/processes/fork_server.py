@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from tiltyard.errors import TiltyardError
+from tiltyard.errors import ResumableError, TiltyardError
 from tiltyard.processes import reaper
 from tiltyard.processes.channel import Channel
 from tiltyard.processes.child import ONE_THREAD, start_python
@@ -165,7 +165,7 @@ class ForkServer:
             if not message:
                 code = "" if self._process is None else f" with code {self._process.wait()}"
                 self._end_orphans()
-                raise TiltyardError(f"the fork server exited{code}", self._advice)
+                raise ResumableError(f"the fork server exited{code}", self._advice)  # killed: it runs no user's code
             event = json.loads(message)
             forked = self._forked.get(event["number"])
             if forked is not None and "started" in event:
