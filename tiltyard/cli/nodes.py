@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add
+from tiltyard.cli.output import clear_screen
 from tiltyard.errors import TiltyardError, UseError
 from tiltyard.processes.platforms import require_linux
 from tiltyard.run.folder import Run, find
@@ -130,7 +131,9 @@ def run_top(args: argparse.Namespace) -> None:
             if args.json:
                 sys.stdout.write(json.dumps(nodes) + "\n")
             else:
-                sys.stdout.write(f"{'' if once else chr(27) + '[H' + chr(27) + '[J'}{drawn(nodes)}")
+                if not once:
+                    clear_screen()
+                sys.stdout.write(drawn(nodes))
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write("\n")

@@ -47,6 +47,12 @@ class Data(io.TextIOWrapper):
         return TiltyardError(f"{name} cannot be written: {error.strerror}", "redirect it to a disk with free space")
 
 
+def clear_screen() -> None:
+    """Clear the terminal at stdout. Text may not, as it may be another user's; these bytes are ours."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b"\033[H\033[J")
+
+
 def write_result(value: Any, text: str, *, as_json: bool) -> None:
     """Print a result as JSON, in which nan and inf are strings, or as text."""
     sys.stdout.write(atomic.to_json(value, indent=2) + "\n" if as_json else text)

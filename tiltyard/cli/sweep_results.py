@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add, add_json_or_csv
-from tiltyard.cli.output import write_result
+from tiltyard.cli.output import clear_screen, write_result
 from tiltyard.config.sweep_plan import Objective
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, TiltyardError, UseError
 from tiltyard.run.folder import Run
@@ -134,7 +134,7 @@ def run_watch(args: argparse.Namespace) -> int:
         text = summary(found)
         if text != before:
             if sys.stdout.isatty():
-                sys.stdout.buffer.write(b"\033[H\033[2J")  # clear the screen; text may not
+                clear_screen()
             sys.stdout.write(text)
             sys.stdout.flush()
             before = text
