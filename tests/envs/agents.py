@@ -111,8 +111,3 @@ class NotANumber(Visitors):
 class Raises(Visitors):
     def step(self, actions: Any) -> Any:
         raise ValueError("the host is ill")
-
-
-class TakesTurns(Visitors):
-    def agent_iter(self) -> Any:
-        return iter(())

@@ -178,7 +178,6 @@ def test_checkpoint_with_other_agents_begins_new_episodes() -> None:
         ("GymnasiumStep", "step() returned (dict, float, bool, bool, dict) instead of five dicts"),
         ("NotANumber", "the reward of agent 'late' is nan"),
         ("Raises", "step() number 1 raised ValueError: the host is ill"),
-        ("TakesTurns", "agents take turns"),
     ],
 )
 def test_invalid_env_is_refused_in_one_sentence(name: str, sentence: str) -> None:

@@ -1,5 +1,6 @@
 """Envs that other packages register with Gymnasium, and PettingZoo's turn-based games: made, trained, filmed, resumed."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tests.conftest import Command
 from tests.evaluation.test_video import read_frames
 from tiltyard.config.sections import Env
 from tiltyard.envs.make import make_any
+from tiltyard.envs.pettingzoo import as_parallel
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import hash_words, spec_from_json
@@ -86,6 +88,7 @@ def test_mujoco_films_without_shadows_and_multisampling_and_without_a_display() 
 from pathlib import Path
 from tiltyard.config.sections import Env
 from tiltyard.envs.make import make_any
+from tiltyard.envs.pettingzoo import as_parallel
 make_any(Env(id="InvertedPendulum-v5"), [Path.cwd()]).close()
 made = make_any(Env(id="InvertedPendulum-v5"), [Path.cwd()], render=True)
 made.reset(seed=0)
@@ -140,6 +143,13 @@ def test_turn_based_game_gives_each_player_its_reward() -> None:
         now = group.step(np.array(pair, np.float32).reshape(2, 1))
     assert now.terminated.tolist() == [True, True] and now.reward.tolist() == [1.0, -1.0]
     group.close()
+
+
+def test_conversion_needs_pettingzoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = importlib.import_module("pettingzoo.classic.tictactoe_v3").env()
+    monkeypatch.setitem(sys.modules, "pettingzoo.utils", None)  # Python's own way to make an import fail
+    with pytest.raises(UseError, match="needs the package 'pettingzoo'"):
+        as_parallel(made)
 
 
 def test_parallelizable_env_is_converted() -> None:

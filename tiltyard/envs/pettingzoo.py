@@ -35,15 +35,20 @@ def as_parallel(made: Any) -> Any:
     """An env whose agents take turns (PettingZoo's AEC), converted by PettingZoo; other envs as they are."""
     if not _is_sequential(made):
         return made
-    from pettingzoo.utils import conversions
-
+    try:
+        from pettingzoo.utils import conversions
+    except ModuleNotFoundError as error:
+        hint = "pip install 'tiltyard[pettingzoo]'"
+        message = f"{type(made).__name__}, whose agents act in turn, needs the package 'pettingzoo'"
+        raise UseError(message, hint) from error
     if made.metadata.get("is_parallelizable"):
         return conversions.aec_to_parallel(made)
     return _Sequential(conversions.turn_based_aec_to_parallel(made))
 
 
 def _is_sequential(made: Any) -> bool:
-    return not isinstance(made, gymnasium.Env) and callable(getattr(made, "agent_iter", None))
+    methods = ("agent_iter", "last", "observe")
+    return not isinstance(made, gymnasium.Env) and all(callable(getattr(made, name, None)) for name in methods)
 
 
 class _Sequential:
