@@ -37,7 +37,7 @@ HANG_SECONDS = 300
 REPORT = "report.jsonl"
 UNTRUE = ("seconds", "updated", "heartbeat", "host", "pid", "bound", "time", "files", "message")  # differ by chance
 NAMES = ("run", "sweep", "population", "episodes")
-pbt_sweep.ENV = pbt_sweep.ENV.replace("0.0 * action", "0.25 * float(action)")  # returns depend on the policy
+ENV = pbt_sweep.ENV.replace("0.0 * action", "0.25 * float(action)")  # returns depend on the policy
 EXPERIMENT = {
     **pbt_sweep.EXPERIMENT,
     "stop": {"env_steps": 48},
@@ -52,7 +52,7 @@ EXPERIMENT = {
 def build(folder: Path) -> None:
     """Train the four places, each in a runs folder of its own with a run beside it."""
     folder.mkdir()
-    (folder / "steady.py").write_text(pbt_sweep.ENV)
+    (folder / "steady.py").write_text(ENV)
     use_one_spec(folder)
     os.chdir(folder)
     Path("beside.yaml").write_text(dump_yaml({**EXPERIMENT, "name": "beside", "stop": {"env_steps": 16}}))
@@ -67,6 +67,7 @@ def build(folder: Path) -> None:
             Path("plan.yaml").write_text(dump_yaml(grid))
             pbt_sweep.started()
         else:
+            pbt_sweep.ENV = ENV  # only in the storm's own process
             pbt_sweep.plan(
                 [5.0, 1.0, 3.0], name="struck", experiment={**pbt_sweep.EXPERIMENT, "stop": {"env_steps": 192}}
             )

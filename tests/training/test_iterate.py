@@ -58,7 +58,7 @@ CURRICULUM: dict[str, Any] = {
     "engine": {"kind": "serial", "envs": 4, "workers": 2},
     "algo": {"rollout": 16, "minibatch": 16, "epochs": 2, "lr": 0.005, "entropy": 0.1},
     "stop": {"updates": 24},
-    "save": {"updates": 4},
+    "save": {"updates": 4, "async": False},  # the kill comes two updates after a save
 }
 
 SCRIPT = """

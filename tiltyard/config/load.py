@@ -27,6 +27,7 @@ from tiltyard.errors import ConfigError, Problem, UseError, did_you_mean
 from tiltyard.plugins.resolve import CONVENTIONAL, kind_of, named_plugins, parse, short
 
 COMMAND_LINE = "command line"
+KEYWORD = "keyword argument"  # of a function of the Python API
 PRESETS = Path(__file__).parents[1] / "presets"
 Target = str | Path | Mapping[str, Any] | Callable[..., Any] | None
 """a YAML file, an env's id, class or function, or a mapping"""
@@ -125,7 +126,7 @@ def _layered(
         layers.add(profile.set, f"profile {profile.name}".rstrip())
     if debug:
         _add_debug(merged, from_command)
-    layers.add(from_python, "python")
+    layers.add(from_python, KEYWORD)
     merged.add(from_command, COMMAND_LINE)
     merged.drop("use")  # applied
     if settings is not None or not isinstance(target, str | Path):  # a Python program may use objects as names

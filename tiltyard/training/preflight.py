@@ -20,7 +20,7 @@ from typing import Any
 
 from tiltyard.config.cross_checks import ignored_settings
 from tiltyard.config.experiment import Experiment
-from tiltyard.config.load import COMMAND_LINE, Loaded, Target, as_overrides, load, refuse_presets
+from tiltyard.config.load import COMMAND_LINE, KEYWORD, Loaded, Target, as_overrides, load, refuse_presets
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import freeze
@@ -171,7 +171,7 @@ def prepare_repeat(
 
 def _require_own(parent: Run, trust_code: bool, loaded: Loaded) -> None:
     """UseError if another user chose code, an address or a path that the new run would use."""
-    typed = [setting for setting, origin in loaded.origins.items() if origin == COMMAND_LINE]
+    typed = [setting for setting, origin in loaded.origins.items() if origin in (COMMAND_LINE, KEYWORD)]
     trust.require_own_code(parent, trust_code, loaded.experiment, typed)
     trust.require_own_places(parent, trust_code, loaded.experiment, typed)
 
