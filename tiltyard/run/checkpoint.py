@@ -169,7 +169,8 @@ def _read_manifest(folder: Path) -> dict[str, Any] | str:
 
 def _manifests(parent: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[tuple[Path, str]]]:
     """Checkpoints with their manifests, newest last; and those with an invalid manifest, with the reason."""
-    pairs = [(folder, _read_manifest(folder)) for folder in _folders(parent)]
+    found = [(folder, _read_manifest(folder)) for folder in _folders(parent)]
+    pairs = [pair for pair in found if pair[0].exists()]  # the run may have deleted some since they were listed
     valid = [(folder, manifest) for folder, manifest in pairs if not isinstance(manifest, str)]
     invalid = [(folder, reason) for folder, reason in pairs if isinstance(reason, str)]
     return sorted(valid, key=lambda pair: pair[1]["order"]), invalid
@@ -225,8 +226,10 @@ def newest_valid(run: Run) -> tuple[Checkpoint | None, list[str]]:
         reason = verify(folder)
         if reason is None:
             return _checkpoint(folder, manifest), warnings
+        if not folder.exists():  # deleted by the running run: a newer one follows
+            continue
         warnings.append(f"Checkpoint {folder} cannot be used: {reason}.")
-    if warnings:
+    if warnings or valid:
         raise TiltyardError(
             f"no checkpoint of run {run.id} can be used, and the run does not start over automatically",
             f"restore the files, or start a new run with: tiltyard train {shlex.quote(str(run.experiment_file))}",
