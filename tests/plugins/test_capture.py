@@ -134,7 +134,7 @@ def test_objects_are_settings_like_names(notebook: Notebook) -> None:
     )
     assert [wrapper.id for wrapper in loaded.experiment.env.wrappers] == ["notebook.py:wrap"] * 2
     assert loaded.experiment.model.id == "notebook.py:Net"
-    assert (loaded.experiment.seed, loaded.origins["model.id"]) == (4, "python")
+    assert (loaded.experiment.seed, loaded.origins["model.id"]) == (4, "keyword argument")
     with pytest.raises(UseError, match=r"env\.options\.hook has a value of type function"):
         load(env, settings={"env": {"options": {"hook": wrap}}})
 
