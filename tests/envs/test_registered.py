@@ -155,3 +155,14 @@ def test_conversion_needs_pettingzoo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parallelizable_env_is_converted() -> None:
     spec = spec_from_json(examine(Env(id="pettingzoo.classic.rps_v2:env"), BASE, False))
     assert spec.agents == ("player_0", "player_1") and spec.parallel
+
+
+def test_mujocos_warnings_are_pythons_and_no_log_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HalfCheetah's file has a deprecated attribute, of which MuJoCo writes a log into the working folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(DeprecationWarning, match="MuJoCo: .*settotalmass"):
+        made = make_any(Env(id="HalfCheetah-v5"), BASE)
+    made.close()
+    assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,12 @@ from tiltyard.config.sections import Env
 from tiltyard.envs.builtin import BUILTIN_ENVS, BUILTIN_WRAPPERS
 from tiltyard.envs.env_errors import construction_error, unknown_env
 from tiltyard.envs.pettingzoo import Parallel, as_parallel, is_parallel
-from tiltyard.envs.suites.registered import import_package, prepare_display, simplify_drawing
+from tiltyard.envs.suites.registered import (
+    import_package,
+    prepare_display,
+    redirect_warnings,
+    simplify_drawing,
+)
 from tiltyard.envs.watchdog import PROCESS_HEARTBEAT
 from tiltyard.errors import ConfigError, Problem, TiltyardError, UseError
 from tiltyard.plugins import resolve
@@ -134,6 +139,7 @@ def _make_registered(env: Env, base: Sequence[Path], render: bool) -> gymnasium.
     options = dict(env.options)
     if render:
         options["render_mode"] = RENDER_MODE
+    redirect_warnings(registered.entry_point)
     made: gymnasium.Env[Any, Any] = _construct(
         lambda: gymnasium.make(registered, max_episode_steps=-1, disable_env_checker=True, **options), f"env {env.id}"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import gymnasium
@@ -41,6 +42,22 @@ def import_package(env_id: str) -> None:
                 hint = f"pip install 'tiltyard[{extra}]'{_HINTS.get(prefix, '')}"
                 message = f"env {env_id} needs the package {error.name!r}, which is not installed"
                 raise UseError(message, hint) from error
+
+
+def redirect_warnings(entry: Any) -> None:
+    """Make MuJoCo's warnings Python's; by itself it appends them to MUJOCO_LOG.TXT in the working folder."""
+    if "mujoco" in str(entry):
+        try:
+            mujoco = importlib.import_module("mujoco")
+        except ModuleNotFoundError:  # Gymnasium's own error names what is missing
+            return
+        mujoco.set_mju_user_warning(_warn)
+
+
+def _warn(text: str) -> None:
+    """Deprecated attributes are in Gymnasium's files, where only Gymnasium can change them."""
+    category = DeprecationWarning if "deprecated" in text else RuntimeWarning
+    warnings.warn(f"MuJoCo: {text}", category, stacklevel=2)
 
 
 def simplify_drawing(made: gymnasium.Env[Any, Any]) -> None:
