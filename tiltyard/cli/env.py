@@ -96,8 +96,9 @@ def run_play(args: argparse.Namespace) -> None:
 
     with data_stdout() as data:
         result = play(args.target, args.overrides, args.policy, args.seed, video=args.video, window=args.window)
-        data.write(f"return    {result.total:.6g}\nlength    {result.length}\n")
-        for name, value in result.metrics.items():
-            data.write(f"{name:<9} {value:.6g}\n")
+        lines = {"return": f"{result.total:.6g}", "length": str(result.length)}
+        lines |= {name: f"{value:.6g}" for name, value in result.metrics.items()}
         if args.video:
-            data.write(f"video     {args.video}\n")
+            lines["video"] = str(args.video)
+        width = max(map(len, lines))
+        data.writelines(f"{name:<{width}}  {value}\n" for name, value in lines.items())
