@@ -25,7 +25,7 @@ SLOW = (  # tests that train or start processes for seconds; `make check` does n
     "cli/test_tune.py",
     "data/test_episodes.py",
     "engines/test_isolated_envs.py",
-    "engines/test_inference_server.py",
+    "engines/test_inference.py",
     "engines/test_learner_group.py",
     "engines/test_leftovers.py",
     "engines/test_local.py",

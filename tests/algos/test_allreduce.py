@@ -33,10 +33,13 @@ SMALL: dict[str, Any] = {"rollout": 12, "minibatch": 20, "epochs": 3}
 def all_at_once(folder: Path, size: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
     """Return what `work` returns or raises for each learner of a group, in the order of ranks."""
     found: list[Any] = [None] * size
+    groups: list[ProcessGroup] = []  # kept to the end: a learner that leaves closes connections others still make
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(ProcessGroup(folder, rank, size, CPU))
+            group = ProcessGroup(folder, rank, size, CPU)
+            groups.append(group)
+            found[rank] = work(group)
         except Exception as error:  # noqa: BLE001 - checked by the test
             found[rank] = error
 
