@@ -52,6 +52,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "env list": ("env", "list envs by family: those that are installed, and those that an extra would add"),
     "env check": ("env", "check an env: interface, seeding, leaks, speed, memory; exits with 1 if something is wrong"),
     "env play": ("env", "play one episode with random actions or a run's policy, and film or show it"),
+    "data collect": ("data_collect", "record episodes of an env or a run into a dataset, by many processes at once"),
+    "data verify": ("data_files", "check every file of a dataset, or TFRecord files; exits with 1 if one is damaged"),
+    "data repair": ("data_files", "put damaged files into quarantine and list all sound episodes again"),
+    "data pack": ("data_files", "pack the files of a dataset into shards of a given size"),
+    "data stats": ("data_views", "print episodes, steps, returns, actions, observations, size"),
+    "data head": ("data_views", "print the first steps of an episode"),
+    "data ls": ("data_views", "list datasets and how they were made"),
+    "data split": ("data_transform", "divide a dataset into a training and a validation set, by seed"),
+    "data merge": ("data_transform", "join datasets of the same env"),
+    "data filter": ("data_transform", "copy the episodes that meet conditions on return, length, seed or policy"),
+    "data export": ("data_convert", "write a dataset as TFRecord, Minari, npz, WebDataset or GIF"),
+    "data import": ("data_convert", "read Minari, TFRecord, npz or pickled rollouts into a dataset"),
+    "clone": ("clone", "learn a policy from a dataset by behaviour cloning, without an env"),
     "bench": ("bench", "measure how fast an env steps without learning, in 1 to k processes"),
     "tune": ("bench", "find the processes and batch sizes that train fastest on this machine"),
     "ls": ("runs", "list runs"),
@@ -72,11 +85,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 WITH_ACTIONS = {
     "sweep": "many runs from one plan: start, status, watch, best, plot, retry, extend, stop",
     "env": "look at envs: list, check, play",
+    "data": "datasets of recorded episodes: collect, verify, repair, pack, stats, head, ls, split, merge, filter, export, import",
     "config": "print a resolved experiment, the JSON schema or the settings reference",
 }
 
 GROUPS = (
     ("train and evaluate", ("train", "resume", "fork", "eval", "match", "sweep")),
+    ("record and learn from data", ("data", "clone")),
     ("look at envs, measure speed", ("env", "bench", "tune")),
     ("inspect runs", ("ls", "show", "logs", "top", "diff")),
     ("manage", ("stop", "rm", "config", "shell", "doctor", "completion", "version")),

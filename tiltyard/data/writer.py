@@ -1,0 +1,179 @@
+"""Adds episodes to a dataset: each appears whole or not at all, and is never written twice.
+
+    bytes -> .tmp/NAME, synced -> linked as episodes/.../NUMBER.parquet -> a line in this writer's manifest
+
+The link fails if the number exists, whichever process or machine wrote it, so no lock is needed. A file whose writer
+was killed before it wrote the line is listed by the next writer that comes to its number.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tiltyard.data import folder as layout
+from tiltyard.data import manifest
+from tiltyard.data.dataset_file import About
+from tiltyard.data.episode_file import encode
+from tiltyard.data.manifest import Entry, ManifestWriter
+from tiltyard.envs.spaces import spec_to_json
+from tiltyard.errors import TiltyardError
+from tiltyard.run import atomic
+from tiltyard.run.lock import in_use, this_machine
+from tiltyard.types import Episode
+
+TEMPORARY = ".tmp"
+_NAME = re.compile(r"([0-9a-f]{12})-(\d+)-.*")  # machine and process of the writer
+_OLD = 86400.0  # seconds after which an unfinished file of another machine is removed; writing one takes seconds
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
+
+
+class DatasetWriter:
+    """One process that adds episodes to a dataset whose dataset.json exists."""
+
+    def __init__(self, folder: Path, about: About, meta: Mapping[str, Any], *, save_info: bool = False) -> None:
+        """`meta` is stored with every episode: policy, run, any JSON values."""
+        self.folder, self._save_info = folder, save_info
+        self._spec = spec_to_json(about.spec)
+        env = {"env": about.env_id, "env_settings": about.env, "env_digest": about.digest, "dataset_seed": about.seed}
+        self._meta = {**env, **meta}
+        try:
+            (folder / TEMPORARY).mkdir(exist_ok=True)
+            self._remove_leftovers()
+            self._manifest = ManifestWriter(folder, f"{_machine()}-{os.getpid()}-{atomic.unique()}")
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        self._next = 0
+
+    def _cannot_write(self, error: OSError) -> TiltyardError:
+        reason = error.strerror or error
+        return TiltyardError(f"cannot write an episode to {self.folder}: {reason}", "earlier episodes are intact")
+
+    def _remove_leftovers(self) -> None:
+        """Remove unfinished files of dead writers."""
+        for leftover in (self.folder / TEMPORARY).iterdir():
+            with suppress(FileNotFoundError):  # its writer has just finished it
+                if _is_abandoned(leftover):
+                    leftover.unlink()
+
+    def commit(self, number: int, episodes: Sequence[Episode]) -> bool:
+        """Write an episode under its number: several if the env has several agents. False if the number exists."""
+        contents = [
+            encode(each, self._spec, {**self._meta, **each.meta}, save_info=self._save_info) for each in episodes
+        ]
+        several = len(contents) > 1
+        file = layout.episode_path(number, "tar" if several else "parquet")
+        names = [f"{number:09d}.{place}.parquet" for place in range(len(contents))]
+        data = layout.to_tar(list(zip(names, contents, strict=True))) if several else contents[0]
+        try:
+            if self.exists(number) or not self._link(data, self.folder / file):
+                return False
+            offset, entries = 0, []
+            for content, episode in zip(contents, episodes, strict=True):
+                offset += layout.HEADER if several else 0
+                entries.append(self._entry(number, file, offset, content, episode))
+                offset += -(-len(content) // layout.HEADER) * layout.HEADER
+            self._manifest.add(entries)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        return True
+
+    def append(self, episodes: Sequence[Episode]) -> int:
+        """Write an episode under the next free number, and return that."""
+        if not self._next:
+            numbers = layout.read_manifest(self.folder).numbers()
+            self._next = int(numbers[-1]) + 1 if len(numbers) else 0
+        while not self.commit(self._next, episodes):
+            self.list_existing(self._next)
+            self._next += 1
+        self._next += 1
+        return self._next - 1
+
+    def exists(self, number: int) -> bool:
+        """Whether a file with that number is there, listed or not."""
+        return any((self.folder / layout.episode_path(number, kind)).exists() for kind in ("parquet", "tar"))
+
+    def list_existing(self, number: int) -> bool:
+        """List the file of a writer that was killed before it did; False if there is no such file."""
+        for kind in ("parquet", "tar"):
+            file = layout.episode_path(number, kind)
+            if (self.folder / file).exists() and file not in self._listed(number):
+                entries, damages = layout.entries_in(self.folder, file)
+                if damages or not entries:
+                    hint = f"tiltyard data repair {self.folder}"
+                    raise TiltyardError(str(damages[0]) if damages else f"{file} holds no episode", hint)
+                self._manifest.add(entries)
+                return True
+        return False
+
+    def _listed(self, number: int) -> set[str]:
+        found = manifest.read(self.folder)
+        rows = found.column("episode") == number
+        return set(found.table.filter(rows).column("file").to_pylist())
+
+    def close(self) -> None:
+        """Seal the manifest. A writer that is killed leaves it open, which is just slower to read."""
+        self._manifest.seal()
+
+    def _entry(self, number: int, file: str, offset: int, content: Any, episode: Episode) -> Entry:
+        meta = {**self._meta, **episode.meta}
+        return Entry(
+            episode=number,
+            agent=str(meta.get("agent", "")),
+            file=file,
+            offset=offset,
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            rows=len(episode.action) + 1,
+            seed=episode.seed,
+            total=layout.total_reward(episode),
+            terminated=episode.terminated,
+            truncated=episode.truncated,
+            meta=layout.meta_text(meta),
+        )
+
+    def _link(self, data: Any, path: Path) -> bool:
+        """Create the file with these contents, synced; False if it exists."""
+        temporary = self.folder / TEMPORARY / f"{_machine()}-{os.getpid()}-{atomic.unique()}"
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.sync_folder(path.parent.parent)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if path.exists():  # on a file system without links the claim alone keeps others away
+                    return False
+                temporary.rename(path)
+            atomic.sync_folder(path.parent)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _machine() -> str:
+    """This machine in the names of temporary files."""
+    return hashlib.sha256("\n".join(this_machine().values()).encode()).hexdigest()[:12]
+
+
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether its writer is dead: gone from this machine, or on another one and silent for a day."""
+    name = _NAME.fullmatch(temporary.name)
+    if name is not None and name[1] == _machine():
+        return not in_use(int(name[2]))
+    return time.time() - temporary.stat().st_mtime > _OLD
