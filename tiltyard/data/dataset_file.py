@@ -114,9 +114,14 @@ def create_or_check(folder: Path, about: About, entry: Mapping[str, Any]) -> Abo
 
 
 def _refuse_other_folders(folder: Path) -> None:
-    """A folder with other files is not a new dataset; one of recorded episodes (schema 1) may grow."""
-    others = [each.name for each in folder.iterdir() if not each.name.startswith(".")]
-    if others and "manifest.jsonl" not in others:
+    """A folder with other files is not a new dataset. One from before datasets (schema 1) is read but does not grow."""
+    others = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    if "manifest.jsonl" in others:
+        message = f"{folder} has episodes of an earlier version of Tiltyard, which are read but not added to"
+        raise UseError(
+            message, f"give another folder; both can be joined: tiltyard data merge {folder} OTHER --out NEW"
+        )
+    if others:
         message = f"{folder} is not a dataset: it has {others[0]} but no {NAME}"
         raise UseError(message, "give a new folder, or the folder of a dataset")
 
