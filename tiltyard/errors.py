@@ -31,6 +31,10 @@ class TiltyardError(Exception):
         self.details = details
 
 
+class TiltyardWarning(UserWarning):
+    """Something is wrong that does not stop a command; the command line prints it without the place in the code."""
+
+
 class UseError(TiltyardError):
     """Wrong use, found before anything was started or written."""
 

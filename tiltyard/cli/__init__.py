@@ -10,9 +10,10 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tiltyard import __version__
 from tiltyard.cli.formatting import printable
@@ -24,6 +25,7 @@ from tiltyard.errors import (
     EXIT_WRONG_USE,
     ConfigError,
     TiltyardError,
+    TiltyardWarning,
     UseError,
     did_you_mean,
 )
@@ -85,7 +87,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 WITH_ACTIONS = {
     "sweep": "many runs from one plan: start, status, watch, best, plot, retry, extend, stop",
     "env": "look at envs: list, check, play",
-    "data": "datasets of recorded episodes: collect, verify, repair, pack, stats, head, ls, split, merge, filter, export, import",
+    "data": "datasets of recorded episodes: collect, verify, pack, stats, split, export and more",
     "config": "print a resolved experiment, the JSON schema or the settings reference",
 }
 
@@ -108,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             data_to(sys.stderr.buffer, sys.stderr.encoding, True) as messages,
             redirect_stdout(data),
             redirect_stderr(messages),
+            warnings.catch_warnings(),
         ):
+            warnings.showwarning = show_warning
             code = dispatch(words)
     except TiltyardError as error:
         report(error)
@@ -204,6 +208,20 @@ def actions_overview(command: str) -> str:
     lines = [f"usage: tiltyard {command} ACTION ...", "", WITH_ACTIONS[command].partition(":")[0], ""]
     lines += [f"  {action:<12}{COMMANDS[f'{command} {action}'][1]}" for action in actions_of(command)]
     return "\n".join([*lines, "", f"Help for an action: tiltyard {command} ACTION --help", ""])
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print our own warnings as a sentence, those of libraries as Python does."""
+    own = issubclass(category, TiltyardWarning)
+    text = f"warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(printable(text))
 
 
 def report(error: TiltyardError) -> None:

@@ -18,10 +18,10 @@ import io
 import math
 import os
 import tarfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from tiltyard.data.dataset_file import About
 from tiltyard.data.episode_file import EpisodeFile
 from tiltyard.data.manifest import Damage, Entry, Manifest
 from tiltyard.envs.spaces import spec_from_json
-from tiltyard.errors import TiltyardError, UseError
+from tiltyard.errors import TiltyardError, TiltyardWarning, UseError
 from tiltyard.run import atomic
 from tiltyard.types import Episode
 
@@ -59,7 +59,7 @@ def read_manifest(folder: Path) -> Manifest:
     if found.damages:
         more = unlisted(folder, found)
         lost = f"; {len(more)} episodes are taken from their files" if more else ""
-        warnings.warn(f"{folder}: {found.damages[0]}{lost} (tiltyard data repair {folder})", stacklevel=2)
+        warn(f"{folder}: {found.damages[0]}{lost} (tiltyard data repair {folder})", TiltyardWarning, stacklevel=2)
         found = manifest.from_entries([*found, *more], found.damages)
     return found
 
@@ -73,7 +73,7 @@ def read_about(folder: Path) -> About:
     except UseError:
         raise
     except TiltyardError as error:
-        warnings.warn(f"{error.message}; its contents are taken from an episode", stacklevel=2)
+        warn(f"{error.message}; its contents are taken from an episode", TiltyardWarning, stacklevel=2)
     return about_from_episodes(folder)
 
 
