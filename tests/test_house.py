@@ -96,7 +96,10 @@ def everywhere(found: Callable[[Path], Iterable[object]]) -> dict[str, list[obje
 
 
 def test_package_has_no_forbidden_calls():
-    assert everywhere(lambda path: forbidden(path.read_text(encoding="utf-8"))) == {}
+    found = everywhere(lambda path: forbidden(path.read_text(encoding="utf-8")))
+    # An Unpickler that admits arrays and plain records: tests/data/test_unpickle.py shows what it refuses.
+    assert [what for _, what in found.pop("data/unpickle.py")] == ["import pickle"]
+    assert found == {}
 
 
 @pytest.mark.parametrize(
@@ -241,13 +244,19 @@ def test_floors_list_only_existing_modules():
 
 # Where a library may be imported. Elsewhere it may not, not even in a function.
 HOMES = {
-    "torch": ("models", "algos", "engines", "evaluation", "tuning/autotune.py", "doctor/software.py", "testing.py"),
+    "torch": (
+        *("models", "algos", "engines", "evaluation", "data/torch_loader.py"),
+        *("tuning/autotune.py", "doctor/software.py", "testing.py"),
+    ),
     "ray": ("engines/rllib",),
     "wandb": ("track/wandb.py",),
     "tensorboardX": ("track/tensorboard.py",),
     "matplotlib": ("track/plot.py", "sweep/plots.py"),
     "optuna": ("sweep/optuna_search.py",),
     "pyarrow": ("data",),
+    "minari": ("data/minari_format.py",),
+    "h5py": ("data/minari_format.py",),
+    "crc32c": ("data/tfrecord.py",),
     "pydantic": ("config",),
     "ruamel": ("config/yaml.py",),
 }

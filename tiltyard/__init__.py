@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 _WHERE = {
+    "Dataset": "tiltyard.data.loader",
     "Experiment": "tiltyard.config.experiment",
     "Run": "tiltyard.run.folder",
     "TiltyardError": "tiltyard.errors",
@@ -24,7 +25,7 @@ _WHERE = {
     "iterate": "tiltyard.api",
     "load_policy": "tiltyard.models.policy",
     "plot": "tiltyard.track.plot",
-    "read_episodes": "tiltyard.data.episodes",
+    "read_episodes": "tiltyard.data.folder",
     "resume": "tiltyard.api",
     "train": "tiltyard.api",
 }
@@ -32,7 +33,8 @@ _WHERE = {
 if TYPE_CHECKING:
     from tiltyard.api import fork, iterate, resume, train
     from tiltyard.config.experiment import Experiment
-    from tiltyard.data.episodes import read_episodes
+    from tiltyard.data.folder import read_episodes
+    from tiltyard.data.loader import Dataset
     from tiltyard.errors import TiltyardError
     from tiltyard.evaluation.evaluate import evaluate
     from tiltyard.models.policy import load_policy
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from tiltyard.track.plot import plot
 
 __all__ = [
+    "Dataset",
     "Experiment",
     "Run",
     "TiltyardError",

@@ -117,7 +117,7 @@ def test_sealed_manifests_are_equal_to_open_ones(tmp_path: Path, monkeypatch: py
     assert [b"seal" in path.read_bytes() for path in paths] == [True, True, False]
     before = list(read_manifest(tmp_path))
     made.close()
-    assert [b"seal" in path.read_bytes() for path in paths] == [True, True, True]
+    assert [b"seal" in path.read_bytes() for path in manifest.files(tmp_path)] == [True, True, True]
     assert list(read_manifest(tmp_path)) == before and [each.episode for each in before] == list(range(7))
 
 

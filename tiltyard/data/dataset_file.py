@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,12 @@ def read(folder: Path) -> About | None:
     path = folder / NAME
     try:
         values = atomic.read_json(path)
-        schema = values.get("schema")
-        if type(schema) is int and schema > SCHEMA:
+        checksum, schema = values.pop("sha256", None), values.get("schema")
+        # Not if the number alone is wrong, as after a flipped bit.
+        if type(schema) is int and schema > SCHEMA and checksum != atomic.digest({**values, "schema": SCHEMA}):
             message = f"{path} was written by a newer Tiltyard (schema {schema}; this one reads up to {SCHEMA})"
             raise UseError(message, "update Tiltyard")
-        if values.pop("sha256", None) != atomic.digest(values):
+        if checksum != atomic.digest(values):
             raise ValueError("it does not match its own checksum")
         return _about(values)
     except FileNotFoundError:
@@ -89,24 +90,24 @@ def _about(values: Mapping[str, Any]) -> About:
     return About(spec=spec_from_json(values["spec"]), **kept)
 
 
-def create_or_check(folder: Path, about: About, entry: Mapping[str, Any]) -> About:
+def create_or_check(folder: Path, about: About, entry: Mapping[str, Any] | None) -> About:
     """Write the file of a new dataset or check that an existing one is of the same env, and add to `made`.
 
-    Returns what is on disk, whose `seed` counts.
+    Without an `entry`, `made` stays as it is. Returns what is on disk, whose `seed` counts.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / NAME).exists():
-            _refuse_other_folders(folder)
         with mutex.hold(folder / LOCK):
             there = read(folder)
-            if there is not None:
+            if there is None:
+                _refuse_other_folders(folder)
+            else:
                 require_same_env(folder, there, about)
             now = there or about
-            now = About(
-                now.env, now.spec, now.digest, now.seed if there else about.seed, [*now.made, dict(entry)], now.created
-            )
-            atomic.write_sealed(folder / NAME, now.to_json())
+            if entry is not None:
+                now = replace(now, made=[*now.made, dict(entry)])
+            if now is not there:
+                atomic.write_sealed(folder / NAME, now.to_json())
     except OSError as error:
         reason = error.strerror or error
         raise UseError(f"cannot write a dataset to {folder}: {reason}", "choose another folder") from error

@@ -1,5 +1,6 @@
 """The manifests of a dataset: a line for each committed episode. Every writer has its own; readers merge them.
 
+    manifests/WRITER-0000.open.jsonl   while it is being written; without `open` it has a seal, or is damaged
     manifests/WRITER-0000.jsonl    {"episode", "agent", "file", "offset", "bytes", "sha256", "rows", "length", "seed",
                                     "return", "terminated", "truncated", "meta", "crc"}
                                    {"seal": SHA-256 of all lines before it, "lines": 1000}
@@ -14,6 +15,7 @@ The manifest of a folder from before datasets (manifest.jsonl, schema 1) is read
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -23,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -31,12 +33,14 @@ import pyarrow.compute as pc
 import pyarrow.json
 
 from tiltyard.processes.resources import usable_cores
-from tiltyard.run import atomic
+from tiltyard.run import atomic, mutex
 from tiltyard.types import Array
 
 FOLDER = "manifests"
 OLD = "manifest.jsonl"  # of schema 1
+OPEN = ".open.jsonl"  # locked (flock) by its writer, as long as that lives
 SEALED_AFTER = 1_000
+_LISTINGS = 100  # of the folder, at most, until nothing changes meanwhile
 # A name could lead to another folder.
 FILE = re.compile(r"episodes/\d{5,}/\d{9,}\.(parquet|tar)|shards/[a-z0-9-]+\.tar|episode-\d{6,}\.parquet")
 FIELDS = pa.schema(
@@ -57,6 +61,7 @@ FIELDS = pa.schema(
     ]
 )
 _SEAL = re.compile(rb'\{"seal": "([0-9a-f]{64})", "lines": (\d+)\}\n')
+_CHECKED = re.compile(rb'.*, "crc": "[0-9a-f]{8}"\}', re.DOTALL)
 _KINDS: dict[str, tuple[type, ...]] = {
     field.name: {pa.int64(): (int,), pa.string(): (str,), pa.bool_(): (bool,)}.get(field.type, (float, int, type(None)))
     for field in FIELDS
@@ -160,7 +165,12 @@ def from_entries(entries: Sequence[Entry], damages: Sequence[Damage] = ()) -> Ma
         name: [getattr(each, "total" if name == "return" else name) for each in entries] for name in FIELDS.names
     }
     columns["return"] = [value if math.isfinite(value) else None for value in columns["return"]]
-    return Manifest(_merge([pa.table(columns, FIELDS)]), damages)
+    return merge([pa.table(columns, FIELDS)], damages)
+
+
+def merge(tables: Sequence[pa.Table], damages: Sequence[Damage] = ()) -> Manifest:
+    """One manifest of these tables, with one row per episode and agent."""
+    return Manifest(_merge(tables), damages)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -174,9 +184,19 @@ def files(folder: Path) -> list[Path]:
 
 def read(folder: Path) -> Manifest:
     """The merged manifests. Damaged lines are left out and named in `damages`."""
+    found: dict[Path, tuple[pa.Table, list[Damage]]] = {}
     with ThreadPoolExecutor(usable_cores()) as pool:  # hashing and Arrow's parsing release the interpreter
-        found = list(pool.map(lambda path: read_file(path, path.relative_to(folder).as_posix()), files(folder)))
-    return Manifest(_merge([table for table, _ in found]), [each for _, damages in found for each in damages])
+        # A pack replaces manifests by those of shards, and writers rename theirs: read on until all listed are read.
+        for _ in range(_LISTINGS):
+            listed = files(folder)
+            if found.keys() == set(listed):
+                break
+            found = {path: found[path] for path in listed if path in found}
+            new = [path for path in listed if path not in found]
+            read_new = pool.map(lambda path: read_file(path, path.relative_to(folder).as_posix()), new)
+            found |= zip(new, read_new, strict=True)
+    tables = [found[path] for path in sorted(found, key=lambda path: (path.name != OLD, path))]
+    return merge([table for table, _ in tables], [each for _, damages in tables for each in damages])
 
 
 def read_file(path: Path, name: str) -> tuple[pa.Table, list[Damage]]:
@@ -185,11 +205,11 @@ def read_file(path: Path, name: str) -> tuple[pa.Table, list[Damage]]:
         data = path.read_bytes()
     except OSError as error:
         return FIELDS.empty_table(), [Damage(name, "", f"cannot be read: {error.strerror}")]
-    body, _, last = data[:-1].rpartition(b"\n")
-    seal = _SEAL.fullmatch(last + b"\n") if data.endswith(b"\n") else None
+    end = data.rfind(b"\n", 0, max(0, len(data) - 1)) + 1  # where the last line begins
+    seal = _SEAL.fullmatch(data, end)
     if seal is not None:
-        body += b"\n" if body else b""
-        if hashlib.sha256(body).hexdigest().encode() == seal[1] and body.count(b"\n") == int(seal[2]):
+        body = memoryview(data)[:end]
+        if hashlib.sha256(body).hexdigest().encode() == seal[1] and data.count(b"\n", 0, end) == int(seal[2]):
             try:
                 return _parsed(body), []
             except (pa.ArrowException, ValueError) as error:
@@ -197,20 +217,18 @@ def read_file(path: Path, name: str) -> tuple[pa.Table, list[Damage]]:
     table, damages = _lines(data, name, seal is not None)
     if seal is not None and not damages:
         damages = [Damage(name, "last line", "the seal differs from the lines above it")]
+    if seal is None and name != OLD and not name.endswith(OPEN):
+        damages.append(Damage(name, "last line", "the seal is missing"))
     return table, damages
 
 
-def _parsed(body: bytes) -> pa.Table:
+def _parsed(body: memoryview) -> pa.Table:
     """A verified manifest, read by Arrow."""
-    if not body:
+    if not len(body):
         return FIELDS.empty_table()
     options = pa.json.ParseOptions(explicit_schema=FIELDS, unexpected_field_behavior="ignore")
     reading = pa.json.ReadOptions(use_threads=False, block_size=max(1 << 20, len(body)))
-    table = pa.json.read_json(pa.BufferReader(body), reading, options)
-    if not all(
-        FILE.fullmatch(name) for name in pc.unique(table.column("file")).to_pylist() if name.startswith("shards")
-    ):
-        raise ValueError("it names a file outside of the dataset")
+    table = pa.json.read_json(pa.BufferReader(pa.py_buffer(body)), reading, options)
     pattern = f"^({FILE.pattern})$".replace(r"\d", "[0-9]")
     if not pc.all(pc.match_substring_regex(table.column("file"), pattern)).as_py():
         raise ValueError("it names a file outside of the dataset")
@@ -220,18 +238,16 @@ def _parsed(body: bytes) -> pa.Table:
 def _lines(data: bytes, name: str, sealed: bool) -> tuple[pa.Table, list[Damage]]:
     """Line by line: of a manifest that is being written, of schema 1, or damaged."""
     lines = data.split(b"\n")
-    torn = [lines.pop()]  # after the last line break
+    lines.pop()  # torn, after the last line break
     if sealed:
         lines.pop()
     rows, damages = [], []
     for number, line in enumerate(lines, 1):
-        values = _values(atomic.parse_line(line), name)
+        values = _values(atomic.parse_line(line), name) if name == OLD or _CHECKED.fullmatch(line) else None
         if values is None:
             damages.append(Damage(name, f"line {number}", "is damaged"))
         else:
             rows.append(values)
-    if torn[0] and name.startswith(f"{FOLDER}/shard"):  # written in one piece
-        damages.append(Damage(name, f"line {len(lines) + 1}", "is torn"))
     return pa.Table.from_pylist(rows, FIELDS), damages
 
 
@@ -281,33 +297,43 @@ class ManifestWriter:
         self._folder, self._writer = folder / FOLDER, writer
         self._folder.mkdir(exist_ok=True)
         self._part, self._count = 0, 0
+        self._held = self._open()
 
     @property
     def path(self) -> Path:
-        return self._folder / f"{self._writer}-{self._part:04d}.jsonl"
+        return self._folder / f"{self._writer}-{self._part:04d}{OPEN}"
+
+    def _open(self) -> BinaryIO:
+        """Create the next manifest and lock it, so that others know that its writer lives."""
+        while True:
+            file = self.path.open("ab")
+            if mutex.try_lock(file.fileno()) and self.path.exists():
+                return file
+            file.close()  # another process has just looked at the empty file, or removed it
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Append the lines of a commit and sync them."""
-        for entry in entries:
-            atomic.append_line(self.path, entry.line())
+        """Append the lines of a commit at once, so that a kill leaves all or none of them, and sync them."""
+        atomic.append_line(self.path, "\n".join(entry.line() for entry in entries))
         sync(self.path)
         if self._count == 0:
             atomic.sync_folder(self._folder)
         self._count += len(entries)
         if self._count >= SEALED_AFTER:
-            self.seal()
-
-    def seal(self) -> None:
-        """Close the present manifest; the next line begins another."""
-        if self._count:
-            data = self.path.read_bytes()
-            seal = seal_line(data)
-            try:
-                with self.path.open("ab") as file:
-                    file.write(seal)
-            except OSError as error:
-                raise atomic.disk_error(self.path, error) from error
+            self.close()
             self._part, self._count = self._part + 1, 0
+            self._held = self._open()
+
+    def close(self) -> None:
+        """Seal the present manifest, or remove it if it is empty."""
+        if self._held.closed:
+            return
+        if self._count:
+            atomic.append_line(self.path, seal_line(self.path.read_bytes()).decode().rstrip("\n"))
+            sync(self.path)
+            self.path.rename(self.path.with_name(self.path.name.removesuffix(OPEN) + ".jsonl"))
+        else:
+            self.path.unlink(missing_ok=True)
+        self._held.close()
 
 
 def seal_line(data: bytes) -> bytes:
@@ -321,6 +347,24 @@ def write_sealed(path: Path, entries: Sequence[Entry]) -> None:
     data = "".join(f"{entry.line()}\n" for entry in entries)
     atomic.write_text(path, data + seal_line(data.encode()).decode())
     atomic.sync_folder(path.parent)
+
+
+def is_live(path: Path) -> bool:
+    """Whether the writer of an open manifest lives."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # sealed meanwhile
+        return False
+    return False
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """Open manifests whose writers were killed: their last episodes may be in no manifest."""
+    return [path for path in (folder / FOLDER).glob(f"*{OPEN}") if not is_live(path)]
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,40 +46,42 @@ class DatasetWriter:
         env = {"env": about.env_id, "env_settings": about.env, "env_digest": about.digest, "dataset_seed": about.seed}
         self._meta = {**env, **meta}
         try:
-            (folder / TEMPORARY).mkdir(exist_ok=True)
-            self._remove_leftovers()
+            remove_leftovers(folder)
             self._manifest = ManifestWriter(folder, f"{_machine()}-{os.getpid()}-{atomic.unique()}")
         except OSError as error:
             raise self._cannot_write(error) from error
         self._next = 0
+        self._shards: dict[str, frozenset[int]] = {}
+        self._all_packed: frozenset[int] = frozenset()
 
     def _cannot_write(self, error: OSError) -> TiltyardError:
         reason = error.strerror or error
         return TiltyardError(f"cannot write an episode to {self.folder}: {reason}", "earlier episodes are intact")
-
-    def _remove_leftovers(self) -> None:
-        """Remove unfinished files of dead writers."""
-        for leftover in (self.folder / TEMPORARY).iterdir():
-            with suppress(FileNotFoundError):  # its writer has just finished it
-                if _is_abandoned(leftover):
-                    leftover.unlink()
 
     def commit(self, number: int, episodes: Sequence[Episode]) -> bool:
         """Write an episode under its number: several if the env has several agents. False if the number exists."""
         contents = [
             encode(each, self._spec, {**self._meta, **each.meta}, save_info=self._save_info) for each in episodes
         ]
-        several = len(contents) > 1
+        found = [self._entry(number, content, each) for content, each in zip(contents, episodes, strict=True)]
+        return self.commit_bytes(number, list(zip(found, contents, strict=True)))
+
+    def commit_bytes(self, number: int, encoded: Sequence[tuple[Entry, Any]]) -> bool:
+        """Write an encoded episode, such as one of another dataset, under a number: the bytes for each of its agents.
+
+        The entries' own number and place do not matter. False if the number exists.
+        """
+        several = len(encoded) > 1
         file = layout.episode_path(number, "tar" if several else "parquet")
-        names = [f"{number:09d}.{place}.parquet" for place in range(len(contents))]
-        data = layout.to_tar(list(zip(names, contents, strict=True))) if several else contents[0]
+        named = [(f"{number:09d}.{place}.parquet", content) for place, (_, content) in enumerate(encoded)]
+        data = layout.to_tar(named) if several else named[0][1]
         try:
             if self.exists(number) or not self._link(data, self.folder / file):
                 return False
             offset, entries = 0, []
-            for content, episode in zip(contents, episodes, strict=True):
+            for entry, content in encoded:
                 offset += layout.HEADER if several else 0
-                entries.append(self._entry(number, file, offset, content, episode))
+                entries.append(replace(entry, episode=number, file=file, offset=offset))
                 offset += -(-len(content) // layout.HEADER) * layout.HEADER
             self._manifest.add(entries)
         except OSError as error:
@@ -98,7 +101,19 @@ class DatasetWriter:
 
     def exists(self, number: int) -> bool:
         """Whether a file with that number is there, listed or not."""
-        return any((self.folder / layout.episode_path(number, kind)).exists() for kind in ("parquet", "tar"))
+        alone = any((self.folder / layout.episode_path(number, kind)).exists() for kind in ("parquet", "tar"))
+        return alone or number in self._packed()  # in this order: a pack lists a shard before it removes files
+
+    def _packed(self) -> frozenset[int]:
+        """The numbers in shards. Their manifests never change."""
+        names = {path.name for path in (self.folder / manifest.FOLDER).glob("shard-*.jsonl")}
+        if names != self._shards.keys():
+            kept = {name: numbers for name, numbers in self._shards.items() if name in names}
+            for name in names - kept.keys():
+                table, _ = manifest.read_file(self.folder / manifest.FOLDER / name, f"{manifest.FOLDER}/{name}")
+                kept[name] = frozenset(table.column("episode").to_pylist())
+            self._shards, self._all_packed = kept, frozenset[int]().union(*kept.values())
+        return self._all_packed
 
     def list_existing(self, number: int) -> bool:
         """List the file of a writer that was killed before it did; False if there is no such file."""
@@ -120,15 +135,15 @@ class DatasetWriter:
 
     def close(self) -> None:
         """Seal the manifest. A writer that is killed leaves it open, which is just slower to read."""
-        self._manifest.seal()
+        self._manifest.close()
 
-    def _entry(self, number: int, file: str, offset: int, content: Any, episode: Episode) -> Entry:
+    def _entry(self, number: int, content: Any, episode: Episode) -> Entry:
         meta = {**self._meta, **episode.meta}
         return Entry(
             episode=number,
             agent=str(meta.get("agent", "")),
-            file=file,
-            offset=offset,
+            file="",  # follows when all agents are encoded
+            offset=0,
             bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
             rows=len(episode.action) + 1,
@@ -141,7 +156,7 @@ class DatasetWriter:
 
     def _link(self, data: Any, path: Path) -> bool:
         """Create the file with these contents, synced; False if it exists."""
-        temporary = self.folder / TEMPORARY / f"{_machine()}-{os.getpid()}-{atomic.unique()}"
+        temporary = temporary_path(self.folder)
         try:
             with temporary.open("wb") as file:
                 file.write(data)
@@ -164,6 +179,20 @@ class DatasetWriter:
             return True
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def temporary_path(folder: Path) -> Path:
+    """A new name for an unfinished file."""
+    return folder / TEMPORARY / f"{_machine()}-{os.getpid()}-{atomic.unique()}"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove unfinished files of dead writers, and create their folder."""
+    (folder / TEMPORARY).mkdir(exist_ok=True)
+    for leftover in (folder / TEMPORARY).iterdir():
+        with suppress(FileNotFoundError):  # its writer has just finished it
+            if _is_abandoned(leftover):
+                leftover.unlink()
 
 
 def _machine() -> str:
