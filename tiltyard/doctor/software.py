@@ -21,6 +21,7 @@ EXTRAS = {
     "box2d": "box2d",
     "numba": "car-racing",
     "pygame-ce": "classic",
+    "minari": "data",
     "envpool": "envpool",
     "pettingzoo": "pettingzoo",
     "matplotlib": "plot",
