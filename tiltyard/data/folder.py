@@ -19,6 +19,7 @@ import math
 import os
 import tarfile
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -56,11 +57,13 @@ def read_manifest(folder: Path) -> Manifest:
     """All episodes. If a manifest is damaged, files that no sound line names are read instead, with a warning."""
     require_dataset(folder)
     found = manifest.read(folder)
-    if found.damages:
+    if found.damages or manifest.abandoned(folder):
         more = unlisted(folder, found)
+        what = str(found.damages[0]) if found.damages else "a writer was killed"
         lost = f"; {len(more)} episodes are taken from their files" if more else ""
-        warn(f"{folder}: {found.damages[0]}{lost} (tiltyard data repair {folder})", TiltyardWarning, stacklevel=2)
-        found = manifest.from_entries([*found, *more], found.damages)
+        if found.damages or more:
+            warn(f"{folder}: {what}{lost} (tiltyard data repair {folder})", TiltyardWarning, stacklevel=2)
+            found = manifest.from_entries([*found, *more], found.damages)
     return found
 
 
@@ -105,6 +108,8 @@ def read_bytes(folder: Path, entry: Entry, *, check: bool = True) -> bytes:
                 content, rest = content + more, rest - len(more)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and (moved := in_shard(folder, entry)) is not None:
+            return read_bytes(folder, moved, check=check)
         reason = error.strerror or error
         raise TiltyardError(f"cannot read {path}, listed in the manifest: {reason}", "restore it") from error
     alone = path.suffix == ".parquet"
@@ -117,6 +122,22 @@ def read_bytes(folder: Path, entry: Entry, *, check: bool = True) -> bytes:
         return content
     what = path if alone else f"{entry.name} in {path}"
     raise TiltyardError(f"{what} is damaged: {wrong}", f"restore it from a copy, or: tiltyard data repair {folder}")
+
+
+def in_shard(folder: Path, entry: Entry) -> Entry | None:
+    """Where an episode is now, if it was packed after its manifest was read."""
+    found = _shards(folder, tuple(path.name for path in sorted((folder / manifest.FOLDER).glob("shard-*.jsonl"))))
+    first, last = np.searchsorted(found.column("episode"), [entry.episode, entry.episode + 1])
+    for moved in map(found.entry, range(int(first), int(last))):
+        if moved.key == entry.key and moved.sha256 == entry.sha256 and moved.file != entry.file:
+            return moved
+    return None
+
+
+@lru_cache(2)
+def _shards(folder: Path, names: tuple[str, ...]) -> Manifest:
+    files = [manifest.read_file(folder / manifest.FOLDER / name, name)[0] for name in names]
+    return manifest.merge(files)
 
 
 def open_episode(folder: Path, entry: Entry, *, check: bool = True) -> EpisodeFile:
@@ -139,6 +160,8 @@ def read_episodes(folder: str | Path) -> Iterator[Episode]:
 def entry_of(content: bytes, number: int, file: str, offset: int = 0) -> Entry:
     """The manifest line of an episode's file, from the file itself."""
     opened = EpisodeFile(content, file)
+    if groups := opened.damaged_row_groups():
+        raise TiltyardError(f"{file} is damaged: row group {groups[0]} cannot be read")
     episode, about = opened.episode(), opened.about
     return Entry(
         episode=number,
@@ -222,13 +245,28 @@ def files_on_disk(folder: Path) -> Iterator[str]:
                 yield name
 
 
+def _covered(known: Manifest) -> dict[str, int]:
+    """The size of each file as the manifest's lines explain it: of a tar, with headers, padding and end."""
+    sizes: dict[str, int] = {}
+    for file, size in zip(known.table.column("file").to_pylist(), known.column("bytes").tolist(), strict=True):
+        sizes[file] = sizes.get(file, 2 * HEADER) + HEADER + -(-size // HEADER) * HEADER
+    return sizes
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # packed or repaired meanwhile
+        return -1
+
+
 def unlisted(folder: Path, known: Manifest) -> list[Entry]:
     """Readable episodes that no sound line of a manifest names."""
     keys = {entry.key for entry in known}
-    listed = set(known.table.column("file").to_pylist())
+    listed = _covered(known)
     found: list[Entry] = []
     for file in files_on_disk(folder):
-        if file.endswith(".tar") or file not in listed:
+        if file not in listed or (file.endswith(".tar") and _size(folder / file) != listed[file]):
             more = [entry for entry in entries_in(folder, file)[0] if entry.key not in keys]
             keys |= {entry.key for entry in more}
             found += more
