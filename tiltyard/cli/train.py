@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiltyard.training.preflight import CheckedExperiment
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
     about = "exit with code 1 if the finished run does not meet this, e.g. 'return>=475'"
     parser.add_argument("--expect", type=Expectation.parse, metavar="'METRIC>=NUMBER'", help=about)
     parser.add_argument("--pdb", action="store_true", help="open the debugger where the run crashed")
@@ -36,12 +36,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
-    add(parser, "target", "overrides", "--on")
+    add(parser, "target")
+    add_new_run(parser)
+
+
+def add_new_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that train a new experiment."""
+    add(parser, "overrides", "--on")
     parser.add_argument("--seeds", type=parse_seeds, metavar="0-4", help="one run per seed, one after another")
     parser.add_argument("--debug", action="store_true", help="one process and tiny batches, done in seconds")
     about = "check everything and print what would run, or a job's script; train nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
-    _add_common(parser)
+    add_common(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def configure_resume(parser: argparse.ArgumentParser) -> None:
     add(parser, "run", "overrides", "--trust-code", "--here")
-    _add_common(parser)
+    add_common(parser)
 
 
 def run_resume(args: argparse.Namespace) -> int:
@@ -114,7 +120,7 @@ def configure_fork(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at", type=parse_at, metavar="STEP|best", help=about)
     about = "train from scratch with the settings schedule of this policy of a population"
     parser.add_argument("--replay", metavar="POLICY", help=about)
-    _add_common(parser)
+    add_common(parser)
 
 
 def run_fork(args: argparse.Namespace) -> int:

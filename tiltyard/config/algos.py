@@ -1,6 +1,7 @@
-"""Settings of the algorithms; those that only RLlib has are in rllib_algos.py.
+"""Settings of the algorithms; those that only RLlib has are in rllib_algos.py, those of clone in clone_algo.py.
 
 ppo, a2c                  Tiltyard's own, on every engine (a2c: not on rllib)
+clone                     Tiltyard's own, from a dataset, in one process
 appo, impala, dqn, sac    RLlib's; they select engine.kind = rllib
 rllib:NAME                RLlib's algorithm with RLlib's own names and defaults
 path/file.py:Name         the user's own
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.fields import Count, NotNegative, Options, PluginRef, Positive, Settings, Unit, Whole
 from tiltyard.config.rllib_algos import Appo, Dqn, Impala, Named, NamedReplaying, NamedSampling, Sac
 from tiltyard.config.schedules import Scheduled
@@ -104,7 +106,9 @@ def ids_of(model: type[Settings]) -> tuple[str, ...]:
 
 
 Own = Ppo | A2c
-BUILT_IN = {word: model for model in (Ppo, A2c, Impala, Appo, Dqn, Sac, *get_args(Named)) for word in ids_of(model)}
+BUILT_IN = {
+    word: model for model in (Ppo, A2c, Clone, Impala, Appo, Dqn, Sac, *get_args(Named)) for word in ids_of(model)
+}
 
 
 def _tag(value: Any) -> str | None:
@@ -118,6 +122,7 @@ def _tag(value: Any) -> str | None:
 Algo = Annotated[
     Annotated[Ppo, Tag("ppo")]
     | Annotated[A2c, Tag("a2c")]
+    | Annotated[Clone, Tag("clone")]
     | Annotated[Impala, Tag("impala")]
     | Annotated[Appo, Tag("appo")]
     | Annotated[Dqn, Tag("dqn")]

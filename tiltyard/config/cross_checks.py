@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from tiltyard.config.algos import OwnAlgo, Ppo
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.experiment import Experiment, family
 from tiltyard.config.policy_checks import check_policies
 from tiltyard.config.rllib_algos import ONLY_RLLIB
@@ -27,6 +28,7 @@ def cross_check(experiment: Experiment) -> list[Problem]:
     return [
         *_batches(experiment),
         *(_own_algo(experiment, experiment.algo) if isinstance(experiment.algo, OwnAlgo) else ()),
+        *(_clone(experiment) if isinstance(experiment.algo, Clone) else ()),
         *_schedules(experiment),
         *(check_policies(experiment) if several else ()),
         *_workers(experiment),
@@ -59,15 +61,16 @@ def ignored_settings(experiment: Experiment) -> Iterator[Problem]:
 def _batches(experiment: Experiment) -> Iterator[Problem]:
     algo, memory, envs = experiment.algo, experiment.model.memory, experiment.engine.envs
     recurrent = memory.kind != "none"
-    if recurrent and algo.rollout % memory.bptt:
+    if recurrent and algo.rollout % memory.bptt and not isinstance(algo, Clone):
         near = max(1, round(algo.rollout / memory.bptt)) * memory.bptt
         message = f"must be a multiple of model.memory.bptt = {memory.bptt}"
         hint = f"set algo.rollout={near}, or change model.memory.bptt"
         yield Problem("algo.rollout", str(algo.rollout), message, hint)
-    if not isinstance(algo, Ppo):
+    if not isinstance(algo, Ppo | Clone):
         return
     if algo.minibatch > experiment.batch:
-        batch = f"{experiment.batch} (algo.rollout {algo.rollout} x engine.envs {envs})"
+        parts = "algo.batch" if isinstance(algo, Clone) else f"algo.rollout {algo.rollout} x engine.envs {envs}"
+        batch = f"{experiment.batch} ({parts})"
         hint = f"set algo.minibatch={experiment.batch} or less"
         yield Problem("algo.minibatch", str(algo.minibatch), f"is more than the batch of {batch}", hint)
     if recurrent and algo.minibatch < memory.bptt:
@@ -87,6 +90,38 @@ def _own_algo(experiment: Experiment, algo: OwnAlgo) -> Iterator[Problem]:
     for wrong, setting, value, hint in refused:
         if wrong:
             yield Problem(setting, str(value), reason, hint)
+
+
+def _clone(experiment: Experiment) -> Iterator[Problem]:
+    """What learning from a dataset, in one process and without an env, does not support."""
+    engine, stop, reason = experiment.engine, experiment.stop, "is not supported by algo.id = clone"
+    workers = isinstance(engine.workers, int) and engine.workers > 0
+    several = experiment.several_policies or experiment.match
+    refused = (
+        (engine.kind == "rllib", "engine.kind", "rllib", reason, "set engine.kind=local"),
+        (workers, "engine.workers", engine.workers, f"{reason}, which steps no envs", "set engine.workers=auto"),
+        (engine.mode == "async", "engine.mode", "async", f"{reason}, which steps no envs", "set engine.mode=sync"),
+        (engine.inference == "batched", "engine.inference", "batched", reason, "set engine.inference=auto"),
+        (engine.affinity, "engine.affinity", "true", reason, "leave engine.affinity out"),
+        (engine.learners > 1, "engine.learners", engine.learners, reason, "set engine.learners=1"),
+        (engine.tune, "engine.tune", "true", reason, "set engine.tune=false"),
+        (several, "policies", len(experiment.policy_settings), reason, "leave policies and match out"),
+        (experiment.population is not None, "population", "", reason, "leave population out"),
+        (
+            stop.train_return is not None,
+            "stop.train_return",
+            stop.train_return,
+            f"{reason}, which plays no training episodes",
+            "use stop.return, which evaluations measure",
+        ),
+    )
+    for wrong, setting, value, message, hint in refused:
+        if wrong:
+            yield Problem(setting, str(value), message, hint)
+    for name in ("lr", "entropy"):
+        if isinstance(getattr(experiment.algo, name), KlAdaptive):
+            hint = "use kind: linear or piecewise"
+            yield Problem(f"algo.{name}.kind", "kl_adaptive", f"{reason}, which measures no KL divergence", hint)
 
 
 def _schedules(experiment: Experiment) -> Iterator[Problem]:

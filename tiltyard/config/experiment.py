@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from tiltyard.config.algos import Algo, Ppo
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.fields import Positive, Settings, Whole, bare_id
 from tiltyard.config.policies import Past, PolicySettings, Population
 from tiltyard.config.rllib_algos import ONLY_RLLIB
@@ -153,4 +154,4 @@ class Experiment(Settings):
     @property
     def batch(self) -> int:
         """Env steps per update. With several agents per env this is the minimum: at least one acts at any time."""
-        return self.algo.rollout * self.envs
+        return self.algo.batch if isinstance(self.algo, Clone) else self.algo.rollout * self.envs

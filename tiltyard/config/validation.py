@@ -22,7 +22,7 @@ Found = list[tuple[Keys, Problem]]
 Model = TypeVar("Model", bound=Settings)
 
 _NOT_YET = ("td3", "ddpg", "rainbow")
-_KNOWN = ("ppo", "a2c", *ONLY_RLLIB)
+_KNOWN = ("ppo", "a2c", *ONLY_RLLIB, "clone")
 
 
 def special_answers(values: dict[str, Any]) -> Found:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.experiment import Experiment
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.types import Engine, EnvSpec
@@ -39,7 +40,12 @@ def make_engine(
     from tiltyard.engines.topology import topology
 
     before = {} if continues is None else read_state(continues, arrays=False)
-    chosen = topology(experiment, spec, before.get("groups"), before.get("threads") if same_run else None)
+    threads = before.get("threads") if same_run else None
+    if isinstance(experiment.algo, Clone):
+        from tiltyard.engines.cloning import CloneEngine
+
+        return CloneEngine(experiment, spec, base, net, threads)
+    chosen = topology(experiment, spec, before.get("groups") or None, threads)
     if experiment.engine.kind == "serial" or chosen.workers == 0:
         from tiltyard.engines.serial import SerialEngine
 

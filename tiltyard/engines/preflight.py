@@ -13,6 +13,7 @@ import torch
 
 from tiltyard.algos.tunables import parse_tunables
 from tiltyard.config.algos import Own, OwnAlgo
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.experiment import Experiment
 from tiltyard.engines.learner import build_algo, build_net, check_learners, device_named
 from tiltyard.engines.policies.frozen import frozen_nets
@@ -59,7 +60,12 @@ def check_engine(
             raise UseError(message, "leave engine.affinity out")
         if has_workers(experiment) and isinstance(workers := experiment.engine.workers, int):
             require_worker_files(workers)
-    _check_memory(experiment, spec)
+    if isinstance(experiment.algo, Clone):
+        from tiltyard.engines.cloning import check_cloning  # pyarrow is slow to import and rarely needed
+
+        check_cloning(experiment, spec)
+    else:
+        _check_memory(experiment, spec)
     _check_weights(experiment, spec, base)
     if experiment.several_policies or experiment.match:
         Match(experiment, spec.agents)

@@ -152,7 +152,16 @@ def with_found_sources(experiment: Experiment, root: Path) -> Experiment:
     if experiment.model.init:
         model = experiment.model.model_copy(update={"init": source_folder(experiment.model.init, root)})
         experiment = experiment.model_copy(update={"model": model})
-    return experiment
+    return with_absolute_dataset(experiment)
+
+
+def with_absolute_dataset(experiment: Experiment) -> Experiment:
+    """Replace the folder of a dataset that is learned from, if any, by its absolute path."""
+    dataset = getattr(experiment.algo, "dataset", None)
+    if dataset is None:
+        return experiment
+    algo = experiment.algo.model_copy(update={"dataset": str(atomic.absolute(Path(dataset).expanduser()))})
+    return experiment.model_copy(update={"algo": algo})
 
 
 def source_folder(text: str, root: Path) -> str:

@@ -33,6 +33,25 @@ METRICS: tuple[Metric, ...] = (
         "Approximate KL divergence from the policy that collected the samples, over the minibatches of the last epoch, "
         "each before its gradient step: 0 with a single gradient step.",
     ),
+    Metric(
+        "loss/clone",
+        "nats",
+        "With algo.id = clone: negative log likelihood of the recorded actions, mean over the minibatches of the "
+        "update, each before its gradient step. Below 0 is possible with continuous actions.",
+    ),
+    Metric(
+        "loss/validation",
+        "nats",
+        "With algo.id = clone: the same on recorded steps that are never learned from (algo.validation).",
+    ),
+    Metric(
+        "learn/accuracy",
+        "0 to 1",
+        "With algo.id = clone: share of steps whose most likely action is the recorded one; only discrete parts of "
+        "actions are compared.",
+    ),
+    Metric("learn/validation_accuracy", "0 to 1", "The same on recorded steps that are never learned from."),
+    Metric("learn/passes", "passes", "With algo.id = clone: passes over the dataset, counted by episodes begun."),
     Metric("learn/clip_fraction", "0 to 1", "Share of samples whose probability ratio was clipped."),
     Metric(
         "learn/explained_variance",
@@ -57,6 +76,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/env", "0 to 1", "Share of the wall time since the last record spent in envs."),
     Metric("time/inference", "0 to 1", "Share of the wall time since the last record spent choosing actions."),
+    Metric(
+        "time/read",
+        "0 to 1",
+        "With algo.id = clone: share of the wall time since the last record spent reading recorded episodes.",
+    ),
     Metric("time/learn", "0 to 1", "Share of the wall time since the last record spent in updates."),
     Metric("time/wait", "0 to 1", "Share of the wall time since the last record spent waiting for workers."),
     Metric("time/transfer", "0 to 1", "Share of the wall time since the last record spent copying samples."),

@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tiltyard.config.clone_algo import Clone
 from tiltyard.config.cross_checks import ignored_settings
 from tiltyard.config.experiment import Experiment
 from tiltyard.config.load import COMMAND_LINE, KEYWORD, Loaded, Target, as_overrides, load, refuse_presets
+from tiltyard.config.sections import Eval, Stop
 from tiltyard.config.site import apply_profile
 from tiltyard.config.site_file import runs_root
 from tiltyard.engines.policies.frozen import freeze
@@ -35,7 +37,7 @@ from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.platforms import is_linux
 from tiltyard.processes.resources import free_cores
 from tiltyard.run import checkpoint, metric_names, trust
-from tiltyard.run.create import with_found_sources
+from tiltyard.run.create import with_absolute_dataset, with_found_sources
 from tiltyard.run.folder import Run, find
 from tiltyard.run.redact import mask_command
 from tiltyard.run.settings_schedule import SettingsSchedule
@@ -133,8 +135,10 @@ def prepare_fork(
         raise UseError(message, hint)
     if loaded.experiment.model.init != before.model.init:
         raise UseError("a fork starts from its parent's checkpoint, not from model.init", "use `tiltyard train`")
+    loaded = _after_cloning(before, loaded, chosen)
     # A fork continues from the copied checkpoint, whatever its parent started from.
-    loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"resume": "auto"}))
+    experiment = with_absolute_dataset(loaded.experiment.model_copy(update={"resume": "auto"}))
+    loaded = replace(loaded, experiment=experiment)
     # Compare ids before copying: a copy of another file than the parent's may get the same name.
     score = chosen.score if score_terms(before) == score_terms(loaded.experiment) else None
     origin = Origin(parent, chosen, score, mask_command(overrides))
@@ -167,6 +171,23 @@ def prepare_repeat(
     _refuse_tuning(loaded.experiment, as_job)
     checked = _checked(loaded, runs_root(), None, trust.enter_profile(parent, trust_code), server)
     return replace(checked, schedule=SettingsSchedule(schedule))
+
+
+def _after_cloning(before: Experiment, loaded: Loaded, chosen: Checkpoint) -> Loaded:
+    """A fork from cloning to an algorithm with envs: what was set to count passes over the data gets its default."""
+    now = loaded.experiment
+    if not isinstance(before.algo, Clone) or isinstance(now.algo, Clone):
+        return loaded
+    more, notes = Stop().env_steps or 0, []
+    if now.stop.env_steps is not None and loaded.origins["stop.env_steps"] not in (COMMAND_LINE, KEYWORD):
+        total = chosen.env_steps + more
+        now = now.model_copy(update={"stop": now.stop.model_copy(update={"env_steps": total})})
+        learned = f"{chosen.env_steps:,} recorded env steps of its parent and {more:,} of its own"
+        notes.append(f"stop.env_steps is {total:,}: the {learned}")
+    if loaded.origins["eval.every"] not in (COMMAND_LINE, KEYWORD):
+        now = now.model_copy(update={"eval": now.eval.model_copy(update={"every": Eval().every})})
+        notes.append(f"eval.every is {now.eval.every:,}")
+    return replace(loaded, experiment=now, warnings=(*loaded.warnings, *notes))
 
 
 def _require_own(parent: Run, trust_code: bool, loaded: Loaded) -> None:

@@ -17,6 +17,7 @@ from tiltyard.config.ownership import TRUST_CODE
 from tiltyard.errors import UseError
 from tiltyard.processes.fork_server import ForkServer
 from tiltyard.run import trust
+from tiltyard.run.create import with_absolute_dataset
 from tiltyard.run.folder import Run
 from tiltyard.run.lock import refuse_if_running
 from tiltyard.run.redact import mask_command
@@ -55,7 +56,7 @@ def prepare_resume(
     before = settings = with_settings(run, found, scheduled)
     trust.require_own_code(run, trust_code, before)
     if words:
-        settings = with_settings(run, before, words)
+        settings = with_absolute_dataset(with_settings(run, before, words))
         if settings.resume in ("auto", "never"):
             # `resume` holds for this attempt only; the run's file keeps what the run was created with.
             settings = settings.model_copy(update={"resume": found.resume})

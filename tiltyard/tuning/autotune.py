@@ -125,6 +125,8 @@ def tune(
     if experiment.engine.kind == "rllib":
         hint = "set engine.kind=local"
         raise UseError("engine.kind = rllib cannot be tuned: its processes may be on other machines", hint)
+    if experiment.algo.id == "clone":
+        raise UseError("algo.id = clone cannot be tuned: it steps no envs", "tune an algorithm with envs: algo=ppo")
     base = (copies.folder,) if copies.ids else loaded.base
     kept = fixed_settings(loaded)
     began = time.monotonic()

@@ -141,8 +141,8 @@ class PolicySet:
 
     def load(self, folder: Path, state: Tree) -> list[str]:
         """Continue from a checkpoint with that `state`; returns notes about policies that it does not have."""
-        if state.get("engine") == "rllib":
-            return self._load_weights(folder)
+        if (origin := state.get("engine")) in ("rllib", "clone"):
+            return self._load_weights(folder, origin)
         tree, env_steps = state["learner"], int(state["progress"]["env_steps"])
         trees = {tree.get("name", "main"): tree, **tree.get("others", {})}
         there = saved_policies(folder)
@@ -157,11 +157,12 @@ class PolicySet:
         fill_version_pools(self.version_pools, versions)
         return notes
 
-    def _load_weights(self, folder: Path) -> list[str]:
-        """Load only the weights, from a checkpoint of the rllib engine."""
+    def _load_weights(self, folder: Path, origin: str) -> list[str]:
+        """Load only the weights, from a checkpoint of the rllib engine or of behaviour cloning."""
         for name, learner in self.learners.items():
             learner.net.load_arrays(read_tree(folder / "policies", name)["weights"])
-        return ["the checkpoint is from engine.kind = rllib: weights are loaded, the optimiser starts anew"]
+        setting = "engine.kind = rllib" if origin == "rllib" else "algo.id = clone"
+        return [f"the checkpoint is from {setting}: weights are loaded, the optimiser starts anew"]
 
     # ------------------------------------------------------------------------------------------ between steps
 
