@@ -27,6 +27,12 @@ class CustomEnv(CartPoleEnv):
             {},
             "learner-bound: 97 % of the time is gradient steps; more workers",
         ),
+        (
+            {"learn": 0.7, "read": 0.3},
+            {},
+            "learner-bound: 70 % of the time is gradient steps; try a larger algo.minibatch",
+        ),
+        ({"learn": 0.3, "read": 0.7}, {}, "reading-bound: 70 %"),
         ({"env": 0.7, "inference": 0.1, "learn": 0.2}, {}, "env-bound: 70 %"),
         ({"env": 0.1, "inference": 0.6, "learn": 0.3}, {}, "inference-bound: 60 %"),
         (

@@ -1,6 +1,6 @@
 """Explain in one sentence what limits the speed of training, from shares of time. Pure.
 
-time      shares of the learner's wall time: env, inference, learn, wait, transfer, eval, save, other
+time      shares of the learner's wall time: env, inference, learn, wait, transfer, read, eval, save, other
 workers   shares of the workers' time: env, inference, wait, other; empty when there are none
 """
 
@@ -27,6 +27,8 @@ def bottleneck(time: Mapping[str, float], workers: Mapping[str, float]) -> str:
         return ""
     shares = {part: share / whole for part, share in training.items()}
     learn, wait = shares.get("learn", 0.0), shares.get("wait", 0.0)
+    if "read" in shares:
+        return _cloning(shares["read"], learn)
     if learn >= MAJORITY:
         sampling = wait + shares.get("env", 0.0) + shares.get("inference", 0.0)
         more = "more workers will not help"
@@ -58,6 +60,14 @@ _SAMPLING = {
         "use more engine.envs per worker for larger batches, or a smaller model",
     ),
 }
+
+
+def _cloning(read: float, learn: float) -> str:
+    """What limits learning from a dataset, which has neither envs nor workers."""
+    if learn >= read:
+        hint = "try a larger algo.minibatch or a smaller model"
+        return f"learner-bound: {_percent(learn)} of the time is gradient steps; {hint}"
+    return f"reading-bound: {_percent(read)} of the time is reading the dataset; keep it on a faster disk, or pack it"
 
 
 def _starved(workers: Mapping[str, float], wait: float, learn: float) -> str:
