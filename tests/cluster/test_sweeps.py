@@ -201,7 +201,8 @@ def test_search_continues_without_a_controller_process(cluster: Cluster, runs: P
     wait_for(lambda: over(sweep), "the end of the last job")
     assert found == []
     assert summarize(sweep).counts == {"finished": 6} and len(output("done")) == 6
-    assert len({line["given"]["x"] for line in output("done")}) == 6 and most_at_once() == 2
+    assert len({line["given"]["x"] for line in output("done")}) == 6
+    assert most_at_once() <= 2, "a busy machine may run them one after another"
 
 
 # The first two ticks that submit something are killed: one before sbatch runs, one after.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import in_own_process
 from tests.track.wandb_file import history
 from tiltyard.config.experiment import Experiment
-from tiltyard.errors import UseError
 from tiltyard.run import metrics
-from tiltyard.track.trackers import Trackers, check
+from tiltyard.track.trackers import Trackers
 
 
 def experiment(tensorboard=True, wandb="off"):
@@ -118,9 +117,9 @@ def test_server_without_answer_only_disables_wandb_after_a_timeout(tmp_path, mon
     assert tensorboard_steps(tmp_path) == [1, 2]
 
 
-def test_check_refuses_online_mode_without_a_login(monkeypatch, tmp_path):
+def test_online_mode_without_a_login_is_refused_before_a_run_exists(runs, monkeypatch, tmp_path):
+    """In a process of its own: W&B remembers a login until its process ends."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    check(experiment(wandb="offline").track)
-    with pytest.raises(UseError, match=r"track\.wandb\.mode = online needs a W&B login"):
-        check(experiment(wandb="online").track)
+    refused = in_own_process("train", "identity", "track.wandb.mode=online", expect=2)
+    assert "track.wandb.mode = online needs a W&B login" in refused.stderr and not runs.exists()

@@ -174,7 +174,8 @@ def test_sigterm_while_ray_starts_is_a_stop(runs: Path) -> None:
     place = Path(tempfile.mkdtemp(prefix="tyt-", dir="/tmp"))
     words = [*SMALL, "engine.kind=rllib", "engine.runners=1", "stop.env_steps=1e9", f"engine.temp_dir={place}"]
     child = _started("train", "CartPole-v1", *words)
-    wait_until(lambda: set(_ray_processes(place)) - {child.pid}, 200)  # Ray's first process: the start takes seconds
+    # Ray's first process: the start takes seconds. A fork of the trainer has its command line until it starts a program.
+    wait_until(lambda: any("tiltyard\0train" not in command for command in _commands(place).values()), 200)
     child.send_signal(signal.SIGTERM)
     assert child.wait(200) == 75
     status = find("last").status()
@@ -237,16 +238,20 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("0*"))
 
 
-def _ray_processes(place: Path) -> list[int]:
-    """Return the processes with this folder in their command line."""
-    found = []
+def _commands(place: Path) -> dict[int, str]:
+    """Return the processes with this folder in their command line, with that."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(place) in path.read_text():
-                found.append(int(path.parent.name))
+            if str(place) in (command := path.read_text()):
+                found[int(path.parent.name)] = command
         except OSError:
             continue
     return found
+
+
+def _ray_processes(place: Path) -> list[int]:
+    return list(_commands(place))
 
 
 def _is_pickle(path: Path) -> bool:
