@@ -25,8 +25,8 @@ FLOORS = (
     ),
     Floor(
         5,
-        ("training/", "evaluation/", "tuning/", "api"),
-        "activities: train a run, measure a policy, measure a machine",
+        ("training/", "evaluation/", "collection/", "tuning/", "api"),
+        "activities: train a run, measure a policy, collect data, measure a machine",
     ),
     Floor(4, ("engines/",), "the processes that learn"),
     Floor(3, ("envs/", "models/", "algos/", "data/"), "pieces of learning"),
