@@ -13,7 +13,7 @@ from tests.engines.test_serial import build
 from tests.learning.test_games import equilibrium
 from tiltyard.config.load import load
 from tiltyard.config.policies import Changes
-from tiltyard.data.episodes import read_episodes
+from tiltyard.data.folder import read_episodes
 from tiltyard.engines import make_engine
 from tiltyard.engines.local.engine import LocalEngine
 from tiltyard.engines.policies.matchmaking import Match

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tiltyard.config.sections import Env
-from tiltyard.data.episodes import read_episodes
+from tiltyard.data.folder import read_episodes
 from tiltyard.envs.probe import examine
 from tiltyard.envs.row_data import GroupConfig
 from tiltyard.envs.spaces import spec_from_json
@@ -222,11 +222,11 @@ def test_evaluations_play_whole_episodes_of_all_agents(tmp_path: Path) -> None:
     spec, kept = probed(env), []
     actor = scripted_actor(f"{__name__}:Knowing", spec, BASE)
     wanted = EpisodeSet(env, spec, BASE, previous=False, episodes=range(5), envs=2, seed=1)
-    played = play_episodes(actor, wanted, keep=lambda index, episode: kept.append((index, episode)))
+    played = play_episodes(actor, wanted, keep=lambda index, episodes: kept.append((index, episodes)))
     assert [one.index for one in played] == [0, 1, 2, 3, 4]
     assert all((one.total, one.length, one.metrics["host_return"]) == (3.5, 6, 6.0) for one in played)
     for index in range(5):
-        own = [episode for at, episode in kept if at == index]
+        (own,) = [episodes for at, episodes in kept if at == index]
         assert sorted((e.meta["agent"], len(e.action), float(e.reward.sum())) for e in own) == [
             ("early", 2, 2.0),
             ("guest", 1, 1.0),

@@ -128,6 +128,12 @@ def test_saved_rollouts_are_the_evaluated_episodes(tiltyard: Command, trained: R
         obs = env.step(int(action[0]))[0]
     assert np.array_equal(obs, episodes[0].obs["obs"][-1])
     assert "--save-rollouts DIR" in tiltyard("eval", "last", "--save-info", expect=2).stderr
+    again = tiltyard("eval", "last", "--episodes", "5", "--save-rollouts", "data")
+    assert "warning: 3 of these episodes were in data already: not written again" in again.stderr
+    seeds = [one.seed for one in product.read_episodes(tmp_path / "data")]
+    assert len(seeds) == len(set(seeds)) == 5
+    tiltyard("eval", "last", "--episodes", "1", "--sample", "--save-rollouts", "data")
+    assert len(product.Dataset(tmp_path / "data")) == 6, "the same seed, but other actions"
 
 
 def frames_of(video: Path) -> list[np.ndarray]:
@@ -374,7 +380,8 @@ def test_sigterm_during_an_env_step_leaves_no_partial_files(tiltyard: Command, r
     done = tiltyard("eval", "last", *words, expect=143)
     assert (done.stdout, done.stderr.strip()) == ("", "")
     assert list((tmp_path / "out").iterdir()) == []
-    assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
+    assert list(product.read_episodes(tmp_path / "data")) == [] and not (tmp_path / "data" / "episodes").exists()
+    assert list((tmp_path / "data" / ".tmp").iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

@@ -5,11 +5,13 @@ evaluate(run)  ->  load policy, probe env  ->  play_episodes() here, or in K chi
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 
@@ -23,8 +25,8 @@ from tiltyard.engines.policies.matchmaking import VersionPool, fill_version_pool
 from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.engines.policies.policy_set import make_actor
 from tiltyard.envs.probe import probe
-from tiltyard.errors import TiltyardError, UseError
-from tiltyard.evaluation.recording import Keep, VideoTarget
+from tiltyard.errors import TiltyardError, TiltyardWarning, UseError
+from tiltyard.evaluation.recording import VideoTarget
 from tiltyard.evaluation.rollouts import (
     EpisodeResult,
     ScriptedPolicy,
@@ -41,8 +43,10 @@ from tiltyard.plugins.capture import name_of
 from tiltyard.run import atomic, trust
 from tiltyard.run.checkpoint import select
 from tiltyard.run.folder import Run, find, run_of
-from tiltyard.run.redact import mask_all
-from tiltyard.types import Arrays, Checkpoint, EnvSpec, Episode
+from tiltyard.types import Arrays, Checkpoint, EnvSpec
+
+if TYPE_CHECKING:
+    from tiltyard.evaluation.saved_rollouts import SavedRollouts
 
 MAX_COUNT = 1_000_000  # also the number of episodes when only steps are limited
 CHANGEABLE = ("env", "eval", "match")  # sections that an evaluation may change
@@ -132,6 +136,10 @@ def evaluate(
     answers = run_workers(shares) if workers > 1 else [perform(shares[0])]
     results = [EpisodeResult(**each) for answer in answers for each in answer["results"]]
     results.sort(key=lambda result: result.index)
+    if repeated := sum(answer["repeated"] for answer in answers):
+        warn(
+            f"{repeated} of these episodes were in {rollouts} already: not written again", TiltyardWarning, stacklevel=2
+        )
     evaluation = summarise(results, tasks[0].greedy, time.monotonic() - started)
     if answers[0]["video_errors"]:
         raise VideoError(answers[0]["video_errors"][0], evaluation)
@@ -222,6 +230,7 @@ def perform(fields: dict[str, Any]) -> dict[str, Any]:
         several = actor if isinstance(actor, MultiPolicyActor) else None
         chooser = trained_actor(actor, task.greedy, seed)
     errors: list[TiltyardError] = []
+    saved = _saved_rollouts(task, run, experiment.env, spec) if task.rollouts is not None else None
     episodes = range(task.first, task.count, task.every)
     wanted = episode_set(experiment, spec, base, episodes, task.seed, task.slots)
     with Generators(seed).active():
@@ -229,26 +238,27 @@ def perform(fields: dict[str, Any]) -> dict[str, Any]:
             chooser,
             replace(wanted, steps=task.steps),
             video=VideoTarget(Path(task.video), errors.append) if task.video else None,
-            keep=_writer(task, run, experiment, spec) if task.rollouts is not None else None,
+            keep=saved.keep if saved is not None else None,
             policies=several,
+            save_info=task.save_info,
         )
     video_errors = [{"message": each.message, "hint": each.hint, "details": each.details} for each in errors]
-    return {"results": [asdict(result) for result in results], "video_errors": video_errors}
+    if saved is not None:
+        saved.close()
+    return {
+        "results": [asdict(result) for result in results],
+        "video_errors": video_errors,
+        "repeated": 0 if saved is None else saved.repeated,
+    }
 
 
-def _writer(task: Task, run: Run, experiment: Experiment, spec: EnvSpec) -> Keep:
-    """Write episodes to the folder of `rollouts`."""
-    from tiltyard.data.episodes import EpisodeWriter  # pyarrow is slow to import and rarely needed
+def _saved_rollouts(task: Task, run: Run, env: Env, spec: EnvSpec) -> SavedRollouts:
+    from tiltyard.evaluation.saved_rollouts import SavedRollouts  # pyarrow is slow to import and rarely needed
 
-    options = mask_all(experiment.env.options)  # a dataset may be shared
-    checkpoint = Path(task.checkpoint).name
-    meta = {"run": run.id, "env": experiment.env.id, "options": options, "checkpoint": checkpoint}
-    writer = EpisodeWriter(Path(task.rollouts or ""), spec, meta, save_info=task.save_info)
-
-    def keep(index: int, episode: Episode) -> None:
-        writer.write(replace(episode, meta={**episode.meta, "episode": index}))
-
-    return keep
+    how = task.policy or ("greedy" if task.greedy else "sampled")
+    policy = {"run": run.id, "checkpoint": Path(task.checkpoint).name, "acting": how}
+    made = sys.argv if task.first == 0 else None
+    return SavedRollouts(Path(task.rollouts or ""), env, spec, policy, made, task.save_info)
 
 
 # ---------------------------------------------------------------------------------------------- while training

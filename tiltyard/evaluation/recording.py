@@ -1,16 +1,15 @@
-"""Recording of an evaluation: a video of the first episode, and all episodes as data."""
+"""Recording of rollouts: a video of the first episode, and all episodes as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiltyard.engines.policies.multi_policy import MultiPolicyActor
 from tiltyard.envs.vector import EnvGroup
 from tiltyard.errors import TiltyardError
 from tiltyard.evaluation.video import VideoWriter
@@ -26,8 +25,8 @@ class VideoTarget(NamedTuple):
     on_error: Callable[[TiltyardError], None]
 
 
-Keep = Callable[[int, Episode], None]
-"""Gets the index and the data of a finished episode."""
+Keep = Callable[[int, list[Episode]], None]
+"""Gets the index of an env's finished episode and the data of its agents, in the order in which they ended."""
 
 
 class VideoRecorder:
@@ -80,58 +79,111 @@ def current_frame(group: EnvGroup, obs: Arrays) -> Array:
     raise TiltyardError(f"env {group.env.id} rendered nothing", "its render() must return an RGB array")
 
 
-@dataclass
 class _Record:
-    """The running episode of one row."""
+    """The running episode of one row: arrays that grow, so that every observation is copied once."""
 
-    obs: list[Arrays] = field(default_factory=list)
-    action: list[Array] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    info: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, obs: Arrays, columns: int, capacity: int, seed: int) -> None:
+        self.seed = seed
+        self.length = 0  # decisions so far
+        self._obs = {name: np.empty((capacity, *array.shape[1:]), array.dtype) for name, array in obs.items()}
+        self._action = np.empty((capacity, columns), np.float32)
+        self.reward: list[float] = []
+        self.info: list[dict[str, Any]] = []
+
+    def add(self, row: int, obs: Arrays, action: Array | None) -> None:
+        """Store the observation of a row, and the action that follows it unless the episode is over."""
+        at = self.length
+        if at == len(self._action):
+            self._grow()
+        for name, array in self._obs.items():
+            array[at] = obs[name][row]
+        if action is not None:
+            self._action[at] = action
+            self.length += 1
+
+    def _grow(self) -> None:
+        for arrays in (self._obs, own := {"action": self._action}):
+            for name, array in arrays.items():
+                arrays[name] = np.empty((2 * len(array), *array.shape[1:]), array.dtype)
+                arrays[name][: len(array)] = array
+        self._action = own["action"]
+
+    def arrays(self) -> tuple[Arrays, Array]:
+        """Observations [T + 1, ...] and actions [T, columns], without a copy."""
+        return {name: array[: self.length + 1] for name, array in self._obs.items()}, self._action[: self.length]
+
+
+FIRST_CAPACITY = 256  # env steps
 
 
 class EpisodeRecorder:
-    """Collects the steps of every row and passes finished episodes to `keep`."""
+    """Collects the steps of every row. `describe` maps row and seed to meta data; `save_info` copies infos: slow."""
 
-    def __init__(self, group: EnvGroup, keep: Keep, policies: MultiPolicyActor | None) -> None:
-        self._group, self._keep, self._policies = group, keep, policies
-        self._records = [_Record() for _ in range(group.rows)]
-        self._seeds: list[int] = []
+    def __init__(
+        self,
+        group: EnvGroup,
+        keep: Keep,
+        describe: Callable[[int, int], dict[str, Any]],
+        *,
+        save_info: bool,
+    ) -> None:
+        self._group, self._keep, self._describe, self._save_info = group, keep, describe, save_info
+        self._records: list[_Record | None] = [None] * group.rows
+        self._capacity = FIRST_CAPACITY
+        self._finished: list[list[Episode]] = [[] for _ in range(group.copies)]
 
     def before_step(self, rows: list[int], obs: Arrays, action: Array) -> None:
-        self._seeds = list(self._group.stats.seeds)
-        inside = self._group.codec.inside(action)
         for row in rows:
-            self._records[row].obs.append({key: array[row].copy() for key, array in obs.items()})
-            self._records[row].action.append(inside[row].copy())
+            record = self._records[row]
+            if record is None:
+                seed = self._group.stats.seeds[row]
+                record = self._records[row] = _Record(obs, action.shape[1], self._capacity, seed)
+            record.add(row, obs, action[row])
 
-    def after_step(self, rows: list[int], now: Step, playing: list[int | None]) -> None:
+    def after_step(self, rows: list[int], now: Step, playing: Sequence[int | None]) -> None:
         """`playing` is the index of each env's episode."""
+        group = self._group
         for row in rows:
-            self._records[row].reward.append(float(self._group.data.raw_reward[row]))
-            self._records[row].info.append(deepcopy(self._group.infos[row]))  # an env may fill the same dict again
-        for row in rows:
+            record = self._records[row]
+            assert record is not None
+            record.reward.append(float(group.data.raw_reward[row]))
+            if self._save_info:
+                record.info.append(deepcopy(group.infos[row]))  # an env may fill the same dict again
             if now.terminated[row] or now.truncated[row]:
-                index = playing[row // self._group.agents]
-                assert index is not None
-                self._keep(index, self._finish(row, now))
+                self._finished[row // group.agents].append(self._finish(row, record, now))
+        for end in now.episodes:
+            copy = end.row // group.agents
+            index, episodes = playing[copy], self._finished[copy]
+            if index is not None:
+                self._finished[copy] = []
+                self._keep(index, episodes)
 
-    def _finish(self, row: int, now: Step) -> Episode:
-        record, self._records[row] = self._records[row], _Record()
-        record.obs.append({key: array[row].copy() for key, array in now.final_obs.items()})
+    def _finish(self, row: int, record: _Record, now: Step) -> Episode:
+        record.add(row, now.final_obs, None)
+        self._records[row] = None
+        self._capacity = max(FIRST_CAPACITY, record.length + record.length // 8)
+        obs, action = record.arrays()
+        spec = self._group.spec
+        agent = {"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {}
         return Episode(
-            obs={key: np.stack([one[key] for one in record.obs]) for key in now.final_obs},
-            action=np.stack(record.action),
+            obs=obs,
+            action=self._group.codec.inside(action),
             reward=np.asarray(record.reward, np.float32),
             terminated=bool(now.terminated[row]),
             truncated=bool(now.truncated[row]),
-            seed=self._seeds[row],
+            seed=record.seed,
             info=record.info,
-            meta=self._meta(row),
+            meta={**agent, **self._describe(row, record.seed)},
         )
 
-    def _meta(self, row: int) -> dict[str, str]:
-        """The agent of a row and its policy, where there are several."""
-        spec, policies = self._group.spec, self._policies
-        agent = {"agent": spec.agents[row % len(spec.agents)]} if spec.parallel else {}
-        return agent if policies is None else {**agent, "policy": policies.match.policies[policies.seats[row]]}
+
+def with_own_names(episodes: Sequence[Episode]) -> list[Episode]:
+    """The agents' episodes with unique names, as a dataset needs them: one that left and joined again is NAME#2."""
+    seen: dict[str, int] = {}
+    named = []
+    for episode in episodes:
+        agent = str(episode.meta.get("agent", ""))
+        seen[agent] = seen.get(agent, 0) + 1
+        again = {"agent": f"{agent}#{seen[agent]}"} if seen[agent] > 1 else {}
+        named.append(replace(episode, meta={**episode.meta, **again}) if again else episode)
+    return named
