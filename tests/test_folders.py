@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 # Tests of messages with paths, copies of plug-ins, child processes that import the package, and scripts.
 QUICK = (
     "tests/cli/test_wrong_input.py",
-    "tests/envs/test_probe.py",
     "tests/plugins",
     "tests/slurm/test_script.py",
     "-knot memory and not hang and not hung and not valid_envs",

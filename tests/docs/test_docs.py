@@ -41,7 +41,8 @@ IN_THE_LONG_RUN = (  # Ray on several nodes, which tests/cluster/test_ray.py and
     "tiltyard train cartpole.yaml --on many",
     "tiltyard train far.yaml engine.nodes=2",
 )
-LONG_PAGES = ("rllib.md", "slurm.md", "populations.md", "speed.md", "sweeps.md", "self-play.md")  # at least 40 s each
+# At least 40 s each.
+LONG_PAGES = ("rllib.md", "slurm.md", "populations.md", "speed.md", "sweeps.md", "self-play.md", "env-families.md")
 ON_SLURM = ("slurm.md", "doctor.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w./-]+\.(?:yaml|py))")
