@@ -19,8 +19,9 @@ import pytest
 from tests.counts import count
 from tiltyard.collection import worker
 from tiltyard.collection.actors import Mixture
-from tiltyard.collection.collect import Prepared, Request, collect, create, prepare
+from tiltyard.collection.collect import collect, prepare
 from tiltyard.collection.committed import Committed
+from tiltyard.collection.request import Prepared, Request, create
 from tiltyard.data import dataset_file, manifest, seeds
 from tiltyard.data.claims import Claims
 from tiltyard.data.folder import read_episodes, read_manifest, unlisted
@@ -320,15 +321,15 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def collect_deadly(folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> None:
     """The probe must not die: it is checked elsewhere."""
-    from tiltyard.collection import collect as driver
+    from tiltyard.collection import pool
     from tiltyard.processes.fork_server import ForkServer
     from tiltyard.training.signals import StopSignals
 
     prepared = prepare(Request("deadly.py", folder, 12, settings, seed=1))
     monkeypatch.setenv("DEADLY", "1")
     found = committed(folder, 12)
-    with ForkServer(driver.PRELOAD) as server:
-        driver.Pool(server, prepared, 2, found, StopSignals()).run()
+    with ForkServer(pool.PRELOAD) as server:
+        pool.Pool(server, prepared, 2, found, StopSignals()).run()
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])

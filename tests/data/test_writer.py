@@ -17,7 +17,7 @@ from tiltyard.data import dataset_file, folder, manifest
 from tiltyard.data.claims import Claims
 from tiltyard.data.folder import read_episodes, read_manifest
 from tiltyard.data.writer import TEMPORARY, _machine
-from tiltyard.errors import TiltyardError, UseError
+from tiltyard.errors import TiltyardError, TiltyardWarning, UseError
 
 OLD = Path(__file__).parents[1] / "old" / "episodes-schema-1"
 
@@ -265,3 +265,29 @@ def test_folder_of_schema_1_is_read(tmp_path: Path) -> None:
     (place / "episode-000001.parquet").write_bytes(whole[:-1] + b"?")
     with pytest.raises(TiltyardError, match=r"episode-000001\.parquet is damaged: its checksum"):
         list(read_episodes(place))
+
+
+def test_interrupt_between_a_file_and_its_line_hides_no_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = writer(tmp_path)
+    made.commit(0, [episode(3, 0)])
+
+    def interrupted(entries: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made._manifest, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.commit(1, [episode(4, 1)])
+    made.close()
+    with pytest.warns(TiltyardWarning, match="1 episodes are taken from their files"):
+        assert [one.seed for one in read_episodes(tmp_path)] == [0, 1]
+
+
+def test_dataset_without_manifests_is_read_from_its_files(tmp_path: Path) -> None:
+    made = writer(tmp_path)
+    made.commit(0, [episode(3, 0)])
+    made.close()
+    shutil.rmtree(tmp_path / manifest.FOLDER)
+    with pytest.warns(TiltyardWarning, match="no manifest; 1 episodes are taken"):
+        assert [one.seed for one in read_episodes(tmp_path)] == [0]

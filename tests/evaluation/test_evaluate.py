@@ -134,6 +134,9 @@ def test_saved_rollouts_are_the_evaluated_episodes(tiltyard: Command, trained: R
     assert len(seeds) == len(set(seeds)) == 5
     tiltyard("eval", "last", "--episodes", "1", "--sample", "--save-rollouts", "data")
     assert len(product.Dataset(tmp_path / "data")) == 6, "the same seed, but other actions"
+    tiltyard("data", "collect", "CartPole-v1", "--out", "collected", "--episodes", "2", "--workers", "0")
+    refused = tiltyard("eval", "last", "--episodes", "1", "--save-rollouts", "collected", expect=2)
+    assert "was made by `tiltyard data collect`" in refused.stderr
 
 
 def frames_of(video: Path) -> list[np.ndarray]:

@@ -15,7 +15,8 @@ from tiltyard.cli.output import data_stdout
 from tiltyard.errors import EXIT_DONE, UseError
 
 if TYPE_CHECKING:
-    from tiltyard.collection.collect import Collected, Request
+    from tiltyard.collection.collect import Collected
+    from tiltyard.collection.request import Request
     from tiltyard.config.site import Profile
 
 POLICIES = """\
@@ -42,10 +43,8 @@ def configure_collect(parser: argparse.ArgumentParser) -> None:
     parser.epilog = POLICIES
     parser.add_argument("target", metavar="ENV|RUN", help="an env id, an experiment file, or a run")
     add(parser, "overrides", help="changed settings, e.g. env.options.difficulty=3")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="the dataset, new or to be completed")
-    parser.add_argument(
-        "--episodes", type=positive, metavar="N", required=True, help="episodes in the folder at the end"
-    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the dataset, new or to be completed")
+    parser.add_argument("--episodes", type=positive, metavar="N", help="episodes in the folder at the end")
     parser.add_argument("--policy", action="append", default=[], metavar="POLICY", help="who acts, see below")
     parser.add_argument("--max-steps", type=positive, metavar="N", help="truncate episodes after N env steps")
     parser.add_argument("--workers", type=_workers, metavar="K", help="processes (default: one per core; 0: this one)")
@@ -68,8 +67,12 @@ def _seed(text: str) -> int:
 
 def run_collect(args: argparse.Namespace) -> int:
     from tiltyard.cli.jobs import job_profile
-    from tiltyard.collection.collect import Request, collect
+    from tiltyard.collection.collect import collect
+    from tiltyard.collection.request import Request
 
+    for name, value in (("--out FOLDER", args.out), ("--episodes N", args.episodes)):
+        if value is None:
+            raise UseError(f"tiltyard data collect needs {name}", "see: tiltyard data collect --help")
     profile = job_profile(args.on)
     if args.on is not None and profile is None:
         raise UseError(f"profile {args.on} submits no jobs", "name a profile with launcher: slurm, or leave --on out")
@@ -131,7 +134,8 @@ def _submit(request: Request, profile: Profile, tasks: int, as_json: bool, data:
     """Check everything here, create the dataset, and submit an array whose tasks run the same command."""
     from dataclasses import replace
 
-    from tiltyard.collection.collect import create, prepare, summary
+    from tiltyard.collection.collect import prepare, summary
+    from tiltyard.collection.request import create
     from tiltyard.run import atomic
     from tiltyard.slurm.collect_job import check, submit
 

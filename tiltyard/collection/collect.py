@@ -12,95 +12,35 @@ from __future__ import annotations
 import secrets
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from tiltyard.collection import policies
 from tiltyard.collection.committed import Committed
 from tiltyard.collection.policies import PolicyChoice
+from tiltyard.collection.pool import PRELOAD, TRAINED, Pool, disk_failure, stopped
 from tiltyard.collection.progress import ProgressView
+from tiltyard.collection.request import Prepared, Request, create
 from tiltyard.config.load import load
 from tiltyard.config.sections import Env
 from tiltyard.data import dataset_file, manifest
 from tiltyard.data.claims import Claims
-from tiltyard.data.dataset_file import About, about_env, provenance
+from tiltyard.data.dataset_file import About, about_env
 from tiltyard.data.folder import read_manifest, unlisted
 from tiltyard.data.writer import DatasetWriter
 from tiltyard.envs.probe import probe
-from tiltyard.envs.spaces import spec_to_json
-from tiltyard.errors import EnvError, ResumableError, TiltyardError, UseError
-from tiltyard.processes.channel import error_from
-from tiltyard.processes.fork_server import Forked, ForkServer
+from tiltyard.errors import TiltyardError, UseError
+from tiltyard.processes.fork_server import ForkServer
 from tiltyard.processes.resources import usable_cores
 from tiltyard.run import atomic, trust
 from tiltyard.run.folder import Run, find
 from tiltyard.training.signals import StopSignals
 from tiltyard.types import EnvSpec
 
-WORKER = "tiltyard.collection.worker:work"
-PRELOAD = ("tiltyard.collection.preload",)
-TRAINED = ("tiltyard.models.policy", "tiltyard.engines.policies.policy_set")  # these import torch
-DEATHS = 3  # of workers, one after another without an episode in between: then collecting fails
-POLL_SECONDS = 0.2
 MOST = 100_000_000  # episodes
-AGAIN = "type the same command again to collect the rest"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is typed."""
-
-    target: str
-    out: Path
-    episodes: int
-    overrides: Sequence[str] = ()
-    policies: Sequence[str] = ()
-    workers: int | None = None
-    """processes; by default one for each usable core, and with 0 this process itself collects"""
-    max_steps: int | None = None
-    seed: int | None = None
-    save_info: bool = False
-    trust_code: bool = False
-    command: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is collected: checked, but nothing is written."""
-
-    request: Request
-    env: Env
-    base: list[Path]
-    spec: EnvSpec
-    previous: bool
-    choices: list[PolicyChoice]
-    about: About
-    limit: int
-    """all numbers below this one are collected; 0 if nothing is missing"""
-    beyond: int
-    """episodes that the folder has above it, of a command that wanted more"""
-
-    @property
-    def folder(self) -> Path:
-        return self.request.out
-
-    def task(self) -> dict[str, Any]:
-        """What a worker gets."""
-        return {
-            "env": self.env.model_dump(mode="json"),
-            "base": [str(place.absolute()) for place in self.base],
-            "spec": spec_to_json(self.spec),
-            "previous": self.previous,
-            "policies": [choice.to_json() for choice in self.choices],
-            "total": self.limit,
-            "save_info": self.request.save_info,
-            "trust_code": self.request.trust_code,
-        }
 
 
 @dataclass(frozen=True)
@@ -232,16 +172,6 @@ def _limited(env: Env, spec: EnvSpec, max_steps: int | None) -> tuple[Env, EnvSp
     return env.model_copy(update={"time_limit": max_steps}), replace(spec, episode_limit=max_steps)
 
 
-def create(prepared: Prepared) -> About:
-    """Write dataset.json, or check that of an existing dataset and add this command to it."""
-    request = prepared.request
-    command = list(request.command) or ["tiltyard", "data", "collect", request.target]
-    facts = {"policy": [f"{each.weight:g}={each.text}" for each in prepared.choices], "episodes": request.episodes}
-    if len(prepared.choices) == 1:
-        facts["policy"] = prepared.choices[0].text
-    return dataset_file.create_or_check(prepared.folder, prepared.about, provenance(command, **facts))
-
-
 # ---------------------------------------------------------------------------------------------- collecting
 
 
@@ -322,122 +252,13 @@ def _here(prepared: Prepared, committed: Committed, stop: StopSignals) -> None:
         committed.add(message["committed"])
         view.update(committed.count + prepared.beyond, steps)
         if stop.received:
-            raise _stopped(prepared, committed, stop)
+            raise stopped(prepared, committed, stop)
 
     with ProgressView(prepared.request.episodes, committed.count + prepared.beyond) as view:
         try:
             worker.collect(task, policy, prepared.folder, about, notify)
         except TiltyardError as error:
-            raise _disk_failure(error) if worker.may_pass(error) else error from error
-
-
-def _stopped(prepared: Prepared, committed: Committed, stop: StopSignals) -> ResumableError:
-    return ResumableError(f"stopped by {stop.received}: {_there(prepared, committed)}", AGAIN)
-
-
-def _there(prepared: Prepared, committed: Committed) -> str:
-    committed.refresh()
-    return f"{committed.count + prepared.beyond:,} of {prepared.request.episodes:,} episodes are there"
-
-
-def _disk_failure(error: TiltyardError) -> ResumableError:
-    return ResumableError(error.message, f"no episode is lost: free some space, then {AGAIN}", error.details)
-
-
-class Pool:
-    """The workers of one command, replaced when they die."""
-
-    def __init__(
-        self, server: ForkServer, prepared: Prepared, count: int, committed: Committed, stop: StopSignals
-    ) -> None:
-        self._server, self._prepared, self._count = server, prepared, count
-        self._committed, self._stop = committed, stop
-        self._task = prepared.task()
-        self._go: dict[str, Any] | None = None
-        self._alive: list[Forked] = []
-        self._names = iter(range(sys.maxsize))
-        self._deaths = 0  # since an episode was committed
-        self._steps = 0
-        self._failure: TiltyardError | None = None
-
-    def run(self) -> None:
-        """Work until all episodes are committed; raises what makes that impossible."""
-        self._start()
-        beyond = self._prepared.beyond
-        with ProgressView(self._prepared.request.episodes, self._committed.count + beyond) as view:
-            while self._alive:
-                if self._stop.received:
-                    raise _stopped(self._prepared, self._committed, self._stop)
-                channels = {each.channel.fileno(): each for each in self._alive}
-                for ready in wait([self._server.fileno(), *channels], POLL_SECONDS):
-                    if (forked := channels.get(cast(int, ready))) is not None:
-                        self._read(forked)
-                for forked in self._server.exits():
-                    self._ended(forked)
-                self._committed.refresh()
-                view.update(self._committed.count + beyond, self._steps)
-
-    def _start(self) -> None:
-        forked = self._server.fork(WORKER, self._task, name=f"collect-{next(self._names)}")
-        self._alive.append(forked)
-        if self._go is not None:
-            forked.send(self._go)
-
-    def _read(self, forked: Forked) -> None:
-        """Handle what a worker has sent."""
-        while forked.channel.is_ready():
-            try:
-                message = forked.channel.recv()
-            except EOFError:
-                return
-            if "ready" in message and self._go is None:  # the first one: the policies fit, so that the folder is made
-                about = create(self._prepared)
-                self._go = {
-                    "folder": str(self._prepared.folder),
-                    "env": about.env,
-                    "spec": spec_to_json(about.spec),
-                    "digest": about.digest,
-                    "seed": about.seed,
-                }
-                forked.send(self._go)
-                for _ in range(self._count - 1):
-                    self._start()
-            elif "committed" in message:
-                self._deaths = 0
-                self._steps += message["steps"]
-                self._committed.add(message["committed"])
-            elif "done" in message:
-                self._alive.remove(forked)
-            elif "error" in message:
-                self._fail(forked, message)
-
-    def _fail(self, forked: Forked, message: dict[str, Any]) -> None:
-        """Raise a worker's error, or let another worker try: an env may fail once and not again."""
-        error = error_from(message)
-        if message["later"]:
-            raise _disk_failure(error)
-        if not message["again"] or self._go is None:
-            raise error
-        self._alive.remove(forked)
-        self._replace(error)
-
-    def _ended(self, forked: Forked) -> None:
-        """Replace a worker that has died without a word."""
-        if forked in self._alive:
-            self._read(forked)  # what it sent before
-        if forked in self._alive:
-            self._alive.remove(forked)
-            hint = "the env or the system ended it; its output is above"
-            self._replace(EnvError(f"a collecting process {forked.how()}", hint))
-
-    def _replace(self, error: TiltyardError) -> None:
-        self._deaths += 1
-        if self._deaths >= DEATHS or self._go is None:
-            there = _there(self._prepared, self._committed)
-            hint = f"{error.hint}; {there}, and {DEATHS} processes failed one after another"
-            raise EnvError(error.message, hint, error.details)
-        sys.stderr.write(f"{error.message}; another process takes its place\n")
-        self._start()
+            raise disk_failure(error) if worker.may_pass(error) else error from error
 
 
 def size_text(count: int) -> str:

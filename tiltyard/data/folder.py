@@ -54,12 +54,14 @@ def require_dataset(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """All episodes. If a manifest is damaged, files that no sound line names are read instead, with a warning."""
+    """All episodes. If a manifest is damaged or all are gone, files that no sound line names are read instead, with a
+    warning."""
     require_dataset(folder)
     found = manifest.read(folder)
-    if found.damages or manifest.abandoned(folder):
+    missing = not len(found) and next(files_on_disk(folder), None) is not None
+    if found.damages or missing or manifest.abandoned(folder):
         more = unlisted(folder, found)
-        what = str(found.damages[0]) if found.damages else "a writer was killed"
+        what = str(found.damages[0]) if found.damages else "no manifest" if missing else "a writer was killed"
         lost = f"; {len(more)} episodes are taken from their files" if more else ""
         if found.damages or more:
             warn(f"{folder}: {what}{lost} (tiltyard data repair {folder})", TiltyardWarning, stacklevel=2)

@@ -194,6 +194,8 @@ def _indices(rows: Array, count: int) -> Array:
         if given.shape != (count,):
             raise UseError(f"rows has {len(given)} values for {count} episodes", "give one bool for each episode")
         return np.flatnonzero(given)
+    if given.size and given.dtype.kind not in "iu":
+        raise UseError("rows must be integers, or a bool for each episode", "use the indices of the manifest")
     chosen = np.unique(given.astype(np.int64))
     if len(chosen) != given.size or (len(chosen) and not 0 <= chosen[0] <= chosen[-1] < count):
         raise UseError(f"rows must be different integers from 0 to {count - 1}", "use the indices of the manifest")

@@ -314,7 +314,7 @@ class ManifestWriter:
     def add(self, entries: Sequence[Entry]) -> None:
         """Append the lines of a commit at once, so that a kill leaves all or none of them, and sync them."""
         atomic.append_line(self.path, "\n".join(entry.line() for entry in entries))
-        sync(self.path)
+        os.fsync(self._held.fileno())
         if self._count == 0:
             atomic.sync_folder(self._folder)
         self._count += len(entries)
@@ -323,11 +323,13 @@ class ManifestWriter:
             self._part, self._count = self._part + 1, 0
             self._held = self._open()
 
-    def close(self) -> None:
-        """Seal the present manifest, or remove it if it is empty."""
+    def close(self, *, seal: bool = True) -> None:
+        """Seal the present manifest, or remove it if it is empty. Without `seal` it is left as a killed writer does."""
         if self._held.closed:
             return
-        if self._count:
+        if not seal:
+            pass
+        elif self._count:
             atomic.append_line(self.path, seal_line(self.path.read_bytes()).decode().rstrip("\n"))
             sync(self.path)
             self.path.rename(self.path.with_name(self.path.name.removesuffix(OPEN) + ".jsonl"))

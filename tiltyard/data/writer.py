@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class DatasetWriter:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._next = 0
+        self._committing = False  # between a file and its line
         self._shards: dict[str, frozenset[int]] = {}
         self._all_packed: frozenset[int] = frozenset()
 
@@ -76,7 +78,11 @@ class DatasetWriter:
         named = [(f"{number:09d}.{place}.parquet", content) for place, (_, content) in enumerate(encoded)]
         data = layout.to_tar(named) if several else named[0][1]
         try:
-            if self.exists(number) or not self._link(data, self.folder / file):
+            if self.exists(number):
+                return False
+            self._committing = True
+            if not self._link(data, self.folder / file):
+                self._committing = False
                 return False
             offset, entries = 0, []
             for entry, content in encoded:
@@ -84,6 +90,7 @@ class DatasetWriter:
                 entries.append(replace(entry, episode=number, file=file, offset=offset))
                 offset += -(-len(content) // layout.HEADER) * layout.HEADER
             self._manifest.add(entries)
+            self._committing = False
         except OSError as error:
             raise self._cannot_write(error) from error
         return True
@@ -101,12 +108,13 @@ class DatasetWriter:
 
     def exists(self, number: int) -> bool:
         """Whether a file with that number is there, listed or not."""
-        alone = any((self.folder / layout.episode_path(number, kind)).exists() for kind in ("parquet", "tar"))
+        alone = any(os.path.exists(f"{self.folder}/{layout.episode_path(number, kind)}") for kind in ("parquet", "tar"))  # noqa: PTH110 - at every commit
         return alone or number in self._packed()  # in this order: a pack lists a shard before it removes files
 
     def _packed(self) -> frozenset[int]:
         """The numbers in shards. Their manifests never change."""
-        names = {path.name for path in (self.folder / manifest.FOLDER).glob("shard-*.jsonl")}
+        listed = os.listdir(f"{self.folder}/{manifest.FOLDER}")  # noqa: PTH208 - at every commit
+        names = {name for name in listed if name.startswith("shard-") and name.endswith(".jsonl")}
         if names != self._shards.keys():
             kept = {name: numbers for name, numbers in self._shards.items() if name in names}
             for name in names - kept.keys():
@@ -134,8 +142,9 @@ class DatasetWriter:
         return set(found.table.filter(rows).column("file").to_pylist())
 
     def close(self) -> None:
-        """Seal the manifest. A writer that is killed leaves it open, which is just slower to read."""
-        self._manifest.close()
+        """Seal the manifest. A killed writer leaves it open, and so does one that was interrupted (^C) between a file
+        and its line: readers then look for such files."""
+        self._manifest.close(seal=not self._committing)
 
     def _entry(self, number: int, content: Any, episode: Episode) -> Entry:
         meta = {**self._meta, **episode.meta}
@@ -195,6 +204,7 @@ def remove_leftovers(folder: Path) -> None:
                 leftover.unlink()
 
 
+@cache
 def _machine() -> str:
     """This machine in the names of temporary files."""
     return hashlib.sha256("\n".join(this_machine().values()).encode()).hexdigest()[:12]

@@ -257,7 +257,7 @@ def _saved_rollouts(task: Task, run: Run, env: Env, spec: EnvSpec) -> SavedRollo
 
     how = task.policy or ("greedy" if task.greedy else "sampled")
     policy = {"run": run.id, "checkpoint": Path(task.checkpoint).name, "acting": how}
-    made = sys.argv if task.first == 0 else None
+    made = [Path(sys.argv[0]).name, *sys.argv[1:]] if task.first == 0 else None
     return SavedRollouts(Path(task.rollouts or ""), env, spec, policy, made, task.save_info)
 
 

@@ -12,6 +12,7 @@ from tiltyard.config.sections import Env
 from tiltyard.data import dataset_file
 from tiltyard.data.folder import read_manifest
 from tiltyard.data.writer import DatasetWriter
+from tiltyard.errors import UseError
 from tiltyard.evaluation.recording import with_own_names
 from tiltyard.types import EnvSpec, Episode
 
@@ -24,6 +25,7 @@ class SavedRollouts:
     ) -> None:
         """`made` is the command to note in dataset.json; None if another process does that."""
         entry = None if made is None else dataset_file.provenance(made, **policy)
+        _refuse_collected(folder)
         about = dataset_file.create_or_check(folder, dataset_file.about_env(env, spec), entry)
         self._there = _seeds(folder, policy)
         name = f"{policy['acting']}:{policy['run']}@{policy['checkpoint']}"
@@ -40,6 +42,14 @@ class SavedRollouts:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _refuse_collected(folder: Path) -> None:
+    """The episodes of `data collect` have seeds that follow from their numbers; others would take these numbers."""
+    there = dataset_file.read(folder)
+    if there is not None and there.seed is not None:
+        hint = f"give another folder; to join both: tiltyard data merge {folder} OTHER --out NEW"
+        raise UseError(f"{folder} was made by `tiltyard data collect`, and evaluations cannot be added to it", hint)
 
 
 def _seeds(folder: Path, policy: Mapping[str, Any]) -> set[int]:
