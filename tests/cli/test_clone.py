@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import Command
@@ -54,6 +55,33 @@ def test_default_is_ten_passes_or_two_thousand_gradient_steps(data: Path) -> Non
     assert clone_experiment(str(data), ["algo.validation=0"], 3)["stop"]["env_steps"] == 1500
     held_out = clone_experiment(str(data), ["algo.validation=0.5"], 1)["stop"]["env_steps"]
     assert held_out < 500 and held_out % 100 == 0
+
+
+def test_epochs_are_whole_passes_over_a_set_smaller_than_a_batch(tiltyard: Command, runs: Path, data: Path) -> None:
+    words = ["clone", "data", "algo.validation=0", "engine.threads=1", "eval.episodes=1", "--plain", "--json"]
+    outcome = json.loads(tiltyard(*words, "--epochs", "2").stdout)
+    assert outcome["progress"]["env_steps"] == 1000 and outcome["metrics"]["learn/passes"] == 2
+    batch = find("last", runs).experiment().algo.model_dump()["batch"]
+    assert batch == 500 and outcome["progress"]["updates"] == 2
+    assert "batch" not in clone_experiment(str(data), ["algo.validation=0"], None)["algo"], "only with --epochs"
+    parts = clone_experiment(str(data), ["algo.validation=0", "algo.batch=400"], 2)
+    assert parts["algo"]["batch"] == 250, "two equal parts, unless algo.batch is typed"
+
+
+def test_dataset_of_an_unknown_env_needs_one(tiltyard: Command, runs: Path, data: Path) -> None:
+    tiltyard("data", "export", "data", "--to", "npz", "--out", "files")
+    for path in Path("files").iterdir():
+        with np.load(path) as arrays:
+            action = arrays["action"].reshape(-1).astype(np.int64)
+            np.savez(path, obs=arrays["obs.obs"], action=action, reward=arrays["reward"])
+    tiltyard("data", "import", "files", "--out", "set")
+    refused = tiltyard("clone", "set", expect=2).stderr
+    assert "does not say of which env it is" in refused
+    assert "hint: import it again with --env ENV, or set env.id=ENV" in refused and not runs.exists()
+    wrong = tiltyard("clone", "set", "env.id=Pendulum-v1", expect=2).stderr
+    assert "has the observations obs (4,)" in wrong and "import it again with --env Pendulum-v1" in wrong
+    tiltyard("clone", "set", "env.id=CartPole-v1", *QUICK, "--epochs", "1", "--plain")
+    assert find("last", runs).experiment().env.id == "CartPole-v1"
 
 
 def test_file_with_a_relative_dataset_and_dry_run(tiltyard: Command, runs: Path, data: Path, tmp_path: Path) -> None:

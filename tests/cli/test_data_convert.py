@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tests.conftest import Command
 from tests.data.test_exports import agents, dataset
 from tests.data.test_imports import cartpole, read
+from tests.data.test_transform import OLD
 from tests.data.test_unpickle import Calls
 
 
@@ -66,7 +68,7 @@ def test_wrong_use_of_export_exits_with_2(tiltyard: Command, tmp_path: Path, nam
 def test_import_with_an_env(tiltyard: Command, tmp_path: Path):
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(cartpole()))
     done = tiltyard("data", "import", "x.pickle", "--out", "set", "--env", "CartPole-v1")
-    assert done.stdout == "set: 1 episodes, 5 steps\n" and "note: 1 episodes have no seed" in done.stderr
+    assert done.stdout == "set: 1 episode, 5 steps\n" and "note: 1 episode without a seed" in done.stderr
     about = json.loads((tmp_path / "set" / "dataset.json").read_text())
     assert about["env"] == {"id": "CartPole-v1"} and about["made"][0]["command"][-2:] == ["--env", "CartPole-v1"]
     other = tiltyard("data", "import", "x.pickle", "--out", "other", "--env", "MountainCar-v0", expect=2)
@@ -77,16 +79,22 @@ def test_import_with_an_env(tiltyard: Command, tmp_path: Path):
 def test_wrong_use_of_import_exits_with_2(tiltyard: Command, tmp_path: Path):
     (tmp_path / "bad.pickle").write_bytes(pickle.dumps([Calls(os.mkdir, str(tmp_path / "mark"))]))
     np.savez(tmp_path / "x.npz", a=np.zeros(3))
+    (tmp_path / "junk.npz").write_bytes(bytes(range(200)))
+    dataset(tmp_path / "own", [1])
+    shutil.copytree(OLD, tmp_path / "old")
     for words, sentence in {
         ("bad.pickle",): "is refused: it contains posix.mkdir",
         ("x.npz",): "holds a dict with a, which is not a rollout",
+        ("junk.npz",): "junk.npz is not an npz file",
+        ("own",): "own is a dataset already",
+        ("old",): "old is a dataset already",
         ("missing",): "there is no missing",
         ("x.npz", "--from", "minari"): "there is no minari data at x.npz",
         ("x.npz", "--env", "NoSuchEnv-v0"): "NoSuchEnv",
     }.items():
         done = tiltyard("data", "import", *words, "--out", "set", expect=2)
         assert sentence in done.stderr and "hint: " in done.stderr, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pickle", "x.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pickle", "junk.npz", "old", "own", "x.npz"]
 
 
 def test_help_says_what_a_format_cannot_hold(tiltyard: Command):

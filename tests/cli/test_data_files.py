@@ -47,15 +47,47 @@ def test_verify_repair_and_pack(tiltyard: Command, dataset: Path) -> None:
     assert "tiltyard data repair set" in wrong.stderr
     (damage,) = json.loads(tiltyard("data", "verify", "set", "--json", expect=1).stdout)["places"][0]["damages"]
     assert damage["file"].endswith(shard.name) and damage["episode"] == "episode 2"
-    planned = tiltyard("data", "repair", "set", "--dry-run").stdout
+    dry = tiltyard("data", "repair", "set", "--dry-run")
+    planned = dry.stdout
+    assert "lost: episode 2; its file is to be moved to set/quarantine" in dry.stderr
     assert f"move shards/{shard.name} to quarantine" in planned and shard.exists()
     done = tiltyard("data", "repair", "set")
-    assert done.stdout.startswith(planned) and "5 episodes are sound, 1 are lost" in done.stdout
-    assert "lost: episode 2; their files are in set/quarantine" in done.stderr
+    assert done.stdout.startswith(planned) and "5 episodes are sound, 1 is lost" in done.stdout
+    assert "lost: episode 2; its file is in set/quarantine" in done.stderr
     tiltyard("data", "verify", "set")
     assert tiltyard("data", "repair", "set").stdout == "set: nothing to repair\n"
     assert json.loads(tiltyard("data", "repair", "set", "--json").stdout)["steps"] == []
     assert [each.seed for each in read_episodes(dataset)] == [0, 1, 3, 4, 5]
+
+
+def test_repair_says_that_a_file_is_missing(tiltyard: Command, dataset: Path) -> None:
+    files = [dataset / entry.file for entry in manifest.read(dataset)]
+    for place in (1, 2):
+        files[place].unlink()
+    flip(files[4])
+    for words, where in ((["--dry-run"], "to be moved to"), ([], "in")):
+        lines = tiltyard("data", "repair", "set", *words).stderr.splitlines()
+        assert lines == [
+            f"lost: episode 4; its file is {where} set/quarantine",
+            "lost: episode 1, episode 2; their files are missing",
+        ]
+    assert "3 episodes" in tiltyard("data", "verify", "set").stdout
+
+
+def test_one_thing_is_not_a_plural(tiltyard: Command, tmp_path: Path) -> None:
+    made = writer(tmp_path / "one")
+    made.commit(0, [episode(4, 0)])
+    made.commit(1, [episode(4, 1)])
+    made.close()
+    flip(tmp_path / "one" / manifest.read(tmp_path / "one").entry(0).file)
+    repaired = tiltyard("data", "repair", "one").stdout
+    assert " without 1 line\n" in repaired and "1 episode is sound, 1 is lost" in repaired
+    assert "one: 1 episode, " in tiltyard("data", "verify", "one").stdout
+    packed = tiltyard("data", "pack", "one")
+    assert "1 episode packed into 1 shard, " in packed.stdout and packed.stderr.endswith(": 1 episode\n")
+    exported = tiltyard("data", "export", "one", "--to", "npz", "--out", "files").stdout
+    assert exported.startswith("files: 1 episode, 4 steps, 1 file, ")
+    assert tiltyard("data", "import", "files", "--out", "new").stdout == "new: 1 episode, 4 steps\n"
 
 
 def test_verify_reads_tfrecord_files_by_a_pattern(tiltyard: Command, dataset: Path, tmp_path: Path) -> None:

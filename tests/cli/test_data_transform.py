@@ -1,12 +1,14 @@
 """`tiltyard data split`, `merge` and `filter`: names, counts, JSON, repeated commands, wrong use."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Command, in_own_process
 from tests.data.episodes import episode, new_dataset, writer
+from tests.data.test_transform import OLD
 from tiltyard.data import dataset_file
 from tiltyard.data.folder import read_manifest
 
@@ -63,6 +65,16 @@ def test_merge_says_what_it_leaves_out(tiltyard: Command) -> None:
     tiltyard("data", "filter", "a", "--out", "b", "--where", "seed>=1")
     output = tiltyard("data", "merge", "a", "b", "--out", "m")
     assert "left out 2 episodes" in output.stderr and seeds("m") == [0, 1, 2]
+    tiltyard("data", "filter", "a", "--out", "c", "--where", "seed=1")
+    assert "left out 1 episode that" in tiltyard("data", "merge", "a", "c", "--out", "n").stderr
+
+
+def test_folder_that_pack_refuses_is_copied_by_the_command_that_it_hints_at(tiltyard: Command) -> None:
+    shutil.copytree(OLD, "old")
+    hint = tiltyard("data", "pack", "old", expect=2).stderr.splitlines()[-1]
+    assert hint.endswith("tiltyard data merge old --out FOLDER")
+    assert tiltyard(*hint.split()[-5:]).stdout.splitlines()[1].split()[:2] == ["FOLDER", "3"]
+    assert "3 episodes packed into 1 shard," in tiltyard("data", "pack", "FOLDER").stdout
 
 
 def test_filter_takes_conditions(tiltyard: Command) -> None:
@@ -84,9 +96,11 @@ def test_filter_takes_conditions(tiltyard: Command) -> None:
         (["split", "set", "--validation", "most"], "between 0 and 1"),
         (["split", "set", "--out", "new", "new"], "--out names new twice"),
         (["split", "set", "--out", "new", "plain"], "plain exists and is not a dataset"),
-        (["merge", "set", "--out", "new"], "two datasets or more"),
         (["merge", "set", "pendulum", "--out", "new"], "pendulum and set are not of the same env"),
-        (["merge", "set", "other"], "needs FOLDER and --out"),
+        (["merge", "set", "other"], "tiltyard data merge needs --out"),
+        (["merge"], "tiltyard data merge needs FOLDER and --out"),
+        (["merge", "--out", "new"], "tiltyard data merge needs FOLDER"),
+        (["filter", "set"], "tiltyard data filter needs --out and --where"),
         (["merge", "set", "other", "--out", "set"], "set is a source"),
         (["filter", "set", "--out", "new"], "--where"),
         (["filter", "set", "--out", "new", "--where", "lenght>3"], "unknown name 'lenght'"),

@@ -41,10 +41,12 @@ def test_stats_of_damaged_empty_and_old_datasets(tiltyard: Command) -> None:
     damaged = make("damaged") / "episodes" / "00000" / "000000001.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     output = tiltyard("data", "stats", "damaged")
-    assert "warning: 1 episodes are damaged" in output.stderr and "000000001.parquet" in output.stderr
-    assert "in 2 of 3 episodes" in output.stdout
+    assert "warning: 1 episode is damaged and left out: " in output.stderr and "000000001.parquet" in output.stderr
+    assert "episodes   2, without 1 damaged\n" in output.stdout and "steps      8\n" in output.stdout
+    assert "in all episodes" in output.stdout
     new_dataset(Path("empty"))
-    assert "episodes   0\n" in tiltyard("data", "stats", "empty").stdout
+    empty = tiltyard("data", "stats", "empty").stdout
+    assert "episodes   0\n" in empty and "compression" not in empty and "nan" not in empty
     assert json.loads(tiltyard("data", "stats", "empty", "--json").stdout)["returns"]["mean"] == "nan"
     shutil.copytree(OLD, "old")
     assert "Old-v0" in tiltyard("data", "stats", "old").stdout

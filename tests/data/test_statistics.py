@@ -126,7 +126,7 @@ def test_damaged_episode_is_left_out_and_named(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     found = describe(tmp_path)
-    assert found.measured.episodes == 2 and found.episodes == 3
+    assert found.measured.episodes == found.episodes == found.returns.count == 2 and found.steps == 8
     (message,) = found.measured.damaged
     assert "000000001.parquet is damaged" in message
     kept = np.concatenate([episode(4, seed).obs["eye"] for seed in (0, 2)])

@@ -168,6 +168,43 @@ def test_agents_of_an_episode_stay_together(tmp_path: Path) -> None:
     assert {entry.file[-8:] for entry in read_manifest(tmp_path / "left")} == {".parquet"}
 
 
+def test_recordings_that_an_earlier_source_has_are_left_out(tmp_path: Path) -> None:
+    """A source may have only some agents of an episode."""
+    made = writer(tmp_path / "a")
+    for number in range(4):
+        made.commit(number, [episode(2, number, agent=agent) for agent in ("right", "left", "top")])
+    made.close()
+    whole, left = tmp_path / "a", tmp_path / "left"
+    filter_dataset(whole, left, [parse("agent=left"), parse("seed<2")], COMMAND)
+    result = merge_datasets([left, whole], tmp_path / "m", COMMAND)
+    assert checksums(tmp_path / "m") == checksums(whole)
+    assert (result.episodes, result.added, result.repeated) == (12, 12, 2)
+    assert [row[:2] for row in listing(tmp_path / "m")] == [
+        *[(0, "left"), (1, "left")],
+        *[(number, agent) for number in (2, 3) for agent in ("right", "top")],
+        *[(number, agent) for number in (4, 5) for agent in ("left", "right", "top")],
+    ]
+    again = merge_datasets([left, whole], tmp_path / "m", COMMAND)
+    assert (again.added, again.repeated) == (0, 2)
+    other = merge_datasets([whole, left], tmp_path / "n", COMMAND)
+    assert listing(tmp_path / "n") == listing(whole) and other.repeated == 2
+    made = writer(whole)
+    made.append([episode(2, 9, agent=agent) for agent in ("left", "top")])
+    made.close()
+    assert merge_datasets([left, whole], tmp_path / "m", COMMAND).added == 2
+    assert checksums(tmp_path / "m") == checksums(whole)
+
+
+def test_one_source_is_copied(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    assert merge_datasets([tmp_path / "old"], tmp_path / "new", COMMAND).episodes == 3
+    assert checksums(tmp_path / "new") == checksums(tmp_path / "old")
+    about = dataset_file.read(tmp_path / "new")
+    assert about is not None and about.schema == dataset_file.SCHEMA
+    new_dataset(tmp_path / "empty")
+    assert merge_datasets([tmp_path / "empty"], tmp_path / "copy", COMMAND).episodes == 0
+
+
 def test_packed_source_gives_the_same_files(tmp_path: Path) -> None:
     source = fill(tmp_path / "a", range(8))
     before = listing(source)

@@ -137,7 +137,7 @@ def test_line_of_one_agent_that_is_lost_is_noticed(tmp_path: Path) -> None:
     assert (damage.file, damage.place) == ("episodes/00000/000000000.tar", "000000000.1.parquet")
     del made
     gc.collect()
-    with pytest.warns(UserWarning, match="1 episodes are taken from their files"):
+    with pytest.warns(UserWarning, match="episodes taken from their files: 1"):
         assert [entry.agent for entry in layout.read_manifest(tmp_path)] == ["left", "right"]
 
 

@@ -280,7 +280,7 @@ def test_interrupt_between_a_file_and_its_line_hides_no_episode(
     with pytest.raises(KeyboardInterrupt):
         made.commit(1, [episode(4, 1)])
     made.close()
-    with pytest.warns(TiltyardWarning, match="1 episodes are taken from their files"):
+    with pytest.warns(TiltyardWarning, match="episodes taken from their files: 1"):
         assert [one.seed for one in read_episodes(tmp_path)] == [0, 1]
 
 
@@ -289,5 +289,5 @@ def test_dataset_without_manifests_is_read_from_its_files(tmp_path: Path) -> Non
     made.commit(0, [episode(3, 0)])
     made.close()
     shutil.rmtree(tmp_path / manifest.FOLDER)
-    with pytest.warns(TiltyardWarning, match="no manifest; 1 episodes are taken"):
+    with pytest.warns(TiltyardWarning, match="no manifest; episodes taken from their files: 1"):
         assert [one.seed for one in read_episodes(tmp_path)] == [0]

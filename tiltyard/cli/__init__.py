@@ -153,6 +153,7 @@ def dispatch(words: list[str]) -> int:
     program: list[str] = []
     if parser.get_default("command") is not None and "--" in rest:  # everything after it is a command
         rest, program = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    parser.given = bool(rest)
     args = parser.parse_intermixed_args(rest)
     if program:
         args.command = program
@@ -176,12 +177,17 @@ def load_command(name: str) -> tuple[Parser, Callable[[argparse.Namespace], int 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors look like all others of Tiltyard."""
 
+    given = True  # whether anything was typed after the command
+
     def error(self, message: str) -> NoReturn:
         hint = f"see: {self.prog} --help"
-        if message.startswith("the following arguments are required:"):
+        if message.startswith(required := "the following arguments are required: "):
+            missing = message.removeprefix(required).split(", ")
             needed = [action for action in self._actions if action.required and action.nargs != "*"]
-            names = [[*action.option_strings, str(action.metavar or action.dest)][0] for action in needed]
-            message = f"{self.prog} needs {' and '.join(names)}"
+            names = ["/".join(action.option_strings) or str(action.metavar or action.dest) for action in needed]
+            # argparse looks for the options first, so it names no others if one of these is missing.
+            shown = [name for name in names if name in missing or not self.given]
+            message = f"{self.prog} needs {' and '.join(shown)}"
         elif message.startswith("unrecognized arguments: "):
             word = message.removeprefix("unrecognized arguments: ").split()[0]
             near = did_you_mean(word, [name for action in self._actions for name in action.option_strings])

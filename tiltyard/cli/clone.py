@@ -36,20 +36,26 @@ def clone_experiment(dataset: str, overrides: list[str], epochs: int | None) -> 
     from tiltyard.config.clone_algo import Clone
     from tiltyard.config.load import load
     from tiltyard.data.folder import read_about
-    from tiltyard.engines.cloning import choose_episodes
+    from tiltyard.engines.cloning import UNKNOWN, choose_episodes
     from tiltyard.run import atomic
 
     folder = atomic.absolute(Path(dataset).expanduser())
     about = read_about(folder)
     _refuse_masked(folder, about.env, overrides)
     settings: dict[str, Any] = {"env": about.env, "algo": {"id": "clone", "dataset": str(folder)}}
-    algo = load(settings, overrides).experiment.algo
+    experiment = load(settings, overrides).experiment
+    if experiment.env.id == UNKNOWN:
+        hint = "import it again with --env ENV, or set env.id=ENV"
+        raise UseError(f"{folder} does not say of which env it is, and evaluations need one", hint)
+    algo = experiment.algo
     if not isinstance(algo, Clone):
         hint = f"clone it first, then: tiltyard fork RUN algo={algo.id}"
         raise UseError(f"algo.id = {algo.id}: `tiltyard clone` learns with algo.id = clone", hint)
     steps = choose_episodes(algo).steps
     passes = epochs or max(PASSES, math.ceil(GRADIENT_STEPS * algo.minibatch / steps))
     total = passes * steps
+    if epochs:  # the passes are to be whole, so a pass is cut into equal batches; one that is typed stays
+        settings["algo"]["batch"] = math.ceil(steps / math.ceil(steps / algo.batch))
     return {**settings, "stop": {"env_steps": total}, "eval": {"every": max(1, math.ceil(total / EVALUATIONS))}}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add, positive
 from tiltyard.cli.output import data_stdout
+from tiltyard.cli.stopping import NOTHING, stoppable
 from tiltyard.errors import UseError
 from tiltyard.run import atomic
 
@@ -90,17 +91,20 @@ def run_export(args: argparse.Namespace) -> None:
     wanted = exports.Wanted(args.to, atomic.absolute(args.out), episodes=args.episodes, **given)
     lines = _Lines("exported")
     with data_stdout() as data:
-        done = exports.export(args.folder, wanted, lines.show)
+        with stoppable(NOTHING):
+            done = exports.export(args.folder, wanted, lines.show)
         for note in done.notes:
             sys.stderr.write(f"note: {note}\n")
         if args.json:
             keys = ("format", "episodes", "recordings", "steps", "files", "bytes", "notes")
             data.write(atomic.to_json({"out": str(args.out), **{key: getattr(done, key) for key in keys}}) + "\n")
             return
-        several = f" ({done.recordings:,} recordings of its agents)" if done.recordings != done.episodes else ""
+        whose = "its" if done.episodes == 1 else "their"
+        several = f" ({done.recordings:,} recordings of {whose} agents)" if done.recordings != done.episodes else ""
+        plural = formatting.plural
         data.write(
-            f"{args.out}: {done.episodes:,} episodes{several}, {done.steps:,} steps, {done.files:,} files, "
-            f"{done.bytes / 1e6:,.1f} MB\n"
+            f"{args.out}: {plural(done.episodes, 'episode')}{several}, {plural(done.steps, 'step')}, "
+            f"{plural(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB\n"
         )
     if args.to == "minari":
         root, name = wanted.out.parent, wanted.out.name
@@ -146,17 +150,20 @@ def run_import(args: argparse.Namespace) -> None:
         probed = _probed(args.env) if args.env else None
         command = ["tiltyard", "data", "import", args.source, "--from", kind, "--out", str(args.out)]
         command += ["--env", args.env] if args.env else []
-        done = imports.import_data(
-            args.source, args.out, format=kind, probed=probed, command=command, progress=lines.show
-        )
+        with stoppable():
+            done = imports.import_data(
+                args.source, args.out, format=kind, probed=probed, command=command, progress=lines.show
+            )
         for note in done.notes:
             sys.stderr.write(f"note: {note}\n")
         if args.json:
             keys = ("format", "episodes", "steps", "present", "notes")
             data.write(atomic.to_json({"out": str(args.out), **{key: getattr(done, key) for key in keys}}) + "\n")
             return
-        present = f"; {done.present:,} were there already" if done.present else ""
-        data.write(f"{args.out}: {done.episodes:,} episodes, {done.steps:,} steps{present}\n")
+        were = "was" if done.present == 1 else "were"
+        present = f"; {done.present:,} {were} there already" if done.present else ""
+        new = f"{formatting.plural(done.episodes, 'episode')}, {formatting.plural(done.steps, 'step')}"
+        data.write(f"{args.out}: {new}{present}\n")
     sys.stderr.write(f"look at it with: tiltyard data stats {args.out}\n")
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add
 from tiltyard.cli.output import write_result
+from tiltyard.cli.stopping import stoppable
 from tiltyard.errors import EXIT_DONE, EXIT_FAILED, UseError
 from tiltyard.run import atomic
 
 if TYPE_CHECKING:
-    from tiltyard.data.manifest import Damage
+    from tiltyard.data.manifest import Damage, Entry
 
 MOST_MEGABYTES = 1_000_000
 
@@ -87,8 +89,8 @@ def _damage(file: str, place: str, what: str, episode: str = "") -> dict[str, st
 
 
 def _summary(result: dict[str, Any]) -> str:
-    episodes = f"{formatting.count(result['episodes'])} episodes, " if "episodes" in result else ""
-    return f"{result['path']}: {episodes}{formatting.count(result['bytes'])} bytes"
+    episodes = f"{formatting.plural(result['episodes'], 'episode')}, " if "episodes" in result else ""
+    return f"{result['path']}: {episodes}{formatting.plural(result['bytes'], 'byte')}"
 
 
 # ------------------------------------------------------------------------------------------------ repair
@@ -101,11 +103,14 @@ def configure_repair(parser: argparse.ArgumentParser) -> None:
 
 def run_repair(args: argparse.Namespace) -> None:
     from tiltyard.data import manifest
-    from tiltyard.data.repair import repair
+    from tiltyard.data.folder import QUARANTINE
+    from tiltyard.data.repair import move_text, repair
 
-    found, steps = repair(args.folder, dry_run=args.dry_run, report=_report if not args.json else lambda line: None)
+    with stoppable():
+        found, steps = repair(args.folder, dry_run=args.dry_run, report=_report if not args.json else lambda line: None)
     kept = {entry.key for entry in manifest.read(args.folder)} if not args.dry_run else set()
-    lost = [entry.name for entry in found.episodes if entry.key not in kept]
+    gone = [entry for entry in found.episodes if entry.key not in kept]
+    lost = [entry.name for entry in gone]
     if args.json:
         whole = {"folder": str(args.folder), "dry_run": args.dry_run, "steps": steps, "lost": lost}
         write_result(whole, "", as_json=True)
@@ -113,10 +118,22 @@ def run_repair(args: argparse.Namespace) -> None:
     if not steps:
         sys.stdout.write(f"{args.folder}: nothing to repair\n")
     elif not args.dry_run:
-        sys.stdout.write(f"{args.folder}: repaired; {len(kept):,} episodes are sound, {len(lost):,} are lost\n")
-    if lost:
-        shown = ", ".join(lost[:10]) + (" ..." if len(lost) > 10 else "")
-        sys.stderr.write(f"lost: {shown}; their files are in {args.folder / 'quarantine'}\n")
+        sound = f"{formatting.plural(len(kept), 'episode')} {'is' if len(kept) == 1 else 'are'} sound"
+        sys.stdout.write(f"{args.folder}: repaired; {sound}, {len(lost):,} {'is' if len(lost) == 1 else 'are'} lost\n")
+    moved = {file for file in {entry.file for entry in gone} if move_text(file) in steps}
+    place = args.folder / QUARANTINE
+    _report_lost(
+        [each for each in gone if each.file in moved], f"to be moved to {place}" if args.dry_run else f"in {place}"
+    )
+    _report_lost([each for each in gone if each.file not in moved], "missing")
+
+
+def _report_lost(gone: Sequence[Entry], where: str) -> None:
+    """Name lost episodes, and say where their files are."""
+    if gone:
+        shown = ", ".join(entry.name for entry in gone[:10]) + (" ..." if len(gone) > 10 else "")
+        its = "its file is" if len(gone) == 1 else "their files are"
+        sys.stderr.write(f"lost: {shown}; {its} {where}\n")
 
 
 def _report(line: str) -> None:
@@ -146,7 +163,8 @@ def run_pack(args: argparse.Namespace) -> int:
     from tiltyard.data import shards
 
     size = max(1, round((shards.MEGABYTES if args.shard_mb is None else args.shard_mb) * (1 << 20)))
-    done = shards.pack(args.folder, size, report=lambda line: sys.stderr.write(f"{line}\n"))
+    with stoppable():
+        done = shards.pack(args.folder, size, report=lambda line: sys.stderr.write(f"{line}\n"))
     for reason in done.skipped:
         sys.stderr.write(f"not packed: {reason}\n")
     whole = {
@@ -157,6 +175,7 @@ def run_pack(args: argparse.Namespace) -> int:
         "removed": done.removed,
         "skipped": done.skipped,
     }
-    text = f"{args.folder}: {done.episodes:,} episodes packed into {done.shards:,} shards, {done.bytes:,} bytes\n"
+    packed = f"{formatting.plural(done.episodes, 'episode')} packed into {formatting.plural(done.shards, 'shard')}"
+    text = f"{args.folder}: {packed}, {done.bytes:,} bytes\n"
     sys.stdout.write(atomic.to_json(whole, indent=2) + "\n" if args.json else text)
     return EXIT_FAILED if done.skipped else EXIT_DONE

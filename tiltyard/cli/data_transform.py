@@ -13,7 +13,7 @@ from tiltyard.cli import formatting
 from tiltyard.cli.arguments import add
 from tiltyard.cli.data_views import progress_lines
 from tiltyard.cli.output import write_result
-from tiltyard.errors import UseError
+from tiltyard.cli.stopping import stoppable
 
 if TYPE_CHECKING:
     from tiltyard.data.transform import Command, Result
@@ -49,7 +49,8 @@ def run_split(args: argparse.Namespace) -> None:
     name = args.folder.resolve().name if args.folder.name in ("", "..") else args.folder.name
     beside = args.folder.resolve().parent if args.folder.name in ("", "..") else args.folder.parent
     train, validation = args.out or (beside / f"{name}-train", beside / f"{name}-validation")
-    results = split_dataset(args.folder, args.validation, (train, validation), _command())
+    with stoppable(at_once=False) as check:
+        results = split_dataset(args.folder, args.validation, (train, validation), _command(check))
     for result in results:
         if not result.episodes:
             sys.stderr.write(f"warning: {result.folder} has no episodes: {args.folder} is too small for this split\n")
@@ -60,7 +61,7 @@ def run_split(args: argparse.Namespace) -> None:
 
 
 def configure_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="datasets of the same env")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="one or more datasets, of the same env")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new dataset")
     add(parser, "--json")
 
@@ -68,11 +69,11 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
 def run_merge(args: argparse.Namespace) -> None:
     from tiltyard.data.transform import merge_datasets
 
-    if len(args.folders) < 2:
-        raise UseError("tiltyard data merge needs two datasets or more", "tiltyard data merge A B --out FOLDER")
-    result = merge_datasets(args.folders, args.out, _command())
+    with stoppable(at_once=False) as check:
+        result = merge_datasets(args.folders, args.out, _command(check))
     if result.repeated:
-        sys.stderr.write(f"left out {result.repeated:,} episodes that an earlier one of the datasets has, too\n")
+        left_out = formatting.plural(result.repeated, "episode")
+        sys.stderr.write(f"left out {left_out} that an earlier one of the datasets has, too\n")
     _write([result], as_json=args.json)
 
 
@@ -93,18 +94,22 @@ def run_filter(args: argparse.Namespace) -> None:
     from tiltyard.data.transform import filter_dataset
 
     conditions = [parse(text) for text in args.where]
-    _write([filter_dataset(args.folder, args.out, conditions, _command())], as_json=args.json)
+    with stoppable(at_once=False) as check:
+        result = filter_dataset(args.folder, args.out, conditions, _command(check))
+    _write([result], as_json=args.json)
 
 
 # ------------------------------------------------------------------------------------------------ all of them
 
 
-def _command() -> Command:
+def _command(check: Callable[[], None]) -> Command:
+    """What was typed, and a report of progress that calls `check` between two episodes."""
     from tiltyard.data.transform import Command
 
     shown: dict[Path, Callable[[int, int], None]] = {}
 
     def progress(out: Path, done: int, total: int) -> None:
+        check()
         shown.setdefault(out, progress_lines(f"copying to {out}"))(done, total)
 
     return Command([Path(sys.argv[0]).name, *sys.argv[1:]], progress)

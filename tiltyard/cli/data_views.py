@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -66,21 +67,27 @@ def run_stats(args: argparse.Namespace) -> None:
     found = describe(args.folder, sample=args.episodes, progress=progress_lines(f"reading {args.folder}"))
     damaged = found.measured.damaged
     if damaged:
-        sys.stderr.write(f"warning: {len(damaged):,} episodes are damaged and left out, such as: {damaged[0]}\n")
+        are, such_as = ("is", "") if len(damaged) == 1 else ("are", "such as ")
+        what = f"{formatting.plural(len(damaged), 'episode')} {are} damaged and left out"
+        sys.stderr.write(f"warning: {what}: {such_as}{damaged[0]}\n")
         sys.stderr.write(f"hint: tiltyard data verify {args.folder}\n")
     value = {**asdict(found), "compression": found.compression}
     write_result(value, _stats_text(found), as_json=args.json)
 
 
 def _stats_text(found: Statistics) -> str:
+    damaged = len(found.measured.damaged)
+    compression = f", compression {formatting.number(found.compression)}" if math.isfinite(found.compression) else ""
     lines = {
         "dataset": found.folder,
         "env": found.env,
-        "episodes": f"{found.episodes:,}",
+        "episodes": f"{found.episodes:,}" + (f", without {damaged:,} damaged" if damaged else ""),
         "agents": ", ".join(f"{name} {number:,}" for name, number in found.agents.items()),
         "steps": f"{found.steps:,}",
         "return": _one_line(found.returns),
-        "no return": f"{found.without_return:,} episodes, whose return is not finite" if found.without_return else "",
+        "no return": f"{formatting.plural(found.without_return, 'episode')}, whose return is not finite"
+        if found.without_return
+        else "",
         "length": _one_line(found.lengths),
         "ends": ", ".join(
             f"{name} {number:,} ({formatting.percent(number, found.episodes)})"
@@ -88,7 +95,7 @@ def _stats_text(found: Statistics) -> str:
             if number
         ),
         "size": f"{size(found.disk_bytes)} on disk; {size(found.raw_bytes)} of arrays in {size(found.file_bytes)} of "
-        f"files, compression {formatting.number(found.compression)}",
+        f"files{compression}",
     }
     text = "".join(f"{name:<9}  {formatting.clean(line)}\n" for name, line in lines.items() if line)
     return text + "".join(f"\n{part}" for part in (_histogram(found), _policies(found), *_arrays_text(found)) if part)

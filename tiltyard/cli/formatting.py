@@ -37,6 +37,11 @@ def count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-"
 
 
+def plural(value: int, noun: str) -> str:
+    """1 episode, 1,234 episodes."""
+    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
+
+
 def number(value: float | None) -> str:
     """Four significant digits: 475, 22.5, 0.001234."""
     if value is None:

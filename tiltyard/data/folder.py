@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
     if found.damages or missing or manifest.abandoned(folder):
         more = unlisted(folder, found)
         what = str(found.damages[0]) if found.damages else "no manifest" if missing else "a writer was killed"
-        lost = f"; {len(more)} episodes are taken from their files" if more else ""
+        lost = f"; episodes taken from their files: {len(more)}" if more else ""
         if found.damages or more:
             warn(f"{folder}: {what}{lost} (tiltyard data repair {folder})", TiltyardWarning, stacklevel=2)
             found = manifest.from_entries([*found, *more], found.damages)

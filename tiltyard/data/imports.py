@@ -69,11 +69,11 @@ class _Source:
 
     def notes(self) -> list[str]:
         counts = {
-            "actions cannot be stored exactly as float32; the nearest ones are stored": self.inexact,
-            "episodes have no final observation; their last one is repeated (meta: final_obs)": self.repeated,
-            "episodes have no seed; they got negative ones": self.seedless,
+            "action{s} cannot be stored exactly as float32; the nearest is stored": self.inexact,
+            "episode{s} without a final observation: the last one is repeated (meta: final_obs)": self.repeated,
+            "episode{s} without a seed: a negative one is given": self.seedless,
         }
-        return [f"{count:,} {text}" for text, count in counts.items() if count]
+        return [f"{count:,} {text.format(s='s' if count > 1 else '')}" for text, count in counts.items() if count]
 
 
 def import_data(
@@ -102,7 +102,8 @@ def import_data(
     try:
         _write(out, about, opened, itertools.chain([first], opened.groups), result, progress)
     except UseError as error:  # something is written by now
-        hint = f"{error.hint}; {result.episodes + result.present:,} episodes are in {out}"
+        done = result.episodes + result.present
+        hint = f"{error.hint}; {done:,} {'episode is' if done == 1 else 'episodes are'} in {out}"
         raise TiltyardError(error.message, hint) from error
     result.notes += opened.notes()
     return result
@@ -153,6 +154,8 @@ def detect(source: str) -> str:
     if not path.exists():
         hint = "give a file, a folder, or the id of a Minari dataset below MINARI_DATASETS_PATH"
         raise UseError(f"there is no {source}", hint)
+    if path.is_dir() and ((path / dataset_file.NAME).exists() or manifest.files(path)):
+        raise UseError(f"{source} is a dataset already", f"copy it with: tiltyard data merge {source} --out FOLDER")
     found = [kind for kind in ("tfrecord", "npz", "pickle") if _named_files(path, kind)]
     if len(found) != 1:
         what = f"has files of {' and '.join(found)}" if found else "has no files of a known format"
@@ -215,7 +218,8 @@ def _begun(out: Path, origin: Mapping[str, Any]) -> About | None:
     """The dataset if it was begun by the same import; None if there is none. UseError for any other dataset."""
     there = dataset_file.read(out) if out.is_dir() else None
     if there is None:
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        # A killed import may have left hidden files only.
+        if out.exists() and not (out.is_dir() and all(path.name.startswith(".") for path in out.iterdir())):
             raise UseError(f"{out} exists already", "give a new folder with --out")
         return None
     if [entry.get("imported") for entry in there.made] != [dict(origin)]:
@@ -322,8 +326,14 @@ def _open_npz(place: Path, files: list[Path], probed: Probed | None) -> _Source:
 
 def _load_npz(path: Path) -> Arrays:
     try:
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        if not is_zip:
+            raise UseError(f"{path} is not an npz file", "give a file that numpy.savez wrote, or another --from")
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
+    except UseError:
+        raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zipfile.LargeZipFile, MemoryError) as error:
         hint = "arrays of objects are refused" if "pickle" in str(error) else "restore it from a copy"
         reason = "it contains arrays of objects" if "pickle" in str(error) else error

@@ -91,11 +91,16 @@ def _steps(folder: Path, found: Findings) -> list[Step]:
     gone = {entry.file for entry in found.episodes if not entry.file.endswith(".tar")} | broken | hopeless
     for file in sorted(gone):
         if (folder / file).exists():
-            steps.append(Step(f"move {file} to {layout.QUARANTINE}", partial(set_aside, folder, file)))
+            steps.append(Step(move_text(file), partial(set_aside, folder, file)))
     steps += _rewrite_manifests(folder, found, lost, broken)
     if found.about:
         steps.append(Step(f"write {dataset_file.NAME} from an episode", partial(_write_about, folder)))
     return steps
+
+
+def move_text(file: str) -> str:
+    """The step that puts a file into the quarantine."""
+    return f"move {file} to {layout.QUARANTINE}"
 
 
 def _recovered(folder: Path, found: Findings) -> tuple[list[Entry], set[str]]:
@@ -127,7 +132,7 @@ def _rescue(folder: Path, found: Findings, recovered: list[Entry], broken: set[s
         units: dict[int, list[Entry]] = defaultdict(list)
         for entry in sorted(entries, key=lambda entry: entry.offset):
             units[entry.episode].append(entry)
-        text = f"copy {len(entries):,} sound episodes of {file} into a new shard"
+        text = f"copy {_count(len(entries), 'sound episode')} of {file} into a new shard"
         steps.append(Step(text, partial(_copy, folder, list(units.values()), broken)))
     return steps
 
@@ -150,7 +155,9 @@ def _list_again(folder: Path, entries: list[Entry]) -> list[Step]:
         digest = hashlib.sha256("".join(entry.sha256 for entry in single).encode()).hexdigest()[:12]
         files[folder / manifest.FOLDER / f"repair-{digest}.jsonl"] = single
     return [
-        Step(f"list {len(new):,} episodes in {path.relative_to(folder)}", partial(_add_lines, folder, path, new))
+        Step(
+            f"list {_count(len(new), 'episode')} in {path.relative_to(folder)}", partial(_add_lines, folder, path, new)
+        )
         for path, new in sorted(files.items())
     ]
 
@@ -178,7 +185,9 @@ def _rewrite_manifests(folder: Path, found: Findings, lost: dict[Key, Entry], br
         lines = list(Manifest(manifest.read_file(path, name)[0]))
         gone = sum(_is_gone(folder, entry, lost, broken) for entry in lines)
         if damaged or is_open or gone:
-            what = f"{'repair' if damaged or gone else 'seal'} {name}" + (f" without {gone:,} lines" if gone else "")
+            what = f"{'repair' if damaged or gone else 'seal'} {name}" + (
+                f" without {_count(gone, 'line')}" if gone else ""
+            )
             is_gone = partial(_is_gone, folder, lost=lost, broken=broken)
             steps.append(Step(what, partial(_rewrite, folder, name, is_gone, damaged)))
     return steps
@@ -230,6 +239,10 @@ def _write_about(folder: Path) -> None:
     about = replace(about, made=made, created=atomic.now(), schema=dataset_file.SCHEMA)
     keep_copy(folder, dataset_file.NAME)
     atomic.write_sealed(folder / dataset_file.NAME, about.to_json())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 # ---------------------------------------------------------------------------------------------- quarantine

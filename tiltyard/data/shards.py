@@ -78,7 +78,7 @@ def pack(folder: Path, size: int = MEGABYTES << 20, *, report: Callable[[str], o
             ready = [unit for unit in group if claims.take(unit[0].episode)]
             name, lines = write_shard(folder, ready, skipped)
             if lines:
-                report(f"{name}: {len(lines):,} episodes")
+                report(f"{name}: {len(lines):,} episode{'s' if len(lines) > 1 else ''}")
                 shards, episodes, total = shards + 1, episodes + len(lines), total + (folder / name).stat().st_size
                 packed = {line.key for line in lines}
                 for file in {unit[0].file for unit in ready if unit[0].key in packed}:

@@ -53,7 +53,7 @@ class Statistics:
     folder: str
     env: str
     episodes: int
-    """one for each agent"""
+    """one for each agent, without damaged ones"""
     steps: int
     returns: Summary
     without_return: int
@@ -75,12 +75,16 @@ class Statistics:
 
 
 def describe(folder: Path, *, sample: int | None = None, progress: Progress = lambda done, all_: None) -> Statistics:
-    """Measure a dataset. With `sample`, files of that many episodes are read; numbers of the manifests are of all."""
+    """Measure a dataset without its damaged episodes.
+
+    With `sample`, files of that many episodes are read; numbers of the manifests are of all others, too.
+    """
     about = layout.read_about(folder)
     found = with_meta(folder, layout.read_manifest(folder))
+    measured, row_bytes, damaged = _measure(folder, found, about.spec, sample, progress)
+    found = found.take(np.setdiff1d(np.arange(len(found)), damaged)) if damaged else found
     returns, lengths = found.column("return"), found.column("length")
     finite = returns[np.isfinite(returns)]
-    measured, row_bytes = _measure(folder, found, about.spec, sample, progress)
     names, counts = np.unique(np.asarray(found.table.column("agent").to_pylist(), str), return_counts=True)
     return Statistics(
         folder=str(folder),
@@ -198,12 +202,12 @@ def bytes_on_disk(folder: Path) -> int:
 
 def _measure(
     folder: Path, found: Manifest, spec: EnvSpec, sample: int | None, progress: Progress
-) -> tuple[Measured, tuple[int, int]]:
-    """Numbers of the arrays, and the bytes of all arrays for each observation and for each step."""
+) -> tuple[Measured, tuple[int, int], list[int]]:
+    """Numbers of the arrays, the bytes of all arrays for each observation and for each step, and damaged rows."""
     rows = np.arange(len(found))
     if sample is not None and sample < len(rows):
         rows = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
-    measured, row_bytes = Measured(), (0, 0)
+    measured, row_bytes, damaged = Measured(), (0, 0), list[int]()
     observations = {name: Moments(_features(item)) for name, item in spec.obs.items()}
     actions, reward = ActionNumbers(spec.action), Moments(1)
     for done, row in enumerate(rows.tolist()):
@@ -223,11 +227,12 @@ def _measure(
             raise
         except TiltyardError as error:
             measured.damaged.append(error.message)
+            damaged.append(row)
         progress(done + 1, len(rows))
     measured.reward = reward.summaries()[0]
     measured.actions = actions.numbers()
     measured.observations = {name: _numbers(observations[name], item) for name, item in spec.obs.items()}
-    return measured, row_bytes
+    return measured, row_bytes, damaged
 
 
 def _blocks(opened: EpisodeFile, row_bytes: int) -> list[tuple[int, int]]:

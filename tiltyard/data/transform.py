@@ -1,7 +1,7 @@
 """New datasets from old ones: split, merge, filter. The files of episodes are copied byte for byte.
 
     split, filter   an episode keeps its number
-    merge           episodes are numbered in the order of the sources; one that several sources have is kept once
+    merge           episodes are numbered in the order of the sources; a recording that several have is kept once
 
 Everything is checked before anything is written. Episodes that the result has already are not written again, so the
 same command completes what a killed one has begun, and adds what the sources have gained. A result that has other
@@ -10,7 +10,7 @@ episodes is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,36 +87,56 @@ class Groups:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def entries(self, group: int) -> list[Entry]:
-        return [self.manifest.entry(row) for row in range(self.starts[group], self.ends[group])]
+    def rows(self, chosen: Array) -> tuple[Array, Array]:
+        """The rows of these groups, one group after another, and where each group ends among them."""
+        starts, sizes = self.starts[chosen], (self.ends - self.starts)[chosen]
+        ends = np.cumsum(sizes)
+        return np.arange(int(sizes.sum())) + np.repeat(starts - (ends - sizes), sizes), ends
 
-    def identities(self) -> pa.Array:
-        """The checksums; the second copy of an episode in the same dataset has another identity than the first."""
-        encoded = pc.dictionary_encode(self.checksums)
-        if len(encoded.dictionary) == len(self):
-            return self.checksums
-        codes = np.asarray(encoded.indices)
-        order = np.argsort(codes, kind="stable")
-        first = np.append(True, np.diff(codes[order]) != 0)
-        rank = np.zeros(len(codes), np.int64)
-        rank[order] = np.arange(len(codes)) - np.maximum.accumulate(np.where(first, np.arange(len(codes)), 0))
-        numbered = pc.binary_join_element_wise(self.checksums, pa.array(rank).cast(pa.string()), "#")
-        return pc.if_else(pa.array(rank > 0), numbered, self.checksums)
+
+def identities(found: Manifest) -> pa.Array:
+    """The checksums; the second copy of a recording in the same dataset has another identity than the first."""
+    checksums = found.table.column("sha256").combine_chunks()
+    encoded = pc.dictionary_encode(checksums)
+    if len(encoded.dictionary) == len(found):
+        return checksums
+    codes = np.asarray(encoded.indices)
+    order = np.argsort(codes, kind="stable")
+    first = np.append(True, np.diff(codes[order]) != 0)
+    rank = np.zeros(len(codes), np.int64)
+    rank[order] = np.arange(len(codes)) - np.maximum.accumulate(np.where(first, np.arange(len(codes)), 0))
+    numbered = pc.binary_join_element_wise(checksums, pa.array(rank).cast(pa.string()), "#")
+    return pc.if_else(pa.array(rank > 0), numbered, checksums)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be copied into a folder: for each copy its source, its place among the source's groups, its number."""
+    """What is to be copied into a folder: for each copy its source and number, and its rows of the source's manifest.
+
+    The rows of copy i are rows[ends[i - 1] : ends[i]].
+    """
 
     out: Path
     about: About
-    sources: list[Groups]
-    folders: list[Path]
-    made: list[dict[str, Any]]
+    sources: Sequence[Source]
     source: Array
-    group: Array
     number: Array
+    rows: Array
+    ends: Array
     repeated: int = 0
+
+    @property
+    def made(self) -> list[dict[str, Any]]:
+        """How the sources were made."""
+        return [entry for each in self.sources for entry in each.about.made]
+
+    def copies(self) -> Iterator[tuple[Path, list[Entry], int]]:
+        """For each copy the folder of its source, its recordings there, and its number."""
+        begin = 0
+        for source, number, end in zip(self.source.tolist(), self.number.tolist(), self.ends.tolist(), strict=True):
+            found = self.sources[source]
+            yield found.folder, [found.manifest.entry(row) for row in self.rows[begin:end].tolist()], number
+            begin = end
 
 
 # ---------------------------------------------------------------------------------------------- the commands
@@ -147,7 +167,7 @@ def filter_dataset(folder: Path, out: Path, conditions: Sequence[Condition], com
 
 
 def merge_datasets(folders: Sequence[Path], out: Path, command: Command) -> Result:
-    """Join datasets of the same env."""
+    """Join datasets of the same env, or copy one."""
     places = [folder.resolve() for folder in folders]
     for place, folder in zip(places, folders, strict=True):
         if places.count(place) > 1:
@@ -189,49 +209,34 @@ def plan_with_same_numbers(source: Source, out: Path) -> Plan:
         known = groups.numbers[places] == found.numbers if len(groups) else np.zeros(len(found), bool)
         if known.all():
             known = np.asarray(pc.equal(groups.checksums.take(pa.array(places)), found.checksums))
-        _refuse_others(out, found, known)
+        _refuse_others(out, found.numbers, known)
     missing = np.flatnonzero(~np.isin(groups.numbers, found.numbers))
-    return Plan(
-        out,
-        about,
-        [groups],
-        [source.folder],
-        source.about.made,
-        np.zeros(len(missing), np.int64),
-        missing,
-        groups.numbers[missing],
-    )
+    rows, ends = groups.rows(missing)
+    return Plan(out, about, [source], np.zeros(len(missing), np.int64), groups.numbers[missing], rows, ends)
 
 
 def plan_merge(sources: Sequence[Source], out: Path) -> Plan:
-    """Copy each episode once, under the next free numbers, in the order of the sources."""
+    """Copy each recording once, under the next free numbers, in the order of the sources.
+
+    Recordings of one episode get one number, except for those of agents that an earlier source has.
+    """
     about, there = inspect_out(out, sources)
-    found, groups = Groups(there), [Groups(source.manifest) for source in sources]
-    identities = pa.concat_arrays([pa.array([], pa.string()), *(each.identities() for each in groups)])
-    encoded = pc.dictionary_encode(identities)
-    first = np.unique(np.asarray(encoded.indices), return_index=True)[1] if len(encoded) else np.zeros(0, np.int64)
-    kept = np.sort(first)  # the first source that has an episode gives it
-    existing = found.identities()
-    if len(found):
-        _refuse_others(out, found, np.asarray(pc.is_in(existing, value_set=identities)))
-    absent = ~np.asarray(pc.is_in(identities.take(pa.array(kept)), value_set=existing), bool)
+    every = pa.concat_arrays([pa.array([], pa.string()), *(identities(each.manifest) for each in sources)])
+    codes = np.asarray(pc.dictionary_encode(every).indices)
+    kept = np.sort(np.unique(codes, return_index=True)[1])  # the first source that has a recording gives it
+    existing = identities(there)
+    if len(there):
+        _refuse_others(out, there.column("episode"), np.asarray(pc.is_in(existing, value_set=every), bool))
+    absent = ~np.asarray(pc.is_in(every.take(pa.array(kept)), value_set=existing), bool)
     chosen = kept[absent]
-    sizes = np.asarray([len(each) for each in groups])
-    starts = np.append(0, np.cumsum(sizes))
+    starts = np.append(0, np.cumsum([len(each.manifest) for each in sources]))
     source = np.searchsorted(starts, chosen, side="right") - 1
-    next_number = int(found.numbers[-1]) + 1 if len(found) else 0
-    made = [entry for each in sources for entry in each.about.made]
-    return Plan(
-        out,
-        about,
-        groups,
-        [each.folder for each in sources],
-        made,
-        source,
-        chosen - starts[source],
-        next_number + np.arange(len(chosen)),
-        len(identities) - len(kept),
-    )
+    episode = np.concatenate([each.manifest.column("episode") for each in sources])[chosen]
+    begins = np.flatnonzero(np.append(True, (np.diff(source) != 0) | (np.diff(episode) != 0))[: len(chosen)])
+    next_number = int(there.column("episode").max()) + 1 if len(there) else 0
+    numbers = next_number + np.arange(len(begins))
+    ends = np.append(begins, len(chosen))[1:]
+    return Plan(out, about, sources, source[begins], numbers, chosen - starts[source], ends, len(every) - len(kept))
 
 
 def inspect_out(out: Path, sources: Sequence[Source]) -> tuple[About, Manifest]:
@@ -261,9 +266,9 @@ def _unlisted(out: Path, listed: Manifest) -> list[Entry]:
     return layout.unlisted(out, listed) if manifest.abandoned(out) else []
 
 
-def _refuse_others(out: Path, found: Groups, known: Array) -> None:
+def _refuse_others(out: Path, numbers: Array, known: Array) -> None:
     if not known.all():
-        number = int(found.numbers[np.flatnonzero(~known)[0]])
+        number = int(numbers[np.flatnonzero(~known)[0]])
         raise UseError(f"{out} has episodes that this command does not write, such as episode {number}", _HINT)
 
 
@@ -272,7 +277,7 @@ def _refuse_others(out: Path, found: Groups, known: Array) -> None:
 
 def carry_out(plan: Plan, command: Command, **facts: Any) -> Result:
     """Copy what is missing, each episode whole or not at all."""
-    out, total = plan.out, len(plan.group)
+    out, total = plan.out, len(plan.number)
     is_new = not (out / dataset_file.NAME).exists()
     left = [] if is_new else sorted({entry.episode for entry in _unlisted(out, manifest.read(out))})
     if total or left or is_new:
@@ -284,16 +289,13 @@ def carry_out(plan: Plan, command: Command, **facts: Any) -> Result:
             try:
                 for number in left:
                     writer.list_existing(number)
-                copies = zip(plan.source.tolist(), plan.group.tolist(), plan.number.tolist(), strict=True)
-                for done, (source, group, number) in enumerate(copies):
+                for done, (folder, entries, number) in enumerate(plan.copies()):
                     command.progress(out, done, total)
-                    _copy(writer, plan.folders[source], plan.sources[source].entries(group), number)
+                    _copy(writer, folder, entries, number)
             finally:
                 writer.close()
     found = layout.read_manifest(out)
-    sizes = [each.ends - each.starts for each in plan.sources]
-    added = sum(int(sizes[source][group]) for source, group in zip(plan.source, plan.group, strict=True))
-    return Result(out, len(found), int(found.column("length").sum()), added, plan.repeated)
+    return Result(out, len(found), int(found.column("length").sum()), len(plan.rows), plan.repeated)
 
 
 def _make_folder(out: Path) -> None:
@@ -307,8 +309,9 @@ def _write_about(plan: Plan, command: Command, facts: dict[str, Any]) -> About:
     """Write dataset.json: how the sources were made, then this command."""
     there = dataset_file.read(plan.out)
     known = [] if there is None else there.made
-    new = [entry for place, entry in enumerate(plan.made) if entry not in known and entry not in plan.made[:place]]
-    sources = [str(atomic.absolute(folder)) for folder in plan.folders]
+    made = plan.made
+    new = [entry for place, entry in enumerate(made) if entry not in known and entry not in made[:place]]
+    sources = [str(atomic.absolute(each.folder)) for each in plan.sources]
     about = plan.about
     for entry in [*new, dataset_file.provenance(command.words, sources=sources, **facts)]:
         about = dataset_file.create_or_check(plan.out, about, entry)

@@ -45,6 +45,7 @@ from tiltyard.run.state_file import read_tree
 from tiltyard.types import Array, Arrays, EnvSpec, PolicyState, Progress, Report, Tree
 
 STATISTICS = 1 << 16  # env steps that fill the normaliser of observations
+UNKNOWN = "unknown"  # the env of data that were imported without one; observations and actions must fit all the same
 COPIES = 3  # of a batch: as read, as tensors, a minibatch with its activations
 READ, HELD_OUT = 1, 2  # orders of episodes, derived from the learner's random stream
 
@@ -93,7 +94,7 @@ def check_cloning(experiment: Experiment, spec: EnvSpec) -> tuple[Chosen, list[s
     assert isinstance(algo, Clone)
     folder, chosen = Path(algo.dataset), choose_episodes(algo)
     about = layout.read_about(folder)
-    if _bare(about.env_id) != _bare(experiment.env.id):
+    if about.env_id != UNKNOWN and _bare(about.env_id) != _bare(experiment.env.id):
         message = f"algo.dataset = {folder} is a dataset of {about.env_id}, but env.id = {experiment.env.id}"
         raise UseError(message, f"set env.id={about.env_id}, or give another dataset")
     for what, there, here in (
@@ -103,6 +104,8 @@ def check_cloning(experiment: Experiment, spec: EnvSpec) -> tuple[Chosen, list[s
         if there != here:
             message = f"algo.dataset = {folder} has the {what} {there}, but env {experiment.env.id} has {here}"
             hint = f"use the settings that it was recorded with: {about.env}"
+            if about.env_id == UNKNOWN:
+                hint = f"import it again with --env {experiment.env.id}"
             previous = {name for name in about.spec.obs if name not in spec.obs}
             raise UseError(message, f"{hint}; {sorted(previous)} may need model.previous=true" if previous else hint)
     wanted = COPIES * algo.batch * (step_bytes(spec) + 4 * (spec.action.columns + 2))
