@@ -137,6 +137,7 @@ def _write_until_killed(place: Path, start: int, written: "multiprocessing.Simpl
         written.put(made.append([episode(30, seed)]))
 
 
+@pytest.mark.filterwarnings("ignore:.*a writer was killed")
 def test_kill_9_at_any_moment_loses_no_finished_episode(tmp_path: Path) -> None:
     """A forked child writes and is killed; pyarrow is imported before, so that it is killed while it writes."""
     rng = np.random.default_rng(0)
