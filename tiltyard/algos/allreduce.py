@@ -19,6 +19,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from tiltyard.data.partition import part
 from tiltyard.errors import TiltyardError
 from tiltyard.types import Array
 
@@ -77,7 +78,8 @@ class ProcessGroup:
 
     def share(self, count: int) -> slice:
         """Sizes differ by at most one; with fewer items than learners some are empty."""
-        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        mine = part(count, self.size, self.rank)
+        return slice(mine.start, mine.stop)
 
     def sum_(self, tensor: Tensor) -> None:
         try:

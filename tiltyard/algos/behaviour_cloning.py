@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from tiltyard.algos.flat_adam import Adam
-from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.algos.schedules import ScheduledValue, fix_values, numbers_now
 from tiltyard.config.clone_algo import Clone
-from tiltyard.config.fields import is_number
-from tiltyard.errors import DivergedError, UseError, did_you_mean
+from tiltyard.errors import DivergedError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.models.recurrent import State
 from tiltyard.models.torch_distributions import TorchActionDist
@@ -150,18 +149,11 @@ class Cloning:
 
     def current_settings(self) -> dict[str, float]:
         """All numeric settings with their current values; those of CHANGEABLE can change while training."""
-        fixed = {name: value for name, value in self.settings if is_number(value)}
-        return fixed | {name: value.at(self.env_steps) for name, value in self.values.items()}
+        return numbers_now(self.settings, self.values, self.env_steps)
 
     def change(self, changes: dict[str, float]) -> None:
         """Set some of CHANGEABLE to numbers, in place of their schedules."""
-        for name, number in changes.items():
-            if name not in self.values:
-                raise UseError(f"algo.{name} cannot change during training", did_you_mean(name, self.values))
-            if not math.isfinite(number) or number < 0:
-                raise UseError(f"algo.{name} cannot become {number}", "give a finite number of at least 0")
-        for name, number in changes.items():
-            self.values[name].fix(float(number))
+        fix_values(self.values, changes)
 
     def save(self) -> Tree:
         return {

@@ -27,10 +27,9 @@ from tiltyard.algos.flat_adam import Adam
 from tiltyard.algos.minibatches import Chunks, Minibatch, cut_rollout, shuffled
 from tiltyard.algos.own_loss import OwnLoss
 from tiltyard.algos.ppo_loss import COLUMNS, net_outputs, ppo_loss
-from tiltyard.algos.schedules import ScheduledValue
+from tiltyard.algos.schedules import ScheduledValue, fix_values, numbers_now
 from tiltyard.config import algos as settings
-from tiltyard.config.fields import is_number
-from tiltyard.errors import DivergedError, UseError, did_you_mean
+from tiltyard.errors import DivergedError, UseError
 from tiltyard.models.policy_net import PolicyNet
 from tiltyard.types import Rollout, Tree
 
@@ -245,18 +244,11 @@ class Ppo:
 
     def current_settings(self) -> dict[str, float]:
         """All numeric settings with their current values; those of CHANGEABLE can change while training."""
-        fixed = {name: value for name, value in self.algo if is_number(value)}
-        return fixed | {name: value.at(self.env_steps) for name, value in self.values.items()}
+        return numbers_now(self.algo, self.values, self.env_steps)
 
     def change(self, changes: dict[str, float]) -> None:
         """Set some of CHANGEABLE to numbers, in place of their schedules."""
-        for name, number in changes.items():
-            if name not in self.values:
-                raise UseError(f"algo.{name} cannot change during training", did_you_mean(name, self.values))
-            if not math.isfinite(number) or number < 0:
-                raise UseError(f"algo.{name} cannot become {number}", "give a finite number of at least 0")
-        for name, number in changes.items():
-            self.values[name].fix(float(number))
+        fix_values(self.values, changes)
 
     def save(self) -> Tree:
         return {

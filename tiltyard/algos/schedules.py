@@ -9,9 +9,13 @@ kl_adaptive   scaled by a factor after updates whose KL divergence is outside [t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise
 
+from tiltyard.config.fields import Settings, is_number
 from tiltyard.config.schedules import KlAdaptive, Linear, Piecewise
+from tiltyard.errors import UseError, did_you_mean
 from tiltyard.types import Tree
 
 
@@ -82,6 +86,23 @@ class ScheduledValue:
 
     def _to_json(self) -> Tree:
         return self.setting if isinstance(self.setting, int | float) else self.setting.model_dump(mode="json")
+
+
+def fix_values(values: Mapping[str, ScheduledValue], changes: Mapping[str, float]) -> None:
+    """Set some values of an algorithm to numbers, in place of their schedules: all of them, or none and UseError."""
+    for name, number in changes.items():
+        if name not in values:
+            raise UseError(f"algo.{name} cannot change during training", did_you_mean(name, values))
+        if not math.isfinite(number) or number < 0:
+            raise UseError(f"algo.{name} cannot become {number}", "give a finite number of at least 0")
+    for name, number in changes.items():
+        values[name].fix(float(number))
+
+
+def numbers_now(settings: Settings, values: Mapping[str, ScheduledValue], env_steps: int) -> dict[str, float]:
+    """All numeric settings of an algorithm, the scheduled ones with their present values."""
+    fixed = {name: value for name, value in settings if is_number(value)}
+    return fixed | {name: value.at(env_steps) for name, value in values.items()}
 
 
 def _interpolate(points: list[list[float]], env_steps: int) -> float:
