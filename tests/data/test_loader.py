@@ -255,7 +255,7 @@ def test_resuming_refuses_other_episodes_and_settings(data, tmp_path):
 
 
 def torch_windows(folder: Path, **settings: Any) -> TorchWindows:
-    return Dataset(folder).torch(16, batch=6, seed=2, pool=3, **settings)
+    return Dataset(folder).windows(16, batch=6, seed=2, pool=3, **settings).torch()
 
 
 def test_data_loader_with_two_workers(data):

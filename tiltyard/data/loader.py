@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +24,6 @@ from tiltyard.data.split import is_validation
 from tiltyard.data.windows import Plan, Windows
 from tiltyard.errors import UseError, did_you_mean
 from tiltyard.types import Array, EnvSpec, Episode
-
-if TYPE_CHECKING:
-    from tiltyard.data.torch_loader import TorchWindows
 
 
 class Dataset:
@@ -94,7 +91,8 @@ class Dataset:
         epochs: int | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> Windows:
-        """Random windows of `length` env steps. `per_read=64` gives every window once per epoch.
+        """Random windows of `length` env steps; `.torch()` makes them a torch IterableDataset. `per_read=64` gives each
+        window once per epoch.
 
         names       columns to read: obs.NAME, action, reward, terminated, truncated. Default: all
         final_obs   windows have the observation after their last step, too
@@ -120,32 +118,6 @@ class Dataset:
         """Random single observations, with the final one of each episode. `names` are obs.NAME."""
         plan = Plan(0, batch, seed, per_read, pool, tuple(names or ()), False, epochs, shard)
         return Windows(self._reader, plan)
-
-    def torch(
-        self,
-        length: int,
-        *,
-        batch: int = 16,
-        seed: int = 0,
-        per_read: int = 8,
-        pool: int = 64,
-        names: Sequence[str] | None = None,
-        final_obs: bool = False,
-        epochs: int | None = None,
-        shard: tuple[int, int] = (0, 1),
-    ) -> TorchWindows:
-        """`windows` as a torch IterableDataset for DataLoader(..., batch_size=None). `shard` is (rank, ranks)."""
-        return self.windows(
-            length,
-            batch=batch,
-            seed=seed,
-            per_read=per_read,
-            pool=pool,
-            names=names,
-            final_obs=final_obs,
-            epochs=epochs,
-            shard=shard,
-        ).torch()
 
     # ------------------------------------------------------------------------------------------ tables
 

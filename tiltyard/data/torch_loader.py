@@ -1,6 +1,6 @@
 """Windows as a torch IterableDataset: each window once per epoch, over all ranks and all workers of a DataLoader.
 
-    loader = DataLoader(dataset.torch(32, batch=16), batch_size=None, num_workers=2)
+    loader = DataLoader(dataset.windows(32, batch=16).torch(), batch_size=None, num_workers=2)
 
 Ranks and workers divide the reads of an epoch among themselves; each yields whole batches of tensors. By default epochs
 follow each other without an end, so that all ranks can take the same number of steps: in one epoch their numbers of
