@@ -235,7 +235,7 @@ def test_errors_of_own_policies_name_them(own: Callable[[str], list[np.ndarray[A
     with pytest.raises(TiltyardError, match=r"policy own\.py:fails raised RuntimeError: no idea"):
         own("own.py:fails")
     for name in ("own.py:silly", "own.py:Mute"):
-        with pytest.raises(TiltyardError, match="neither a function of the observation nor"):
+        with pytest.raises(UseError, match="neither a function of the observation nor"):
             own(name)
     with pytest.raises(UseError, match="has no 'Stear'"):
         own("own.py:Stear")
@@ -282,15 +282,20 @@ def test_policies_are_parsed() -> None:
         ("epsilon:a", "epsilon = a must be a number from 0 to 1", ""),
         ("epsilon", "--policy epsilon has no number", "epsilon:0.1:RUN"),
         ("greedy", "names no run", "write --policy greedy:RUN"),
-        ("0=random", "the weight must be above 0", "0.7=random"),
-        ("-1=random", "the weight must be above 0", "0.7=random"),
-        ("inf=random", "the weight must be above 0", "0.7=random"),
+        ("0=random", "the weight must be a finite number above 0", "0.7=random"),
+        ("-1=random", "the weight must be a finite number above 0", "0.7=random"),
+        ("inf=random", "the weight must be a finite number above 0", "0.7=random"),
     ],
 )
 def test_wrong_policies_are_refused_with_a_hint(text: str, message: str, hint: str) -> None:
     with pytest.raises(UseError) as error:
         policies.parse([text], None)
     assert message in error.value.message and hint in error.value.hint
+
+
+def test_mixture_in_which_only_some_have_weights_is_refused() -> None:
+    with pytest.raises(UseError, match=r"sticky:0\.9 has no weight, but another has one"):
+        policies.parse(["0.5=random", "sticky:0.9"], None)
 
 
 def test_unknown_run_is_refused(runs: Path) -> None:

@@ -240,15 +240,12 @@ class _Own:
 def own_actor(choice: PolicyChoice, spec: EnvSpec) -> MakeActor:
     """Act with the user's class, one object per agent, or with a function or an object."""
     base = [Path(place) for place in choice.base]
-    found = resolve.load(resolve.parse(choice.source, {}, resolve.CONVENTIONAL["policy"], base))
+    found: Any = resolve.load(resolve.parse(choice.source, {}, resolve.CONVENTIONAL["policy"], base))
 
     def make() -> ScriptedPolicy:
-        built = inspect.isclass(found)
-        made: Any = (found(spec) if _takes(found, "spec", 0) else found()) if built else found
-        act = getattr(made, "act", made)
-        if not callable(act) or (built and act is made):
-            raise TypeError(f"{choice.source} is neither a function of the observation nor has it act(obs)")
-        return _Own(act, getattr(made, "reset", None))
+        build: Callable[..., Any] | None = found if inspect.isclass(found) else None
+        made = found if build is None else build(spec) if _takes(build, "spec", 0) else build()
+        return _Own(getattr(made, "act", made), getattr(made, "reset", None))
 
     return objects_actor(choice.source, make, spec)
 

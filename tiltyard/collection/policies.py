@@ -67,12 +67,14 @@ def parse(texts: Sequence[str], run: str | None) -> list[PolicyChoice]:
     """The policies of `--policy` options. `run` is the run that episodes are collected of, if it is one."""
     if not texts:
         return [_parse(run, run) if run else PolicyChoice("random")]
-    found = []
-    for text in texts:
-        match = _WEIGHTED.fullmatch(text)
+    found, example = [], "write --policy 0.7=random --policy 0.3=RUN"
+    matches = [_WEIGHTED.fullmatch(text) for text in texts]
+    for text, match in zip(texts, matches, strict=True):
         weight = float(match["weight"]) if match else 1.0
         if not 0 < weight < math.inf:
-            raise UseError(f"--policy {text}: the weight must be above 0", "write --policy 0.7=random --policy 0.3=RUN")
+            raise UseError(f"--policy {text}: the weight must be a finite number above 0", example)
+        if match is None and any(matches):
+            raise UseError(f"--policy {text} has no weight, but another has one", example)
         found.append(replace(_parse(match["policy"] if match else text, run), weight=weight))
     return found
 
@@ -113,6 +115,7 @@ def _numbers(text: str, given: str, known: dict[str, float]) -> dict[str, float]
             name = next(iter(known))
         example = f"{kind}:" + ",".join(f"{each}={number:g}" for each, number in known.items() if number == number)
         hint = f"write --policy {example if len(known) > 1 else example.replace(next(iter(known), '') + '=', '')}"
+        hint = "write --policy epsilon:0.1:RUN" if kind == "epsilon" else hint
         if name not in known:
             hint = did_you_mean(name, known) if name and known else hint if known else f"write --policy {kind}"
             raise UseError(f"--policy {text}: {kind} has no setting {name or value!r}", hint)
@@ -134,7 +137,10 @@ def locate(choice: PolicyChoice, base: Sequence[Path], trust_code: bool) -> tupl
     """
     if choice.kind == "own":
         places = [*base, Path.cwd()]
-        resolve.load(resolve.parse(choice.source, {}, resolve.CONVENTIONAL["policy"], places))
+        code = resolve.load(resolve.parse(choice.source, {}, resolve.CONVENTIONAL["policy"], places))
+        if not callable(getattr(code, "act", None if isinstance(code, type) else code)):
+            message = f"--policy {choice.text} is neither a function of the observation nor has it act(obs)"
+            raise UseError(message, "write a function, or a class with a method act(obs)")
         return replace(choice, base=[str(place.absolute()) for place in places]), False
     if choice.kind != "run":
         return choice, False
