@@ -226,6 +226,8 @@ def numeric_settings() -> list[tuple[str, str, list[str]]]:
         around = [f"algo.id={variant.removeprefix('id: ')}"] if variant.startswith("id:") else []
         if around == ["algo.id=your own"]:
             around = [f"algo.id={Path(__file__).parents[2] / 'examples' / 'reinforce.py'}:Reinforce"]
+        if around == ["algo.id=clone"]:
+            around.append("algo.dataset=poles")
         if plain.startswith("<schedule>"):
             shape = variant.removeprefix("kind: ")
             whole = {
