@@ -19,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOW = (  # tests that train or start processes for seconds; `make check` does not run them
+    "algos/test_accelerator.py",
+    "algos/test_own_algorithm.py",
     "cli/test_bench.py",
     "cli/test_plugins.py",
     "cli/test_train.py",
@@ -27,9 +29,16 @@ SLOW = (  # tests that train or start processes for seconds; `make check` does n
     "cli/test_clone.py",
     "cli/test_data_collect.py",
     "cli/test_data_convert.py",
+    "cli/test_data_files.py",
+    "cli/test_data_transform.py",
+    "cli/test_stopping.py",
     "data/test_damage.py",
+    "data/test_exports.py",
+    "data/test_imports.py",
     "data/test_repair.py",
     "data/test_shards.py",
+    "data/test_transform.py",
+    "data/test_verify.py",
     "engines/test_cloning.py",
     "engines/test_isolated_envs.py",
     "engines/test_inference.py",

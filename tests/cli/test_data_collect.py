@@ -69,7 +69,7 @@ def test_run_is_collected_with_its_policy_or_others(tiltyard: Command, runs: Pat
     }
     assert first.length <= 20 and first.seed != second.seed
     assert dataset_file.read(Path("a")).env_id == "plugins/slow.py:Slow"  # type: ignore[union-attr]
-    mixture = ["--policy", "sampled", "--policy", f"2=epsilon:0.2:{run.id}@64", "--policy", "1=random"]
+    mixture = ["--policy", "1=sampled", "--policy", f"2=epsilon:0.2:{run.id}@64", "--policy", "1=random"]
     tiltyard("data", "collect", run.id, "--out", "b", "--episodes", "8", "--seed", "3", *mixture, *HERE)
     assert set(policies("b")) == {"sampled", f"epsilon:0.2:{run.id}@64", "random"}
     tiltyard("data", "collect", run.id, "--out", "c", "--episodes", "8", "--seed", "3", *mixture, *HERE)
