@@ -31,7 +31,6 @@ from tiltyard.config.sections import Env
 from tiltyard.data import seeds
 from tiltyard.data.claims import Claims
 from tiltyard.data.dataset_file import About
-from tiltyard.data.folder import episode_path
 from tiltyard.data.writer import DatasetWriter
 from tiltyard.envs.spaces import spec_from_json
 from tiltyard.envs.vector import EnvGroup
@@ -196,7 +195,7 @@ class ClaimedEpisodes:
             self._committed.refresh()
             if number in self._committed:
                 self._claims.release(number)
-            elif self._committer.exists(number):  # its writer was killed before it listed the file
+            elif self._committer.has_file(number):  # its writer was killed before it listed the file
                 self._committer.put(number, None)
             else:
                 self._committer.hold(number)
@@ -245,10 +244,9 @@ class Committer:
     def holds(self, number: int) -> bool:
         return number in self._held
 
-    def exists(self, number: int) -> bool:
+    def has_file(self, number: int) -> bool:
         """Whether there is a file of the episode alone; those in shards are always listed."""
-        paths = (f"{self._writer.folder}/{episode_path(number, kind)}" for kind in ("parquet", "tar"))
-        return any(os.path.exists(path) for path in paths)  # noqa: PTH110 - takes a tenth of the time of Path
+        return self._writer.has_file(number)
 
     def put(self, number: int, episodes: list[Episode] | None) -> None:
         """Commit an episode, or list its file if there are none; waits while the queue is full."""

@@ -331,7 +331,7 @@ class ManifestWriter:
             pass
         elif self._count:
             atomic.append_line(self.path, seal_line(self.path.read_bytes()).decode().rstrip("\n"))
-            sync(self.path)
+            os.fsync(self._held.fileno())
             self.path.rename(self.path.with_name(self.path.name.removesuffix(OPEN) + ".jsonl"))
         else:
             self.path.unlink(missing_ok=True)
@@ -367,11 +367,3 @@ def is_live(path: Path) -> bool:
 def abandoned(folder: Path) -> list[Path]:
     """Open manifests whose writers were killed: their last episodes may be in no manifest."""
     return [path for path in (folder / FOLDER).glob(f"*{OPEN}") if not is_live(path)]
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -107,9 +107,14 @@ class DatasetWriter:
         return self._next - 1
 
     def exists(self, number: int) -> bool:
-        """Whether a file with that number is there, listed or not."""
-        alone = any(os.path.exists(f"{self.folder}/{layout.episode_path(number, kind)}") for kind in ("parquet", "tar"))  # noqa: PTH110 - at every commit
-        return alone or number in self._packed()  # in this order: a pack lists a shard before it removes files
+        """Whether the number is taken, by a file of its own or in a shard."""
+        # In this order: a pack lists a shard before it removes files.
+        return self.has_file(number) or number in self._packed()
+
+    def has_file(self, number: int) -> bool:
+        """Whether there is a file of the episode alone, listed or not."""
+        paths = (f"{self.folder}/{layout.episode_path(number, kind)}" for kind in ("parquet", "tar"))
+        return any(os.path.exists(path) for path in paths)  # noqa: PTH110 - takes a tenth of the time of Path
 
     def _packed(self) -> frozenset[int]:
         """The numbers in shards. Their manifests never change."""
